@@ -1,0 +1,89 @@
+"""The whole hardware boundary: what the engine asks of a device backend.
+
+A backend gets a model spec, a stream of named weights and step plans. It never sees a request, text or a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.engine.step import StepPlan, StepResult
+
+Weight = tuple[str, npt.NDArray[np.generic]]
+"""A canonical parameter name (see common.models.shapes) and its values; bfloat16 through ml_dtypes."""
+
+
+class PendingResult(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what the step raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the device can hold, in bytes, and how many KV blocks that makes (block 0, the null block, included)."""
+
+    weights: int
+    activations: int
+    kv_cache: int
+    num_blocks: int
+
+    def __str__(self) -> str:
+        gib = 1 << 30
+        return (
+            f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, "
+            f"KV cache {self.kv_cache / gib:.2f} GiB in {self.num_blocks} blocks"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Facts about a backend that the engine's defaults depend on.
+
+    `block_size`: default tokens per KV block. `prefers_extents`: consecutive blocks per sequence are faster.
+    """
+
+    name: str
+    device: str
+    block_size: int
+    prefers_extents: bool
+
+
+class Backend(Protocol):
+    """One model on one kind of device. Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Facts that do not depend on the model."""
+        ...
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        """Take every parameter of the spec, each exactly once. Raises WeightError naming what is missing or left over."""
+        ...
+
+    def plan_memory(self) -> MemoryPlan:
+        """How much KV cache fits beside the loaded weights. Raises MemoryError saying how much is missing."""
+        ...
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache for `num_blocks` blocks per group pool."""
+        ...
+
+    def warmup(self) -> None:
+        """Run whatever would otherwise run slow in the first request."""
+        ...
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Start a step and return at once. Steps run in the order they are given."""
+        ...
+
+    def close(self) -> None:
+        """Release the device. Idempotent."""
+        ...

@@ -1,0 +1,29 @@
+"""Numbers as people write them on a command line."""
+
+from __future__ import annotations
+
+import re
+
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SUFFIXED = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+
+
+def human_readable_int(text: str) -> int:
+    """1k = 1000, 1K = 1024, 25.6k = 25600. Raises ValueError, also for a fraction before a binary suffix."""
+    match = _SUFFIXED.fullmatch(text.strip())
+    if match is None:
+        return int(text)
+    number, suffix = match.groups()
+    if suffix in _DECIMAL:
+        return int(float(number) * _DECIMAL[suffix])
+    if "." in number:
+        raise ValueError(f"{text}: a fraction needs a decimal suffix; did you mean {number}{suffix.lower()}?")
+    return int(number) * _BINARY[suffix]
+
+
+def human_readable_int_or_auto(text: str) -> int | None:
+    """Like human_readable_int; `auto` and -1 give None."""
+    if text.strip().lower() in {"auto", "-1"}:
+        return None
+    return human_readable_int(text)

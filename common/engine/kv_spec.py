@@ -1,0 +1,121 @@
+"""What each kind of mixer keeps per sequence, and how layers are gathered into KV groups.
+
+Pure arithmetic: tokens, blocks and bytes. Knows no arrays.
+
+One pool of blocks serves all groups. A group holds at most `layers_per_group` layers; layer j of every group uses
+array j of the backend's cache, so a block id costs the same bytes whichever group owns it:
+
+    group 0 (full)    layers 5, 11        block 7 -> arrays 0, 1
+    group 1 (window)  layers 0, 1         block 8 -> arrays 0, 1
+    group 2 (window)  layers 2, 3         block 9 -> arrays 0, 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.common.models.spec import Attention, Mixer, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FullCache:
+    """K and V of every token."""
+
+    kv_heads: int
+    head_dim: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Numbers kept per block and layer."""
+        return 2 * self.kv_heads * self.head_dim * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class WindowCache:
+    """K and V of the last `window` tokens; blocks wholly before the window are given back."""
+
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Numbers kept per block and layer."""
+        return 2 * self.kv_heads * self.head_dim * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCache:
+    """One compressed vector per token, shared by all heads (MLA): `rank` latent and `rope_dim` rotary channels."""
+
+    rank: int
+    rope_dim: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Numbers kept per block and layer."""
+        return (self.rank + self.rope_dim) * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """Recurrent state: `elements` numbers per sequence, in one block, whatever the length. Never shared by prefix."""
+
+    elements: int
+
+    def block_elements(self, block_size: int) -> int:
+        """Numbers kept per block and layer."""
+        return self.elements
+
+
+CacheSpec = FullCache | WindowCache | LatentCache | StateCache
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share one block table. `layers`: layer indices; position in the tuple = index of the cache array."""
+
+    spec: CacheSpec
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The groups of a model and the number of tokens in a block."""
+
+    groups: tuple[KvGroup, ...]
+    block_size: int
+
+    @property
+    def layers_per_group(self) -> int:
+        """How many cache arrays the backend allocates."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
+    def block_elements(self) -> int:
+        """Numbers that one block id costs over all cache arrays (times the dtype's bytes)."""
+        widest = max(group.spec.block_elements(self.block_size) for group in self.groups)
+        return widest * self.layers_per_group
+
+
+def cache_spec(mixer: Mixer) -> CacheSpec:
+    """What a mixer keeps per sequence."""
+    match mixer:
+        case Attention(window=None):
+            return FullCache(mixer.kv_heads, mixer.head_dim)
+        case Attention(window=int(window)):
+            return WindowCache(mixer.kv_heads, mixer.head_dim, window)
+
+
+def kv_layout(spec: ModelSpec, block_size: int) -> KvLayout:
+    """Groups of equal size over the layers of a model; the last group of a kind may be short.
+
+    The group size is the smallest number of layers that any kind has, so no kind wastes more than one group's padding.
+    """
+    kinds: dict[CacheSpec, list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        kinds.setdefault(cache_spec(layer.mixer), []).append(index)
+    size = min(len(layers) for layers in kinds.values())
+    groups = [
+        KvGroup(kind, tuple(layers[start : start + size]))
+        for kind, layers in kinds.items()
+        for start in range(0, len(layers), size)
+    ]
+    return KvLayout(tuple(groups), block_size)

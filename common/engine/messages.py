@@ -1,0 +1,90 @@
+"""What goes into the engine and what comes out of it: token ids and numbers, no text.
+
+These values cross a process boundary (msgpack), so they hold plain Python types only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagoda.common.engine.sampling import SamplingRules
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence to generate.
+
+    `max_tokens`: resolved, at least 1, and prompt + max_tokens fits the model's context (0 only with prompt_logprobs
+    work is refused by the caller). `stop_token_ids`: end the sequence when sampled (EOS included unless ignored).
+    `eos_token_ids`: the subset of them for which `stop_reason` stays None. `priority`: smaller runs first.
+    `arrival`: seconds, any monotonic clock; ties of priority go to the earlier.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    rules: SamplingRules
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    arrival: float = 0.0
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    """One position: the chosen (or prompt) token first, then the best k. Natural logs; rank 1 is the best."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """What one step added to one request. `logprobs`: one entry per new token, when asked for.
+
+    `prompt_logprobs`: sent once, whole, with the first output: entry p is of prompt token p+1 (so len = prompt-1).
+    `stop_reason`: the stop token id that ended it, None for EOS, length and abort.
+    `num_cached_tokens`: prompt tokens that came from the prefix cache (at first admission).
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot after a step; counters are totals since start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    preemptions: int = 0
+    steps: int = 0
+    last_step_tokens: int = 0  # tokens of the step these outputs come from
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of KV blocks held by requests, 0 to 1."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """All outputs of one engine step. `scheduled_at`: request id -> time its first token was scheduled, sent once."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    stats: EngineStats = EngineStats()

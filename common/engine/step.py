@@ -1,0 +1,96 @@
+"""The wire contract between engine and backend: frozen values of ints and numpy arrays.
+
+The backend sees rows, block ids and token counts, never a Request; the scheduler sees results, never a device.
+
+A *row* is a number in [0, max_num_seqs) that a request holds while it runs. The backend keeps per row what
+sampling needs (rules, token history, the last sampled token); a `RowStart` (re)initialises it. Everything else
+travels whole in each plan, so a plan can be replayed.
+
+Axis letters: S sequences in this step, T tokens in this step, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.engine.sampling import SamplingRules
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+PREVIOUS: Final = -1
+"""A token id that means: the token this row sampled in the step before, still on the device."""
+
+NULL_BLOCK: Final = 0
+"""Block id 0 is never handed out: it fills table entries that no query can see."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A request takes (or, after preemption, retakes) a row.
+
+    `token_ids`: int32 [n], every token known so far, prompt first. `num_prompt`: how many of them are prompt.
+    """
+
+    row: int
+    token_ids: Int32
+    num_prompt: int
+    rules: SamplingRules
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What one step computes. Sequences with one token stand first (decode-first order).
+
+    For sequence s the tokens are token_ids[query_start[s]:query_start[s+1]], at positions context[s], context[s]+1, ...
+    Their K and V are written through block_tables, then each token attends to positions <= its own. A backend must
+    write the K and V of *all* sequences of a layer before any of them attends: a sequence may share blocks that
+    another sequence fills in the same step.
+    """
+
+    step: int
+    starts: tuple[RowStart, ...]
+    rows: Int32  # [S] row of each sequence
+    query_start: Int32  # [S+1] cumulative token counts
+    context: Int32  # [S] tokens already in the cache before this step
+    token_ids: Int32  # [T] PREVIOUS where the id is not known to the host yet
+    block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
+    samples: Bool  # [S] the sequence's last token is its newest: sample the next one
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLogprobs:
+    """Log-probabilities of n positions: column 0 is the chosen (or prompt) token, then the best k in order."""
+
+    token_ids: Int32  # [n, 1+k]
+    logprobs: Float32  # [n, 1+k] natural log
+    ranks: Int32  # [n] rank of the column-0 token, 1 is the best
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step produced.
+
+    `logprobs[s]`: for sequences that asked, one position. `prompt_logprobs[s]`: for sequences that asked, one
+    position per scheduled token whose *next* token is a prompt token, in order.
+    """
+
+    step: int
+    token_ids: Int32  # [S] sampled token, -1 where the sequence did not sample
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -1,0 +1,35 @@
+"""The errors a person may see. Everything else is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+
+class PagodaError(Exception):
+    """Base of all errors that pagoda raises on purpose."""
+
+
+class RequestError(PagodaError, ValueError):
+    """A request that cannot be served as asked: HTTP 400. `field` names the offending request field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ConfigError(PagodaError, ValueError):
+    """A setting that cannot be used. `setting` names the flag or config field."""
+
+    def __init__(self, setting: str, message: str) -> None:
+        super().__init__(f"{setting}: {message}")
+        self.setting = setting
+
+
+class ModelError(PagodaError, ValueError):
+    """A model folder or file that cannot be served: wrong path, unknown architecture, missing tokenizer."""
+
+
+class WeightError(ModelError):
+    """A checkpoint that is truncated, corrupt, incomplete or has tensors nobody asked for."""
+
+
+class EngineDeadError(PagodaError, RuntimeError):
+    """The engine stopped; the message carries the cause."""

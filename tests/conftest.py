@@ -1,0 +1,1 @@
+"""Shared fixtures. Nothing here imports torch: engine and text tests stay framework-free."""
