@@ -1,0 +1,108 @@
+"""What a caller gets back: text, token ids, log-probabilities and timings of one request.
+
+Field names are vLLM's. Knows no engine and no tokenizer; these are plain values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One candidate token at one position: natural log of its probability, its rank (1 is the best), its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsOnePosition = dict[int, Logprob]
+"""Token id -> Logprob. The chosen (or prompt) token comes first, then the best k in order."""
+
+SampleLogprobs = list[LogprobsOnePosition]
+"""One entry per generated token."""
+
+PromptLogprobs = list[LogprobsOnePosition | None]
+"""One entry per prompt token; the first has no probability and is None."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request. `arrival_time` is wall-clock (Unix seconds); `*_ts` are monotonic seconds."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token; 0 before it."""
+        return self.first_token_ts - self.queued_ts if self.first_token_ts else 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt.
+
+    `finish_reason`: "stop", "length", "abort", or None while it runs. `stop_reason`: the stop string or stop token
+    id that ended it; None for end-of-sequence, length and abort.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """True once there is a finish reason."""
+        return self.finish_reason is not None
+
+    def _extend(self, later: CompletionOutput) -> None:
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        if later.logprobs:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: its prompt and its n answers (while streaming: those that have news)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+
+    def add(self, later: RequestOutput, aggregate: bool) -> None:
+        """Take a later output of the same request in. `aggregate`: outputs are deltas and are joined, not replaced."""
+        self.finished |= later.finished
+        self.metrics = later.metrics
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        if later.num_cached_tokens is not None:
+            self.num_cached_tokens = later.num_cached_tokens
+        positions = {output.index: position for position, output in enumerate(self.outputs)}
+        for output in later.outputs:
+            position = positions.get(output.index)
+            if position is None:
+                self.outputs.append(output)
+            elif aggregate:
+                self.outputs[position]._extend(output)
+            else:
+                self.outputs[position] = output
