@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from pagoda.common.engine.sampling import SamplingRules
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -44,9 +46,10 @@ class PositionLogprobs:
     rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step added to one request. `logprobs`: one entry per new token, when asked for.
+
+    A Struct, not a dataclass: one is made per request and step, and a frozen dataclass costs ten times as much.
 
     `prompt_logprobs`: sent once, whole, with the first output: entry p is of prompt token p+1 (so len = prompt-1).
     `stop_reason`: the stop token id that ended it, None for EOS, length and abort.
