@@ -1,0 +1,81 @@
+"""How the HTTP server listens, whom it lets in and what it says about itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from pagoda.common.config.option import option
+from pagoda.common.errors import ConfigError
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+
+def json_list(text: str) -> tuple[str, ...]:
+    """A JSON array of strings, or one plain string. Raises ValueError on anything else."""
+    if not text.lstrip().startswith("["):
+        return (text,)
+    items = json.loads(text)
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{text}: a list of strings is needed")
+    return tuple(items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The flags of `serve` that are not the engine's."""
+
+    host: str | None = option(None, "Address to listen on; default: 127.0.0.1, this machine only. 0.0.0.0: everywhere.")
+    port: int = option(8000, "Port to listen on; 0: any free one.")
+    uds: str | None = option(None, "Listen on this Unix socket instead of host and port.")
+    api_key: tuple[str, ...] = option((), "Keys, one of which a client must present; repeatable.")
+    chat_template: str | None = option(None, "File of a chat template, or the template itself; default: the model's.")
+    trust_request_chat_template: bool = option(False, "Let a request bring its own chat template.")
+    response_role: str = option("assistant", "Role of the answers in a chat.")
+    uvicorn_log_level: LogLevel = option("info", "How much the HTTP server logs.")
+    disable_uvicorn_access_log: bool = option(False, "Do not log each HTTP request.")
+    allow_credentials: bool = option(False, "CORS: allow credentials.")
+    allowed_origins: tuple[str, ...] = option(("*",), "CORS: allowed origins, as a JSON list.", parse=json_list)
+    allowed_methods: tuple[str, ...] = option(("*",), "CORS: allowed methods, as a JSON list.", parse=json_list)
+    allowed_headers: tuple[str, ...] = option(("*",), "CORS: allowed headers, as a JSON list.", parse=json_list)
+    root_path: str = option("", "Path prefix that a proxy in front of the server strips.")
+    ssl_keyfile: str | None = option(None, "Private key for TLS.")
+    ssl_certfile: str | None = option(None, "Certificate for TLS.")
+    ssl_ca_certs: str | None = option(None, "Authorities that client certificates are checked against.")
+    ssl_cert_reqs: int = option(0, "Client certificates: 0 none, 1 optional, 2 required.")
+    disable_fastapi_docs: bool = option(False, "Serve no /docs, /redoc and /openapi.json.")
+    disable_frontend_multiprocessing: bool = option(False, "Run the engine in the server's own process.")
+    disable_log_stats: bool = option(False, "Do not log engine statistics every ten seconds.")
+    enable_log_requests: bool = option(False, "Log each generation request.")
+    max_log_len: int | None = option(None, "Most characters or token ids of a prompt in the log; default: all.")
+    enable_prompt_tokens_details: bool = option(False, "Report cached prompt tokens in `usage`.")
+    enable_force_include_usage: bool = option(False, "Report usage at the end of every stream.")
+    return_tokens_as_token_ids: bool = option(False, "Write tokens in logprobs as token_id:N.")
+    enable_request_id_headers: bool = option(False, "Answer with an X-Request-Id header.")
+    shutdown_timeout: float = option(0.0, "Seconds that running requests get to finish after SIGTERM; 0: none.")
+    max_body_bytes: int = option(32 * 2**20, "Largest request body.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("--port", f"{self.port} is not a port; use 1 to 65535, or 0 for any free one")
+        if any(not key for key in self.api_key):
+            raise ConfigError("--api-key", "a key is empty")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
+            raise ConfigError(missing, "TLS needs both --ssl-keyfile and --ssl-certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
+        if not 0.0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError("--shutdown-timeout", f"{self.shutdown_timeout} is not a number of seconds")
+        if self.max_body_bytes < 1:
+            raise ConfigError("--max-body-bytes", f"{self.max_body_bytes} is not positive")
+        if self.max_log_len is not None and self.max_log_len < 0:
+            raise ConfigError("--max-log-len", f"{self.max_log_len} is negative")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError("--root-path", f"{self.root_path} does not start with /")
+
+    @property
+    def address(self) -> str:
+        """Where the server listens when no Unix socket is given."""
+        return self.host if self.host is not None else "127.0.0.1"
