@@ -1,0 +1,74 @@
+"""GPT-2: learned positions, LayerNorm, q-k-v fused, matrices kept as [in, out] on disk."""
+
+from __future__ import annotations
+
+from pagoda.common.models.family import Family
+from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
+from pagoda.common.weights.rules import Rename, Rule, Split, linear
+
+
+def _gpt2(config: HfConfig) -> ModelSpec:
+    width, positions = config.size("n_embd"), config.size("n_positions")
+    for key, plain in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        config.expect(key, plain)
+    config.ignore("n_ctx", "reorder_and_upcast_attn", *(f"summary_{name}" for name in _SUMMARY))
+    norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5), kind="layer", bias=True)
+    ffn = Mlp(
+        config.opt_size("n_inner", 4 * width),
+        config.activation("activation_function", "gelu_new"),
+        gated=False,
+        bias=True,
+    )
+    layer = Layer(_attention(config, width), ffn, Norms(before_mixer=norm, before_ffn=norm))
+    return ModelSpec(
+        vocab=config.size("vocab_size"),
+        width=width,
+        layers=(layer,) * config.size("n_layer"),
+        final_norm=norm,
+        tied=config.opt("tie_word_embeddings", bool, True),
+        max_positions=positions,
+        embedding=Embedding(positions=positions),
+    )
+
+
+def _attention(config: HfConfig, width: int) -> Attention:
+    heads = config.size("n_head")
+    if width % heads:
+        raise config.error("n_head", f"{heads} does not divide n_embd {width}")
+    head_dim = width // heads
+    return Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+    )
+
+
+def _transposed(source: str, target: str) -> tuple[Rule, ...]:
+    return Rename(f"{source}.weight", target, transpose=True), Rename(f"{source}.bias", f"{target}_bias")
+
+
+_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of a classification head
+_QKV = ("layers.{l}.mixer.q", "layers.{l}.mixer.k", "layers.{l}.mixer.v")
+
+GPT2 = Family(
+    _gpt2,
+    (
+        Rename("[transformer.]wte.weight", "embed"),
+        Rename("[transformer.]wpe.weight", "positions"),
+        *linear("[transformer.]ln_f", "final_norm"),
+        *linear("[transformer.]h.{l}.ln_1", "layers.{l}.norms.before_mixer"),
+        *linear("[transformer.]h.{l}.ln_2", "layers.{l}.norms.before_ffn"),
+        Split("[transformer.]h.{l}.attn.c_attn.weight", _QKV, transpose=True),
+        Split("[transformer.]h.{l}.attn.c_attn.bias", tuple(f"{name}_bias" for name in _QKV)),
+        *_transposed("[transformer.]h.{l}.attn.c_proj", "layers.{l}.mixer.o"),
+        *_transposed("[transformer.]h.{l}.mlp.c_fc", "layers.{l}.ffn.up"),
+        *_transposed("[transformer.]h.{l}.mlp.c_proj", "layers.{l}.ffn.down"),
+        Rename("lm_head.weight", "head"),
+    ),
+    ignored=("*h.*.attn.bias", "*h.*.attn.masked_bias", "lm_head.weight"),
+)

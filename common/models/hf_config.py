@@ -1,0 +1,361 @@
+"""A strict reader over a Hugging Face `config.json`.
+
+Knows: that every key must be read, expected or ignored by name, and how keys that many families share are spelled
+(activations, rotary positions in old and new form, layer types). Does not know any family.
+
+A key nobody asked for could change the maths, so it is an error. A null counts as absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Final, TypeVar
+
+from pagoda.common.errors import ModelError
+from pagoda.common.models.spec import (
+    Activation,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
+
+T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
+
+# Training, bookkeeping, tokenizer and generation settings: none of them changes a forward pass.
+HARMLESS: Final = (
+    "_*name_or_path",
+    "_attn_implementation*",
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "auto_map",
+    "transformers*",
+    "unsloth*",
+    "is_llama_config",
+    "*token_id",
+    "*_token_ids",
+    "*dropout",
+    "*_pdrop",
+    "layerdrop",
+    "initializer_*",
+    "init_std",
+    "output_*",
+    "return_dict*",
+    "use_cache",
+    "use_return_dict",
+    "cache_implementation",
+    "gradient_checkpointing",
+    "pretraining_tp",
+    "max_sequence_length",
+    "model_max_length",
+    "tokenizer_class",
+    "prefix",
+    "task_specific_params",
+    "finetuning_task",
+    "problem_type",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "chunk_size_feed_forward",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    # Generation settings that old files kept here; generation_config.json is where they count.
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "num_beams",
+    "num_beam_groups",
+    "max_length",
+    "min_length",
+    "repetition_penalty",
+    "length_penalty",
+    "no_repeat_ngram_size",
+    "early_stopping",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "num_return_sequences",
+    "remove_invalid_values",
+)
+
+# Flags that old files state although they are off everywhere we go.
+_ALWAYS_OFF: Final = (
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "is_decoder",
+    "is_encoder_decoder",
+    "tie_encoder_decoder",
+    "torchscript",
+    "use_bfloat16",
+    "pruned_heads",
+    "rope_interleaved",
+)
+
+_ACTIVATIONS: Final[dict[str, Activation]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class HfConfig:
+    """One config as a set of keys to be used up: `need`, `opt`, `nullable`, `expect`, `ignore`, then `finish`.
+
+    Every error is a ModelError that names the key and the model type.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, label: str | None = None) -> None:
+        self._values = values
+        self._label = label or f"model type {values.get('model_type', 'unknown')!r}"
+        self._read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def error(self, key: str, problem: str) -> ModelError:
+        """A ModelError about one key."""
+        return ModelError(f"config.json: {key} {problem} ({self._label})")
+
+    def need(self, key: str, kind: type[T], *aliases: str) -> T:
+        """The value of `key`, or of the first alias there is. Raises ModelError when there is none."""
+        self._read.update((key, *aliases))
+        for name in (key, *aliases):
+            if name in self:
+                return self._typed(name, kind)
+        raise self.error(key, "is missing")
+
+    def opt(self, key: str, kind: type[T], default: T) -> T:
+        """The value, or `default` where the key is absent or null."""
+        self._read.add(key)
+        return self._typed(key, kind) if key in self else default
+
+    def nullable(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value, None where it is null, `default` where the key is absent."""
+        self._read.add(key)
+        if key not in self._values:
+            return default
+        return self._typed(key, kind) if key in self else None
+
+    def size(self, key: str, *aliases: str) -> int:
+        """A needed integer of at least 1."""
+        return self._positive(key, self.need(key, int, *aliases))
+
+    def opt_size(self, key: str, default: int) -> int:
+        """An optional integer of at least 1."""
+        return self._positive(key, self.opt(key, int, default))
+
+    def window(self, default: int | None) -> int | None:
+        """`sliding_window` in tokens; None where null: every token is seen."""
+        window = self.nullable("sliding_window", int, default)
+        return None if window is None else self._positive("sliding_window", window)
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Refuse every value but the allowed ones; absent and null are allowed."""
+        self._read.add(key)
+        if key in self and self._values[key] not in allowed:
+            choices = " or ".join(repr(value) for value in allowed)
+            raise self.error(key, f"is {self._values[key]!r}; only {choices} is supported")
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that do not change this family's maths."""
+        self._read.update(keys)
+
+    def section(self, key: str) -> HfConfig | None:
+        """A nested object, to be finished on its own; None where absent."""
+        self._read.add(key)
+        return HfConfig(self._typed(key, dict), label=f"{key}, {self._label}") if key in self else None
+
+    def finish(self) -> None:
+        """Raises ModelError naming every key that nobody read."""
+        for key in _ALWAYS_OFF:
+            self.expect(key, False, {})
+        left = [key for key in self._values if key in self and key not in self._read and not _is_harmless(key)]
+        if left:
+            noun = "key" if len(left) == 1 else "keys"
+            raise self.error(", ".join(sorted(left)), f"unknown {noun} that could change the result")
+
+    def activation(self, key: str, default: str) -> Activation:
+        """An activation by its Hugging Face name."""
+        name = self.opt(key, str, default)
+        if name not in _ACTIVATIONS:
+            raise self.error(key, f"is {name!r}; supported: {', '.join(sorted(_ACTIVATIONS))}")
+        return _ACTIVATIONS[name]
+
+    def layer_types(self, layers: int, default: Sequence[str]) -> tuple[str, ...]:
+        """`full_attention` or `sliding_attention` for each layer."""
+        kinds = self.opt("layer_types", list, list(default))
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise self.error("layer_types", f"has {kind!r}; supported: full_attention, sliding_attention")
+        if len(kinds) != layers:
+            raise self.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+        return tuple(kinds)
+
+    def _positive(self, key: str, value: int) -> int:
+        if value < 1:
+            raise self.error(key, f"is {value}; it must be at least 1")
+        return value
+
+    def _typed(self, key: str, kind: type[T]) -> T:
+        value = self._values[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(key, f"is {value!r}, not of type {kind.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(key, f"is {value}, not a finite number")
+        return value
+
+
+def _is_harmless(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in HARMLESS)
+
+
+def head_dim(config: HfConfig, width: int, heads: int) -> int:
+    """`head_dim`, or the width split evenly over the heads."""
+    if "head_dim" not in config and width % heads:
+        raise config.error("num_attention_heads", f"{heads} does not divide hidden_size {width}")
+    return config.opt_size("head_dim", width // heads)
+
+
+def kv_heads(config: HfConfig, heads: int) -> int:
+    """`num_key_value_heads`, or as many as query heads. Must divide them."""
+    count = config.opt_size("num_key_value_heads", heads)
+    if heads % count:
+        raise config.error("num_key_value_heads", f"{count} does not divide num_attention_heads {heads}")
+    return count
+
+
+def rope(config: HfConfig, head_dim: int, *, theta: float = 10_000.0) -> Rope:
+    """Rotary positions from `rope_theta` + `rope_scaling`, or from `rope_parameters` (transformers 5).
+
+    `theta`: the family's default base.
+    """
+    theta = config.opt("rope_theta", float, theta)
+    partial = config.opt("partial_rotary_factor", float, 1.0)
+    return _rope(config, rope_section(config), head_dim, theta, partial)
+
+
+def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding: float) -> dict[str, Rope]:
+    """Rotary positions by layer type: one base for `full_attention`, another for `sliding_attention`.
+
+    Old form: `rope_theta` and `rope_scaling` for full layers, `rope_local_base_freq` for sliding ones.
+    New form: `rope_parameters` with one entry per layer type. `full`, `sliding`: the family's default bases.
+    """
+    thetas = {
+        "full_attention": config.opt("rope_theta", float, full),
+        "sliding_attention": config.opt("rope_local_base_freq", float, sliding),
+    }
+    parameters, legacy = config.section("rope_parameters"), config.section("rope_scaling")
+    sections = {kind: parameters.section(kind) if parameters else None for kind in thetas}
+    if parameters is not None:
+        parameters.finish()
+    sections["full_attention"] = sections["full_attention"] or legacy
+    return {kind: _rope(config, sections[kind], head_dim, thetas[kind], 1.0) for kind in thetas}
+
+
+def rope_section(config: HfConfig) -> HfConfig | None:
+    """The object that holds the rotary parameters, under either name."""
+    return config.section("rope_parameters") or config.section("rope_scaling")
+
+
+def context_length(config: HfConfig, rope: Rope) -> int:
+    """The longest context in tokens: `max_position_embeddings`, stretched by the scalings that extend it."""
+    positions = config.size("max_position_embeddings")
+    match rope.scaling:
+        case LinearScaling(factor) | DynamicScaling(factor):
+            return int(positions * factor)
+        case YarnScaling():
+            return max(positions, int(rope.scaling.original * rope.scaling.factor))
+        case _:
+            return positions
+
+
+def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: float, partial: float) -> Rope:
+    if section is None:
+        section = HfConfig({})
+    theta = section.opt("rope_theta", float, theta)
+    partial = section.opt("partial_rotary_factor", float, partial)
+    dim = int(head_dim * partial)
+    if dim < 2 or dim % 2 or dim > head_dim or theta <= 0:
+        raise config.error("rope", f"theta {theta} on {dim} of {head_dim} channels is not a rotation")
+    scaling = _scaling(config, section, dim)
+    section.finish()
+    return Rope(theta, dim, scaling)
+
+
+def _scaling(config: HfConfig, section: HfConfig, dim: int) -> RopeScaling | None:
+    kind = section.opt("rope_type", str, section.opt("type", str, "default"))
+    positions = config.size("max_position_embeddings")
+    # Beside the section in the families that have it there, and then that one counts.
+    original = config.opt_size(
+        "original_max_position_embeddings", section.opt_size("original_max_position_embeddings", positions)
+    )
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(section.need("factor", float))
+        case "dynamic":
+            return DynamicScaling(section.need("factor", float), positions)
+        case "llama3":
+            return Llama3Scaling(
+                section.need("factor", float),
+                section.need("low_freq_factor", float),
+                section.need("high_freq_factor", float),
+                original,
+            )
+        case "yarn":
+            return _yarn(section, positions, original)
+        case "longrope" | "su":
+            return _longrope(section, positions, original, dim)
+        case _:
+            raise config.error("rope_type", f"is {kind!r}; supported: default, linear, dynamic, llama3, yarn, longrope")
+
+
+def _yarn(section: HfConfig, positions: int, original: int) -> YarnScaling:
+    factor = section.opt("factor", float, positions / original)
+    mscale, all_dim = section.opt("mscale", float, 0.0), section.opt("mscale_all_dim", float, 0.0)
+    suggested = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim) if mscale and all_dim else None
+    section.ignore("finetuned")
+    return YarnScaling(
+        factor,
+        original,
+        beta_fast=section.opt("beta_fast", float, 0.0) or 32.0,
+        beta_slow=section.opt("beta_slow", float, 0.0) or 1.0,
+        attention_factor=section.opt("attention_factor", float, suggested or _yarn_mscale(factor, 1.0)),
+        truncate=section.opt("truncate", bool, True),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(section: HfConfig, positions: int, original: int, dim: int) -> LongRopeScaling:
+    factor = section.opt("factor", float, positions / original)
+    suggested = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    lists = {key: section.need(key, list) for key in ("short_factor", "long_factor")}
+    for key, values in lists.items():
+        if len(values) != dim // 2:
+            raise section.error(key, f"has {len(values)} entries for {dim // 2} rotary pairs")
+    return LongRopeScaling(
+        tuple(float(value) for value in lists["short_factor"]),
+        tuple(float(value) for value in lists["long_factor"]),
+        original,
+        section.opt("attention_factor", float, suggested),
+    )

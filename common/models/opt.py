@@ -1,0 +1,79 @@
+"""OPT: learned positions from row 2 on, LayerNorm, ReLU; the 350M size norms after the add and embeds narrowly."""
+
+from __future__ import annotations
+
+from pagoda.common.models import hf_config
+from pagoda.common.models.family import Family
+from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
+from pagoda.common.weights.rules import Rename, linear
+
+
+def _opt(config: HfConfig) -> ModelSpec:
+    width, positions = config.size("hidden_size"), config.size("max_position_embeddings")
+    narrow = config.opt_size("word_embed_proj_dim", width)
+    before = config.opt("do_layer_norm_before", bool, True)
+    config.expect("layer_norm_elementwise_affine", True)
+    no_final_norm = config.opt("_remove_final_layer_norm", bool, False) or not before
+    norm = Norm(1e-5, kind="layer", bias=True)
+    norms = Norms(before_mixer=norm, before_ffn=norm) if before else Norms(after_mixer=norm, after_ffn=norm)
+    layer = Layer(_attention(config, width), _mlp(config), norms, norm_after_add=not before)
+    return ModelSpec(
+        vocab=config.size("vocab_size"),
+        width=width,
+        layers=(layer,) * config.size("num_hidden_layers"),
+        final_norm=None if no_final_norm else norm,
+        tied=config.opt("tie_word_embeddings", bool, True),
+        max_positions=positions,
+        embedding=Embedding(positions=positions, position_offset=2, width=narrow if narrow != width else None),
+    )
+
+
+def _attention(config: HfConfig, width: int) -> Attention:
+    heads = config.size("num_attention_heads")
+    head_dim = hf_config.head_dim(config, width, heads)
+    bias = config.opt("enable_bias", bool, True)
+    return Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=None,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def _mlp(config: HfConfig) -> Mlp:
+    activation = config.activation("activation_function", "relu")
+    return Mlp(config.size("ffn_dim"), activation, gated=False, bias=config.opt("enable_bias", bool, True))
+
+
+# One pair of tensors per norm on disk; the model says whether it stands before the block or after the add.
+_NORM_RULES = tuple(
+    rule
+    for place in ("before", "after")
+    for rule in (
+        *linear("[model.]decoder.layers.{l}.self_attn_layer_norm", f"layers.{{l}}.norms.{place}_mixer"),
+        *linear("[model.]decoder.layers.{l}.final_layer_norm", f"layers.{{l}}.norms.{place}_ffn"),
+    )
+)
+
+OPT = Family(
+    _opt,
+    (
+        Rename("[model.]decoder.embed_tokens.weight", "embed"),
+        Rename("[model.]decoder.embed_positions.weight", "positions"),
+        Rename("[model.]decoder.project_in.weight", "embed_in"),
+        Rename("[model.]decoder.project_out.weight", "embed_out"),
+        *linear("[model.]decoder.final_layer_norm", "final_norm"),
+        *linear("[model.]decoder.layers.{l}.self_attn.q_proj", "layers.{l}.mixer.q"),
+        *linear("[model.]decoder.layers.{l}.self_attn.k_proj", "layers.{l}.mixer.k"),
+        *linear("[model.]decoder.layers.{l}.self_attn.v_proj", "layers.{l}.mixer.v"),
+        *linear("[model.]decoder.layers.{l}.self_attn.out_proj", "layers.{l}.mixer.o"),
+        *linear("[model.]decoder.layers.{l}.fc1", "layers.{l}.ffn.up"),
+        *linear("[model.]decoder.layers.{l}.fc2", "layers.{l}.ffn.down"),
+        *_NORM_RULES,
+        Rename("lm_head.weight", "head"),
+    ),
+)
