@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+# PYTHON: the interpreter to build the environment with. CONSTRAINTS: pins for this platform.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints/cpu.txt
+MODELS ?= .models
+PORT ?= 8000
+BIN := $(VENV)/bin
+MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: serve test lint types unit test-slow bench format clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e '.[cpu]' -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.cpu
+	$(BIN)/python -m pip install -q -e '.[cpu,dev]' -c $(CONSTRAINTS)
+	touch $@
+
+$(MODEL): tools/smollm2.py
+	$(MAKE) $(VENV)/.cpu
+	$(BIN)/python tools/smollm2.py $(MODELS)
+	touch $@
+
+serve: $(VENV)/.cpu $(MODEL)
+	$(BIN)/pagoda serve $(MODEL) --served-model-name smollm2 --port $(PORT)
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not follow an editable install that renames its root, so the package is read through a link.
+types: $(VENV)/.dev
+	mkdir -p .typing && ln -sfn .. .typing/pagoda
+	$(BIN)/mypy -p pagoda
+
+unit: $(VENV)/.dev $(MODEL)
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -m "not slow" --cov --cov-report=term
+
+test-slow: $(VENV)/.dev $(MODEL)
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.dev $(MODEL)
+	$(BIN)/python benchmarks/readme.py --model $(MODEL)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,147 @@
+"""The CPU backend: plain PyTorch, the readable definition made fast enough to serve.
+
+One worker thread runs the steps in order, so the engine plans the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.batch import Batch, make_batch
+from pagoda.backends.reference.cache import LayerCache, allocate
+from pagoda.backends.reference.decoder import Decoder
+from pagoda.backends.reference.layout import Packer
+from pagoda.backends.reference.memory import plan_memory
+from pagoda.backends.reference.numerics import Numerics, numerics, thread_count
+from pagoda.backends.reference.sampler import Sampler, token_logprobs
+from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.models.spec import ModelSpec
+
+CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=32, prefers_extents=True)
+
+
+def create(spec: ModelSpec, *, limits: Limits, layout: KvLayout, cache: CacheConfig, dtype: str) -> ReferenceBackend:
+    """A backend for a model. `dtype`: resolved, not `auto`."""
+    return ReferenceBackend(spec, limits, layout, cache, numerics(dtype))
+
+
+class ReferenceBackend:
+    """Implements common.backend.Backend."""
+
+    def __init__(
+        self, spec: ModelSpec, limits: Limits, layout: KvLayout, cache: CacheConfig, numerics: Numerics
+    ) -> None:
+        self.spec, self.limits, self.layout, self.cache_config, self.numerics = spec, limits, layout, cache, numerics
+        self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=_prepare_thread)
+        self._sampler = Sampler(limits.max_num_seqs)
+        self._decoder: Decoder | None = None
+        self._caches: dict[int, LayerCache] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Facts that do not depend on the model."""
+        return CAPABILITIES
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        """Take and prepack every parameter. Raises WeightError."""
+        self._worker.submit(self._load, weights).result()
+
+    @torch.inference_mode()
+    def _load(self, weights: Iterable[Weight]) -> None:
+        params = Packer(self.spec, self.numerics).pack(weights)
+        self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
+
+    def plan_memory(self) -> MemoryPlan:
+        """How many KV blocks fit. Raises MemoryError saying how much is missing."""
+        assert self._decoder is not None, "load comes before plan_memory"
+        weights = self._decoder.params.num_bytes
+        return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Allocate K and V for `num_blocks` blocks."""
+        self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
+
+    def warmup(self) -> None:
+        """Run a short prefill and a decode step through the null block, so that first-call costs are paid."""
+        start = RowStart(0, np.zeros(1, np.int32), 1, SamplingRules())
+        tables = tuple(np.zeros((1, 1), np.int32) for _ in self.layout.groups)
+        for tokens in (min(8, self.layout.block_size, self.limits.max_model_len), 1):
+            self.execute(
+                StepPlan(
+                    step=-1,
+                    starts=(start,),
+                    rows=np.zeros(1, np.int32),
+                    query_start=np.array([0, tokens], np.int32),
+                    context=np.zeros(1, np.int32),
+                    token_ids=np.zeros(tokens, np.int32),
+                    block_tables=tables,
+                    samples=np.ones(1, np.bool_),
+                )
+            ).result()
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Queue a step."""
+        return self._worker.submit(self._run, plan)
+
+    def close(self) -> None:
+        """Stop the worker."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
+        assert self._decoder is not None, "load comes before execute"
+        for start in plan.starts:
+            self._sampler.start(start)
+        batch = make_batch(plan, self.layout)
+        hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches)
+        prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        tokens = np.full(plan.num_seqs, -1, np.int32)
+        sampling = np.flatnonzero(plan.samples)
+        if not len(sampling):
+            return StepResult(plan.step, tokens, {}, prompt_logprobs)
+        newest = torch.from_numpy(plan.query_start[sampling + 1].astype(np.int64) - 1)
+        logits = self._decoder.logits(hidden[newest])
+        sampled, logprobs = self._sampler.sample(logits, plan.rows[sampling].tolist())
+        tokens[sampling] = sampled.numpy()
+        return StepResult(
+            plan.step, tokens, {int(sampling[i]): found for i, found in logprobs.items()}, prompt_logprobs
+        )
+
+    def _token_ids(self, plan: StepPlan) -> Tensor:
+        """int64 [T], with the tokens that only this device knows yet."""
+        token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
+        unknown = np.flatnonzero(plan.token_ids == PREVIOUS)
+        if len(unknown):
+            owners = np.searchsorted(plan.query_start, unknown, side="right") - 1
+            token_ids[torch.from_numpy(unknown)] = self._sampler.last[
+                torch.from_numpy(plan.rows[owners].astype(np.int64))
+            ]
+        return token_ids
+
+    def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, TokenLogprobs]:
+        """For rows that asked: the logprob of each prompt token after a scheduled one."""
+        assert self._decoder is not None
+        found = {}
+        for index, (row, sequence) in enumerate(zip(plan.rows.tolist(), batch.sequences)):
+            best = self._sampler.rules(row).prompt_logprobs
+            if best is None:
+                continue
+            following = self._sampler.prompt_after(row, sequence.context, sequence.end - sequence.begin)
+            if len(following):
+                logits = self._decoder.logits(hidden[sequence.begin : sequence.begin + len(following)])
+                found[index] = token_logprobs(logits, following, best)
+        return found
+
+
+def _prepare_thread() -> None:
+    torch.set_num_threads(thread_count())

@@ -1,0 +1,130 @@
+"""StepPlan -> what the decoder reads: positions, KV slots, and per sequence the span of cache to attend to.
+
+A slot is block * block_size + offset. A sequence whose visible blocks are consecutive gets its first slot and reads
+the cache in place; any other gets its slots listed and gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagoda.common.engine.kv_spec import CacheSpec, KvLayout, WindowCache
+from pagoda.common.engine.step import Int32, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The keys one sequence can see: cache slots for positions [start, start + length).
+
+    `first_slot` when the slots are consecutive, else `slots` int64 [length]. What the sequence's t-th new token sees
+    of it: everything, or with `causal` the first t+1, or `mask` bool [T, length].
+    """
+
+    start: int
+    length: int
+    first_slot: int
+    slots: Tensor | None
+    causal: bool = False
+    mask: Tensor | None = None
+
+    def read(self, cache: Tensor) -> Tensor:
+        """[K, length, H] of a cache [K, P*B, H]; a view where it can be."""
+        if self.slots is None:
+            return cache[:, self.first_slot : self.first_slot + self.length]
+        return cache.index_select(1, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """One KV group's part of a step. `write_slots`: int64 [T], where each token's K and V go."""
+
+    write_slots: Tensor
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Tokens [begin, end) of the step belong to one sequence, `context` tokens of which are cached already."""
+
+    begin: int
+    end: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step on the device."""
+
+    positions: Tensor  # int64 [T]
+    sequences: tuple[Sequence, ...]
+    groups: tuple[GroupBatch, ...]
+    num_decodes: int  # the first so many sequences have exactly one token
+
+
+def make_batch(plan: StepPlan, layout: KvLayout) -> Batch:
+    """Arrays for one step."""
+    lengths = np.diff(plan.query_start)
+    owner = np.repeat(np.arange(plan.num_seqs), lengths)
+    positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
+    groups = tuple(
+        GroupBatch(
+            torch.from_numpy(_slots(table, owner, positions, layout.block_size)),
+            _spans(table, plan.context, lengths, group.spec, layout.block_size),
+        )
+        for table, group in zip(plan.block_tables, layout.groups)
+    )
+    starts = plan.query_start.tolist()
+    sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist()))
+    longer = np.flatnonzero(lengths != 1)
+    num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
+    return Batch(torch.from_numpy(positions), sequences, groups, num_decodes)
+
+
+def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """int64 [T]: the cache slot of each (row of the table, position)."""
+    blocks = table[rows, positions // block_size].astype(np.int64)
+    return blocks * block_size + positions % block_size
+
+
+def _spans(table: Int32, context: Int32, lengths: np.ndarray, spec: CacheSpec, block_size: int) -> tuple[Span, ...]:
+    ends = context + lengths
+    starts = np.zeros_like(ends)
+    if isinstance(spec, WindowCache):
+        starts = np.maximum(context - spec.window + 1, 0)  # what the first new token sees
+    first_pages, last_pages = starts // block_size, (ends - 1) // block_size
+    consecutive = _consecutive(table, first_pages, last_pages)
+    first_slots = table[np.arange(len(ends)), first_pages].astype(np.int64) * block_size + starts % block_size
+    window = spec.window if isinstance(spec, WindowCache) else None
+    spans = []
+    for row, (cached, start, end, slot, whole) in enumerate(
+        zip(context.tolist(), starts.tolist(), ends.tolist(), first_slots.tolist(), consecutive.tolist())
+    ):
+        slots = None if whole else _listed(table[row], start, end, block_size)
+        causal = end - cached > 1 and cached == 0 and (window is None or end <= window)
+        mask = _mask(start, cached, end, window) if end - cached > 1 and not causal else None
+        spans.append(Span(start, end - start, slot, slots, causal, mask))
+    return tuple(spans)
+
+
+def _mask(start: int, cached: int, end: int, window: int | None) -> Tensor:
+    """bool [end - cached, end - start]: which positions from `start` each token from `cached` on sees."""
+    query, key = torch.arange(cached, end)[:, None], torch.arange(start, end)[None]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def _consecutive(table: Int32, first_pages: np.ndarray, last_pages: np.ndarray) -> np.ndarray:
+    """bool [S]: the row's blocks first_pages..last_pages are consecutive."""
+    breaks = np.diff(table, axis=1) != 1
+    columns = np.arange(breaks.shape[1])
+    inside = (columns >= first_pages[:, None]) & (columns < last_pages[:, None])
+    return ~(breaks & inside).any(axis=1)
+
+
+def _listed(row: Int32, start: int, end: int, block_size: int) -> Tensor:
+    positions = np.arange(start, end)
+    return torch.from_numpy(row[positions // block_size].astype(np.int64) * block_size + positions % block_size)

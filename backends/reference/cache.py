@@ -1,0 +1,48 @@
+"""The paged KV cache: one pair of arrays per cache index, head-major.
+
+K and V are [K, P*B, H]: a run of consecutive blocks is then one zero-copy view per head, which attention reads
+without gathering (gathering pages costs several times the attention itself).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagoda.common.engine.kv_spec import CacheSpec, FullCache, KvLayout, WindowCache
+from pagoda.common.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's K and V, each [K, P*B, H], and the KV group whose block table addresses them."""
+
+    keys: Tensor
+    values: Tensor
+    group: int
+
+
+def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
+    """Layer index -> cache. Layer j of every group shares array j where the shapes agree. Pages are mapped on first use."""
+    slots = num_blocks * layout.block_size
+    arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    caches: dict[int, LayerCache] = {}
+    for number, group in enumerate(layout.groups):
+        heads, dim = head_shape(group.spec)
+        for index, layer in enumerate(group.layers):
+            key = (index, heads, dim)
+            if key not in arrays:
+                arrays[key] = (torch.zeros(heads, slots, dim, dtype=dtype), torch.zeros(heads, slots, dim, dtype=dtype))
+            caches[layer] = LayerCache(*arrays[key], number)
+    return caches
+
+
+def head_shape(spec: CacheSpec) -> tuple[int, int]:
+    """(KV heads, head dim) of a cache spec that holds keys and values."""
+    match spec:
+        case FullCache() | WindowCache():
+            return spec.kv_heads, spec.head_dim
+        case _:
+            raise ModelError(f"the reference backend has no cache for {type(spec).__name__}")

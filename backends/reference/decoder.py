@@ -1,0 +1,97 @@
+"""The decoder, built once from a model spec and run once per step.
+
+`match` happens here, at build time; a step only calls what was built. Knows layers and tensors; does not know
+requests, sampling or where weights came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.batch import Batch
+from pagoda.backends.reference.cache import LayerCache
+from pagoda.backends.reference.ffn import make_ffn
+from pagoda.backends.reference.layout import LayerParams, ModelParams, NormParams
+from pagoda.backends.reference.mixers.attention import AttentionMixer
+from pagoda.backends.reference.numerics import Numerics
+from pagoda.backends.reference.ops import norm, softcap
+from pagoda.backends.reference.rotary import RotaryTables
+from pagoda.common.models.spec import Layer, ModelSpec, Norm
+
+NormStep = Callable[[Tensor], Tensor]
+
+
+class Decoder:
+    """Token ids and a batch in, hidden states and logits out."""
+
+    def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
+        self.spec, self.params, self.numerics = spec, params, numerics
+        self.layers = tuple(DecoderLayer(layer, p) for layer, p in zip(spec.layers, params.layers))
+        self.final_norm = _norm(spec.final_norm, params.final_norm)
+        self.rotary = RotaryTables(spec, max_len, numerics.compute)
+
+    def hidden(self, token_ids: Tensor, batch: Batch, caches: dict[int, LayerCache]) -> Tensor:
+        """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V land in the caches."""
+        x = self._embed(token_ids, batch.positions)
+        rotations = self.rotary.at(batch.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, caches[index], rotations)
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden [R, D] -> float32 logits [R, V]."""
+        if self.params.embed_out is not None:
+            hidden = self.params.embed_out(hidden)
+        logits = self.params.head(hidden).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        embedding = self.spec.embedding
+        x = F.embedding(token_ids, self.params.embed)
+        if embedding.scale != 1.0:
+            x = x * x.new_tensor(embedding.scale)  # rounded to the weights' dtype, as it was trained
+        x = x.to(self.numerics.compute)
+        if self.params.embed_in is not None:
+            x = self.params.embed_in(x)
+        if self.params.positions is not None:
+            x = x + self.params.positions[positions + embedding.position_offset]
+        return x
+
+
+class DecoderLayer:
+    """One layer: mixer and ffn, each between its norms, on the residual stream."""
+
+    def __init__(self, spec: Layer, params: LayerParams) -> None:
+        self.mixer = AttentionMixer(spec.mixer, params.mixer)
+        self.ffn = make_ffn(spec.ffn, params.ffn)
+        self.rope = spec.mixer.rope
+        self.norm_after_add = spec.norm_after_add
+        norms = params.norms
+        self.before_mixer = _norm(spec.norms.before_mixer, norms.get("before_mixer"))
+        self.after_mixer = _norm(spec.norms.after_mixer, norms.get("after_mixer"))
+        self.before_ffn = _norm(spec.norms.before_ffn, norms.get("before_ffn"))
+        self.after_ffn = _norm(spec.norms.after_ffn, norms.get("after_ffn"))
+
+    def __call__(self, x: Tensor, batch: Batch, cache: LayerCache, rotations: dict) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        mixed = self.mixer(self.before_mixer(x), batch, cache, rotations[self.rope])
+        x = self._add(x, mixed, self.after_mixer)
+        return self._add(x, self.ffn(self.before_ffn(x)), self.after_ffn)
+
+    def _add(self, x: Tensor, update: Tensor, after: NormStep) -> Tensor:
+        return after(x + update) if self.norm_after_add else x + after(update)
+
+
+def _norm(spec: Norm | None, params: NormParams | None) -> NormStep:
+    """The norm as a function of x [T, D]; the identity when there is none. RMS norms run in one fused kernel."""
+    if spec is None or params is None:
+        return lambda x: x
+    if spec.kind == "rms":
+        weight, eps, shape = params.weight + 1 if spec.unit_offset else params.weight, spec.eps, params.weight.shape
+        return lambda x: F.rms_norm(x, shape, weight, eps)
+    return lambda x: norm(x, spec, params.weight, params.bias)

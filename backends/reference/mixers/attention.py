@@ -1,0 +1,81 @@
+"""Grouped-query attention over the paged cache.
+
+Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend (sequences may share
+blocks that another one fills in the same step).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.batch import Batch, Sequence, Span
+from pagoda.backends.reference.cache import LayerCache
+from pagoda.backends.reference.layout import AttentionParams
+from pagoda.backends.reference.ops import apply_rope, norm, softcap
+from pagoda.backends.reference.rotary import Rotation
+from pagoda.common.models.spec import Attention
+
+
+class AttentionMixer:
+    """One layer's attention. N query heads, K KV heads, H head dim; head n reads KV head n // (N/K)."""
+
+    def __init__(self, spec: Attention, params: AttentionParams) -> None:
+        self.spec, self.params = spec, params
+        self.group = spec.heads // spec.kv_heads
+
+    def __call__(self, x: Tensor, batch: Batch, cache: LayerCache, rotation: Rotation | None) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        spec = self.spec
+        projected = self.params.qkv(x).view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        heads = self._normalise(projected[:, : spec.heads + spec.kv_heads])
+        if rotation is not None:
+            heads = apply_rope(heads, rotation.cos, rotation.sin, rotation.dim)
+        queries, keys = heads[:, : spec.heads], heads[:, spec.heads :]
+        group = batch.groups[cache.group]
+        cache.keys.index_copy_(1, group.write_slots, keys.transpose(0, 1))
+        cache.values.index_copy_(1, group.write_slots, projected[:, spec.heads + spec.kv_heads :].transpose(0, 1))
+        out = torch.empty(x.shape[0], spec.heads * spec.head_dim, dtype=x.dtype)
+        for sequence, span in zip(batch.sequences[: batch.num_decodes], group.spans):
+            self._decode(queries, out, sequence, span, cache)
+        for sequence, span in zip(batch.sequences[batch.num_decodes :], group.spans[batch.num_decodes :]):
+            self._prefill(queries, out, sequence, span, cache)
+        return self.params.out(out)
+
+    def _normalise(self, heads: Tensor) -> Tensor:
+        """QK norm of heads [T, N+K, H], when the layer has one."""
+        spec, params = self.spec, self.params
+        if spec.qk_norm is None or params.q_norm is None or params.k_norm is None:
+            return heads
+        parts = (heads[:, : spec.heads], params.q_norm), (heads[:, spec.heads :], params.k_norm)
+        if spec.qk_norm_over == "full":
+            return torch.cat([norm(h.flatten(1), spec.qk_norm, w).view(h.shape) for h, w in parts], dim=1)
+        return torch.cat([norm(h, spec.qk_norm, w) for h, w in parts], dim=1)
+
+    def _decode(self, queries: Tensor, out: Tensor, sequence: Sequence, span: Span, cache: LayerCache) -> None:
+        """One query token: the heads of a group are the rows of one product, the whole span is visible."""
+        spec = self.spec
+        q = queries[sequence.begin].view(1, spec.kv_heads, self.group, spec.head_dim)
+        o = self._attend(q, span.read(cache.keys)[None], span.read(cache.values)[None], span)
+        out[sequence.begin] = o.reshape(-1)
+
+    def _prefill(self, queries: Tensor, out: Tensor, sequence: Sequence, span: Span, cache: LayerCache) -> None:
+        """Several query tokens: each sees the span up to itself, within the window."""
+        q = queries[sequence.begin : sequence.end].transpose(0, 1)[None]
+        keys = span.read(cache.keys).repeat_interleave(self.group, 0)[None]
+        values = span.read(cache.values).repeat_interleave(self.group, 0)[None]
+        o = self._attend(q, keys, values, span)
+        out[sequence.begin : sequence.end] = o[0].transpose(0, 1).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        """Softmax attention; q [1, n, T, H], k and v [1, n, C, H]; visibility from the span."""
+        spec = self.spec
+        if spec.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=span.mask, is_causal=span.causal, scale=spec.scale)
+        scores = softcap((q @ k.transpose(-1, -2)) * spec.scale, spec.softcap)
+        if span.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        elif span.mask is not None:
+            scores = scores.masked_fill(~span.mask, float("-inf"))
+        return scores.float().softmax(-1).to(v.dtype) @ v

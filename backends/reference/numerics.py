@@ -1,0 +1,73 @@
+"""Which numbers the CPU computes in, decided once from the dtype asked for and what the processor can do.
+
+A processor without bfloat16 (or float16) instructions emulates them several times slower than float32. There the
+weights keep the values of the dtype asked for, and activations and KV cache stay in float32: more exact and faster.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.common.errors import ConfigError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """`weights`: values of the parameters. `compute`: activations, KV cache and matrix products."""
+
+    weights: torch.dtype
+    compute: torch.dtype
+
+    @property
+    def widened(self) -> bool:
+        """True when products run in a wider dtype than the weights' own."""
+        return self.weights != self.compute
+
+
+def numerics(dtype: str) -> Numerics:
+    """Numerics for a dtype name. Raises ConfigError for a name that is none."""
+    if dtype not in _DTYPES:
+        raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
+    weights = _DTYPES[dtype]
+    native = {
+        torch.float32: True,
+        torch.bfloat16: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or _arm_bf16(),
+        torch.float16: torch.cpu._is_amx_fp16_supported() if hasattr(torch.cpu, "_is_amx_fp16_supported") else False,
+    }
+    return Numerics(weights, weights if native[weights] else torch.float32)
+
+
+def _arm_bf16() -> bool:
+    return os.uname().machine == "aarch64" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def thread_count() -> int:
+    """Compute threads: one per core this process may use, hyper-threads not counted, OMP_NUM_THREADS above all.
+
+    From eight cores on, one is left to the server and the tokenizer.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    cores = len({_core_of(cpu) for cpu in os.sched_getaffinity(0)})
+    return cores - 1 if cores >= 8 else cores
+
+
+def _core_of(cpu: int) -> tuple[str, str]:
+    """(package, core) of a logical processor; each its own core where the kernel does not say."""
+    base = f"/sys/devices/system/cpu/cpu{cpu}/topology"
+    try:
+        with open(f"{base}/physical_package_id") as package, open(f"{base}/core_id") as core:
+            return package.read().strip(), core.read().strip()
+    except OSError:
+        return "", str(cpu)

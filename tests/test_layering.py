@@ -1,0 +1,72 @@
+"""The import arrows of the design, read from the source and held."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("common", "backends", "kernels_pallas", "server")
+
+# Package -> what of ours it may import (longest prefix wins).
+OURS: dict[str, tuple[str, ...]] = {
+    "common": ("pagoda.common",),
+    "backends.registry": ("pagoda.common", "pagoda.backends"),
+    "backends.reference": ("pagoda.common", "pagoda.backends.reference"),
+    "backends.torch_cuda": ("pagoda.common", "pagoda.backends.torch_cuda", "pagoda.backends.reference"),
+    "backends.jax_tpu": ("pagoda.common", "pagoda.backends.jax_tpu", "pagoda.kernels_pallas"),
+    "backends.simulated": ("pagoda.common", "pagoda.backends.simulated"),
+    "kernels_pallas": ("pagoda.kernels_pallas",),
+    "server": ("pagoda.common", "pagoda.server", "pagoda.backends.registry", "pagoda.__version__"),
+}
+FOREIGN: dict[str, frozenset[str]] = {
+    "common": frozenset({"jax", "flax", "torch", "triton", "transformers", "fastapi", "starlette", "uvicorn", "zmq"}),
+    "server": frozenset({"jax", "flax", "torch", "triton"}),
+    "kernels_pallas": frozenset({"torch", "flax", "numpy.random"}),
+    "backends.reference": frozenset({"jax", "flax", "triton", "transformers", "fastapi"}),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> list[str]:
+    """Every module a file imports, absolute, wherever in the file it stands."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write it from pagoda on"
+            assert node.module is not None
+            found.append(node.module)
+            if node.module == "pagoda":
+                found += [f"pagoda.{alias.name}" for alias in node.names]
+    return found
+
+
+def rule(table: dict, path: Path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    matches = [key for key in table if name == key or name.startswith(f"{key}.")]
+    return table[max(matches, key=len)] if matches else None
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    allowed, forbidden = rule(OURS, path), rule(FOREIGN, path) or frozenset()
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top not in PACKAGES, f"{name}: write pagoda.{name}"
+        if top == "pagoda" and name != "pagoda" and allowed is not None:
+            assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{path} may not import {name}"
+        assert top not in forbidden and name not in forbidden, f"{path} may not import {name}"
+
+
+def test_the_rules_bite(tmp_path: Path) -> None:
+    assert rule(OURS, ROOT / "common" / "engine" / "x.py") == ("pagoda.common",)
+    source = tmp_path / "x.py"
+    source.write_text("def f():\n    import torch\n    from pagoda.server import llm\n")
+    assert imports(source) == ["torch", "pagoda.server"]
