@@ -1,0 +1,104 @@
+"""One face for every kind of checkpoint: a config as Hugging Face writes it and a stream of tensors under its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from pagoda.common.errors import ModelError
+from pagoda.common.weights.folder import FolderCheckpoint
+from pagoda.common.weights.gguf import GgufFile
+from pagoda.common.weights.gguf_checkpoint import GgufCheckpoint
+from pagoda.common.weights.hub import resolve_model
+from pagoda.common.weights.mapped import NamedTensor
+
+
+class Checkpoint(Protocol):
+    """A model at rest. Opening one reads headers only."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the files beside the weights lie (tokenizer, chat template)."""
+        ...
+
+    @property
+    def gguf_metadata(self) -> Mapping[str, Any] | None:
+        """The metadata of a GGUF file, its vocabulary included; None for other formats."""
+        ...
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors `tensors` yields."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays that `tensors` yields."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """The model's config under the keys of its config.json."""
+        ...
+
+    def generation_config(self) -> dict[str, Any]:
+        """Default sampling and end-of-text ids under the keys of generation_config.json; may be empty."""
+        ...
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Every tensor once, under its Hugging Face name, one at a time. Raises WeightError on corrupt data."""
+        ...
+
+
+_FOLDER_FORMATS = {"auto": ("safetensors", "pt"), "safetensors": ("safetensors",), "pt": ("pt",), "dummy": ()}
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+
+
+def open_checkpoint(
+    model: str | Path,
+    load_format: str = "auto",
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    download_dir: str | None = None,
+) -> Checkpoint:
+    """The checkpoint MODEL names: a folder, a .gguf file, or a hub id (fetched with revision, token, download_dir).
+
+    `load_format` restricts what is looked for; `dummy` reads the config and yields no tensors.
+    Raises ModelError or WeightError, one line with cause and remedy.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load format {load_format} is unknown; known: {', '.join(LOAD_FORMATS)}")
+    path = resolve_model(str(model), load_format, revision=revision, token=token, download_dir=download_dir)
+    if path.is_file():
+        return _open_file(path, load_format)
+    gguf = _gguf_in(path, load_format)
+    if gguf is not None:
+        return _open_file(gguf, load_format)
+    if load_format == "gguf":
+        raise ModelError(f"{path}: no .gguf file in this folder")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: no config.json in this folder; is it a model's folder?")
+    return FolderCheckpoint(path, _FOLDER_FORMATS[load_format])
+
+
+def _open_file(path: Path, load_format: str) -> Checkpoint:
+    if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        raise ModelError(f"{path}: weights alone are not a model; give the folder that holds it and config.json")
+    if load_format in ("safetensors", "pt"):
+        raise ModelError(f"{path}: is a file, but --load-format {load_format} reads a folder")
+    return GgufCheckpoint(GgufFile(path), weights=load_format != "dummy")
+
+
+def _gguf_in(folder: Path, load_format: str) -> Path | None:
+    """The folder's GGUF file where that is what to open: asked for, or alone in the folder."""
+    if load_format in ("safetensors", "pt"):
+        return None
+    if load_format != "gguf" and any(next(folder.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin*")):
+        return None
+    if load_format == "dummy" and (folder / "config.json").is_file():
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"{folder}: holds several models: {', '.join(file.name for file in files)}; name one of them")
+    return files[0] if files else None

@@ -1,0 +1,36 @@
+"""Random weights for a model without a checkpoint: the same for the same seed, small enough to stay finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from zlib import crc32
+
+import ml_dtypes
+import numpy as np
+
+from pagoda.common.backend import Weight
+from pagoda.common.models.shapes import Param
+
+_SCALE = 0.02  # standard deviation of most published initialisations
+_POOL = 1 << 22  # distinct random numbers per dtype; larger parameters repeat them at a shifted start
+_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def dummy_weights(params: Mapping[str, Param], seed: int = 0, dtype: str = "bfloat16") -> Iterator[Weight]:
+    """Every parameter once: norms near 1, biases and matrices near 0; the same values for the same seed and `params`.
+
+    Raises ValueError for a dtype other than float32, float16 and bfloat16.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype {dtype} is not one of {', '.join(_DTYPES)}")
+    largest = max((param.size for param in params.values()), default=0)
+    pool = np.random.default_rng(seed).standard_normal(min(_POOL, largest), dtype=np.float32) * np.float32(_SCALE)
+    small, near_one = pool.astype(_DTYPES[dtype]), (pool + np.float32(1)).astype(_DTYPES[dtype])
+    for name, param in params.items():
+        source = near_one if _is_norm(name) else small
+        start = crc32(name.encode()) % len(source)
+        yield name, np.resize(np.roll(source, -start), param.shape)
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name and not name.endswith("_bias")

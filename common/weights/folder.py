@@ -1,0 +1,141 @@
+"""A checkpoint folder: config.json, weight files of one format, and the index that names the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.weights.mapped import NamedTensor, read_json
+from pagoda.common.weights.safetensors import SafetensorsFile
+from pagoda.common.weights.torch_bin import TorchFile
+
+
+class WeightFile(Protocol):
+    """One opened file of tensors."""
+
+    path: Path
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each tensor by name."""
+        ...
+
+    def tensor(self, name: str) -> npt.NDArray[np.generic]:
+        """The values of one tensor."""
+        ...
+
+
+class FolderCheckpoint:
+    """A folder as `save_pretrained` writes it. `formats`: what to look for, best first; none: the config alone."""
+
+    gguf_metadata: Mapping[str, Any] | None = None
+
+    def __init__(self, folder: Path, formats: Sequence[str]) -> None:
+        self.folder = folder
+        self._config = read_json(folder / "config.json")
+        self._files = _open_files(folder, formats)
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors the checkpoint holds."""
+        return sum(len(names) for _, names in self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays that `tensors` yields."""
+        return sum(file.sizes[name] for file, names in self._files for name in names)
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return dict(self._config)
+
+    def generation_config(self) -> dict[str, Any]:
+        """The content of generation_config.json; empty without that file."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Every tensor, file by file; arrays share the files' memory."""
+        for file, names in self._files:
+            for name in names:
+                yield name, file.tensor(name)
+
+
+_SUFFIXES = {"safetensors": ".safetensors", "pt": ".bin"}
+_STEMS = {"safetensors": "model", "pt": "pytorch_model"}
+
+
+def _open_files(folder: Path, formats: Sequence[str]) -> list[tuple[WeightFile, list[str]]]:
+    if not formats:
+        return []
+    for kind in formats:
+        whole = folder / f"{_STEMS[kind]}{_SUFFIXES[kind]}"
+        index = whole.with_name(f"{whole.name}.index.json")
+        if index.is_file():
+            return _open_shards(index, kind)
+        if whole.is_file():
+            return _open_all([whole], kind)
+        loose = sorted(folder.glob(f"{_STEMS[kind]}*{_SUFFIXES[kind]}"))
+        if loose:
+            return _open_all(loose, kind)
+    expected = " or ".join(f"{_STEMS[kind]}{_SUFFIXES[kind]}" for kind in formats)
+    raise ModelError(
+        f"{folder}: no weights: expected {expected} (or an index of shards); "
+        "download the model's weights, or use --load-format dummy for random ones"
+    )
+
+
+def _open(path: Path, kind: str) -> WeightFile:
+    return SafetensorsFile(path) if kind == "safetensors" else TorchFile(path)
+
+
+def _open_all(paths: list[Path], kind: str) -> list[tuple[WeightFile, list[str]]]:
+    seen: dict[str, Path] = {}
+    result = []
+    for path in paths:
+        file = _open(path, kind)
+        for name in file.sizes:
+            if name in seen:
+                raise WeightError(f"{path}: tensor {name} is in {seen[name].name} too")
+            seen[name] = path
+        result.append((file, list(file.sizes)))
+    return result
+
+
+def _open_shards(index: Path, kind: str) -> list[tuple[WeightFile, list[str]]]:
+    shards: dict[str, list[str]] = {}
+    for name, shard in _weight_map(index).items():
+        shards.setdefault(shard, []).append(name)
+    result = []
+    for shard, names in shards.items():
+        file = _open(_inside(index, shard), kind)
+        missing = next((name for name in names if name not in file.sizes), None)
+        if missing is not None:
+            raise WeightError(f"{file.path}: tensor {missing} is missing, which {index.name} places there")
+        result.append((file, names))
+    return result
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise WeightError(f"{index}: corrupt: no weight_map from tensor names to file names")
+    if not weight_map:
+        raise WeightError(f"{index}: corrupt: its weight_map is empty")
+    return weight_map
+
+
+def _inside(index: Path, shard: str) -> Path:
+    """The shard's path. An index comes with a download, so it may only name files of its own folder."""
+    parts = PurePosixPath(shard).parts
+    if not parts or shard.startswith("/") or ".." in parts or any(char in shard for char in "\\\0:"):
+        raise WeightError(f"{index}: names {shard!r}, which is not a file inside the checkpoint's folder")
+    path = index.parent.joinpath(*parts)
+    if not path.is_file():
+        raise WeightError(f"{index}: names the shard {shard}, which is not there; download it again")
+    return path

@@ -1,0 +1,154 @@
+"""One .safetensors file, mapped into memory: names, sizes and zero-copy arrays.
+
+The library's numpy reader knows no bfloat16, hence this one. The format: https://huggingface.co/docs/safetensors,
+an unsigned 64-bit header length, a JSON header, then the tensors back to back without holes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.errors import WeightError
+from pagoda.common.weights.mapped import as_array, map_file
+
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000  # bytes; the format's own bound
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies: bytes `begin` to `end` after the header."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """A validated file. Opening reads the header only; a tensor's bytes are read when they are touched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data = map_file(path)
+        header_bytes, header = _header(path, self._data)
+        self._start = _LENGTH_BYTES + header_bytes
+        self._entries = {
+            name: _entry(f"{path}: tensor {name}", value) for name, value in header.items() if name != "__metadata__"
+        }
+        _check_extents(path, self._entries, len(self._data) - self._start, self._start)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each tensor, in the order of the header."""
+        return {name: entry.end - entry.begin for name, entry in self._entries.items()}
+
+    def tensor(self, name: str) -> npt.NDArray[np.generic]:
+        """The values of one tensor, sharing the file's memory. Raises KeyError for an unknown name."""
+        entry = self._entries[name]
+        return as_array(self._data, self._start + entry.begin, entry.dtype, entry.shape)
+
+
+def _header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:
+    if len(data) < _LENGTH_BYTES:
+        raise WeightError(f"{path}: truncated: {len(data)} bytes do not hold a header; download it again")
+    length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+    if length > _MAX_HEADER:
+        raise WeightError(f"{path}: corrupt: states a header of {length} bytes; is it a safetensors file?")
+    if _LENGTH_BYTES + length > len(data):
+        raise WeightError(
+            f"{path}: truncated: the header needs {_LENGTH_BYTES + length} bytes, the file has {len(data)}; "
+            "download it again"
+        )
+    try:
+        text = data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes().decode("utf-8")
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{path}: corrupt header ({error}); download it again") from None
+    if not isinstance(header, dict):
+        raise WeightError(f"{path}: corrupt header (not a JSON object); download it again")
+    return length, header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def _entry(where: str, value: object) -> _Entry:
+    if not isinstance(value, dict):
+        raise WeightError(f"{where}: corrupt header (no description)")
+    dtype = _DTYPES.get(str(value.get("dtype")))
+    if dtype is None:
+        raise WeightError(f"{where}: dtype {value.get('dtype')} is not supported; supported: {', '.join(_DTYPES)}")
+    shape, offsets = _sizes(value.get("shape")), _sizes(value.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise WeightError(f"{where}: corrupt header (shape {value.get('shape')}, offsets {value.get('data_offsets')})")
+    begin, end = offsets
+    needed = prod(shape) * dtype.itemsize
+    if end - begin != needed:
+        raise WeightError(
+            f"{where}: corrupt header: {list(shape)} of {value['dtype']} needs {needed} bytes, "
+            f"data_offsets {begin} to {end} give {end - begin}"
+        )
+    return _Entry(dtype, shape, begin, end)
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    """A JSON list of sizes; None for anything else."""
+    if isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value):
+        return tuple(value)
+    return None
+
+
+def _check_extents(path: Path, entries: Mapping[str, _Entry], available: int, start: int) -> None:
+    position, previous = 0, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            problem = "overlaps" if entry.begin < position else "leaves a hole after"
+            raise WeightError(
+                f"{path}: corrupt header: tensor {name} at byte {entry.begin} {problem} {previous}, "
+                f"which ends at {position}"
+            )
+        position, previous = entry.end, name
+    if position > available:
+        raise WeightError(
+            f"{path}: truncated: expected {start + position} bytes, the file has {start + available}; download it again"
+        )
+    if position < available:
+        raise WeightError(
+            f"{path}: corrupt: the header describes {start + position} bytes, the file has {start + available}"
+        )

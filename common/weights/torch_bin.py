@@ -1,0 +1,247 @@
+"""One file of torch.save (.bin, .pt): a state dict read without torch and without running anything it says.
+
+The file is a zip archive: `data.pkl` describes the tensors, `data/N` hold their bytes, normally uncompressed, so that
+they can be mapped. Unpickling admits only the names below, each mapped to a function of ours that builds a description.
+Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.errors import WeightError
+from pagoda.common.weights.mapped import map_file
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "bool": np.dtype(np.bool_),
+    "uint8": np.dtype("u1"),
+    "int8": np.dtype("i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "BFloat16Storage": "bfloat16",
+    "UntypedStorage": "uint8",
+}
+_LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A record of the archive: `data/{key}`, of that dtype."""
+
+    key: str
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A strided view of a storage; `offset` and `strides` in elements."""
+
+    key: str
+    dtype: np.dtype[Any]
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the storage up to the last value."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+
+class TorchFile:
+    """A validated file. Opening reads the description; a tensor's bytes are read when they are touched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data = map_file(path)
+        self._archive = _open_archive(path, self._data)
+        self._root = _root(path, self._archive)
+        self._tensors = _describe(path, self._archive, self._root)
+        for name, tensor in self._tensors.items():
+            self._check(name, tensor)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each tensor by name."""
+        return {name: tensor.size for name, tensor in self._tensors.items()}
+
+    def tensor(self, name: str) -> npt.NDArray[np.generic]:
+        """The values of one tensor, sharing the file's memory where it is stored uncompressed."""
+        tensor = self._tensors[name]
+        if not tensor.size:
+            return np.empty(tensor.shape, tensor.dtype)
+        begin = tensor.offset * tensor.dtype.itemsize
+        flat = self._bytes(tensor)[begin : tensor.extent]
+        if flat.ctypes.data % tensor.dtype.itemsize:
+            flat = flat.copy()
+        strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
+        return np.lib.stride_tricks.as_strided(flat.view(tensor.dtype), tensor.shape, strides)
+
+    def _check(self, name: str, tensor: _Tensor) -> None:
+        try:
+            available = self._entry(tensor).file_size
+        except KeyError:
+            raise WeightError(f"{self.path}: tensor {name}: its record data/{tensor.key} is missing") from None
+        if tensor.extent > available:
+            raise WeightError(
+                f"{self.path}: tensor {name} needs {tensor.extent} bytes, its record data/{tensor.key} has {available}"
+            )
+
+    def _entry(self, tensor: _Tensor) -> zipfile.ZipInfo:
+        return self._archive.getinfo(f"{self._root}data/{tensor.key}")
+
+    def _bytes(self, tensor: _Tensor) -> npt.NDArray[np.uint8]:
+        entry = self._entry(tensor)
+        try:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                return np.frombuffer(bytearray(self._archive.read(entry)), np.uint8)
+            header = self._data[entry.header_offset : entry.header_offset + _LOCAL_HEADER].tobytes()
+            names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            begin = entry.header_offset + _LOCAL_HEADER + names
+            piece = self._data[begin : begin + entry.file_size]
+            if len(piece) != entry.file_size:
+                raise zipfile.BadZipFile(f"record data/{tensor.key} ends beyond the file")
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+            raise WeightError(f"{self.path}: corrupt archive ({error}); download it again") from None
+        return piece
+
+
+def _open_archive(path: Path, data: npt.NDArray[np.uint8]) -> zipfile.ZipFile:
+    if data[:2].tobytes() != b"PK":
+        legacy = data[:1].tobytes() == b"\x80"
+        kind = "is in the format torch used before 1.6" if legacy else "is not a file of torch.save"
+        raise WeightError(f"{path}: {kind}; save it again with a newer torch, or use a safetensors checkpoint")
+    try:
+        return zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        raise WeightError(
+            f"{path}: truncated or corrupt archive of {len(data)} bytes (no zip directory at its end); "
+            "download it again"
+        ) from None
+
+
+def _root(path: Path, archive: zipfile.ZipFile) -> str:
+    """The archive's top folder with its slash. Checks the byte order on the way."""
+    pickles = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise WeightError(f"{path}: is not a file of torch.save: the archive has {len(pickles)} data.pkl, expected 1")
+    root = pickles[0].removesuffix("data.pkl")
+    if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+        raise WeightError(f"{path}: was saved on a big-endian machine, which is not supported")
+    return root
+
+
+def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, _Tensor]:
+    try:
+        state = _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl"))).load()
+    except WeightError as error:
+        raise WeightError(f"{path}: {error}") from None
+    except Exception as error:  # a hostile or broken pickle may raise anything; none of it is a bug of ours
+        raise WeightError(f"{path}: corrupt description of the tensors ({type(error).__name__}: {error})") from None
+    if not isinstance(state, dict):
+        raise WeightError(f"{path}: holds no state dict but a {type(state).__name__}")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, _Tensor):
+            raise WeightError(f"{path}: entry {name!r} of the state dict is no tensor")
+    return dict(state)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds dicts, lists, numbers, strings and `_Tensor`s; every other name is refused before anything runs."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._admitted = _admitted()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One of the admitted names."""
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) in self._admitted:
+            return self._admitted[module, name]
+        raise WeightError(f"refused: its pickle asks for {module}.{name}, which no state dict needs")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """The storage that a tensor names."""
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
+            raise WeightError("corrupt: a storage is not described as torch does")
+        return _Storage(pid[2], _DTYPES[pid[1]])
+
+
+def _admitted() -> dict[tuple[str, str], Callable[..., Any]]:
+    """What a state dict's pickle may call. Made anew for each file: a pickle can set attributes on what it gets."""
+
+    def rebuild(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> _Tensor:
+        return _tensor(storage.key, storage.dtype, offset, shape, strides)
+
+    def rebuild_typed(
+        storage: _Storage,
+        offset: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        grad: Any,
+        hooks: Any,
+        dtype: np.dtype[Any],
+        *_: Any,
+    ) -> _Tensor:
+        return _tensor(storage.key, dtype, offset, shape, strides)
+
+    def parameter(data: _Tensor, *_: Any) -> _Tensor:
+        return data
+
+    return {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild_typed,
+        ("torch._utils", "_rebuild_parameter"): parameter,
+    }
+
+
+def _tensor(key: str, dtype: np.dtype[Any], offset: int, shape: Sequence[int], strides: Sequence[int]) -> _Tensor:
+    numbers = (offset, *shape, *strides)
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(shape) != len(strides):
+        raise WeightError(f"corrupt: a tensor of shape {tuple(shape)}, strides {tuple(strides)}, offset {offset}")
+    return _Tensor(key, dtype, offset, tuple(shape), tuple(strides))
