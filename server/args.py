@@ -22,6 +22,7 @@ from pagoda.common.config.model import ModelConfig
 from pagoda.common.config.scheduler import SchedulerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.compat_flags import COMPAT, Compat
+from pagoda.server.flags import add_options
 
 _GROUPS: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
 
@@ -35,8 +36,6 @@ class Setting:
     name: str
     hint: Any
     default: Any
-    help: str
-    aliases: tuple[str, ...]
     choices: tuple[str, ...] | None
     parse: Callable[[str], Any] | None
 
@@ -44,11 +43,6 @@ class Setting:
     def option(self) -> str:
         """`--its-flag`."""
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def optional(self) -> bool:
-        """True where None is a value."""
-        return NoneType in get_args(self.hint)
 
     @property
     def plain(self) -> Any:
@@ -75,31 +69,6 @@ class Setting:
         except (ValueError, msgspec.ValidationError) as error:
             raise ConfigError(self.option, f"{value!r}: {error}{self._hint_of_choices()}") from None
 
-    def parse_text(self, text: str) -> Any:
-        """A flag's text as a value. Raises argparse.ArgumentTypeError."""
-        if self.optional and text in ("", "None"):
-            return None
-        parser = self.parse or (self.plain if self.plain in (int, float) else str)
-        try:
-            return parser(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-
-    def add_to(self, parser: argparse._ArgumentGroup) -> None:
-        """Add the flag to a parser."""
-        flags = (self.option, *self.aliases)
-        common: dict[str, Any] = {"dest": self.name, "default": self.default, "help": self._help_text()}
-        if self.plain is bool:
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
-        elif get_origin(self.plain) is tuple:
-            parser.add_argument(*flags, nargs="+", **common)
-        else:
-            parser.add_argument(*flags, type=self.parse_text, choices=self.choices, **common)
-
-    def _help_text(self) -> str:
-        shown = "" if self.default in (None, ()) else f" (default: {self.default})"
-        return (self.help + shown).replace("%", "%%")
-
     def _hint_of_choices(self) -> str:
         return f"; choose from {', '.join(self.choices)}" if self.choices else ""
 
@@ -115,8 +84,6 @@ def _settings() -> Iterator[Setting]:
                 name=(meta["flag"] or each.name).replace("-", "_"),
                 hint=hint,
                 default=each.default if each.default_factory is dataclasses.MISSING else each.default_factory(),
-                help=meta["help"],
-                aliases=meta["aliases"],
                 choices=tuple(meta["choices"]) if meta["choices"] else _literal_choices(hint),
                 parse=meta["parse"],
             )
@@ -157,11 +124,8 @@ class EngineArgs:
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every engine flag to a parser, in one help section per group."""
-        for group in _GROUPS:
-            section = parser.add_argument_group(group)
-            for setting in SETTINGS.values():
-                if setting.group == group:
-                    setting.add_to(section)
+        for group, config in _GROUPS.items():
+            add_options(parser.add_argument_group(group), config)
         section = parser.add_argument_group("accepted at these values only")
         for compat in COMPAT.values():
             if compat.flag:
@@ -172,7 +136,8 @@ class EngineArgs:
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Take the engine's part out of parsed arguments. Raises ConfigError."""
         given = vars(args)
-        return cls(**{name: given[name] for name in (*SETTINGS, *COMPAT) if name in given})
+        dests = {setting.name: setting.field for setting in SETTINGS.values()} | {name: name for name in COMPAT}
+        return cls(**{name: given[dest] for name, dest in dests.items() if dest in given})
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
