@@ -43,7 +43,7 @@ def _gemma3(config: HfConfig) -> ModelSpec:
         qk_norm=rms_norm(config, 1e-6, unit_offset=True),
     )
     windowed = replace(attention, window=config.window(4096), rope=ropes["sliding_attention"])
-    every = config.opt_size("sliding_window_pattern", 6)
+    every = config.opt_size("sliding_window_pattern", config.opt_size("_sliding_window_pattern", 6))
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     kinds = config.layer_types(layers, pattern)
     mixers = [windowed if kind == "sliding_attention" else attention for kind in kinds]

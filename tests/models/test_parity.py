@@ -1,0 +1,82 @@
+"""Every family, in every implementation, against transformers in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from pagoda.backends.reference.naive import NaiveModel
+from pagoda.common.backend import Weight
+from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import ModelSpec
+from pagoda.tests.models import tiny
+
+TOLERANCE = 3e-5
+GREEDY = 8
+
+Implementation = Callable[[ModelSpec, Iterable[Weight], int], tiny.Logits]
+
+
+def naive(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Logits:
+    return NaiveModel(spec, weights, max_len=max_len).logits
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {"naive": naive}
+
+
+@dataclass
+class Saved:
+    case: tiny.Tiny
+    model: transformers.PreTrainedModel
+    folder: Path
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_from_config(json.loads((self.folder / "config.json").read_text()))[0]
+
+    def weights(self) -> Iterator[Weight]:
+        spec, family = spec_from_config(json.loads((self.folder / "config.json").read_text()))
+        return family.weights(params(spec), load_file(self.folder / "model.safetensors").items())
+
+
+@pytest.fixture(scope="module", params=tiny.TINY, ids=lambda case: case.name)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param.name)
+    return Saved(request.param, request.param.save(folder), folder)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits(saved: Saved, implementation: str):
+    prompt = tiny.tokens()
+    ours = IMPLEMENTATIONS[implementation](saved.spec, saved.weights(), len(prompt))(prompt)
+    theirs = tiny.logits(saved.model, prompt)
+    assert theirs.std() > 0.1, "a flat answer proves nothing"
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_greedy_tokens(saved: Saved, implementation: str):
+    """Each token from a whole forward pass of both, so that nothing but the model is compared."""
+    if saved.case.grows:
+        pytest.skip("transformers changes its frequencies at every length")
+    prompt = tiny.tokens(seed=1)
+    ours = IMPLEMENTATIONS[implementation](saved.spec, saved.weights(), len(prompt) + GREEDY)
+    theirs = list(prompt)
+    mine = list(prompt)
+    for _ in range(GREEDY):
+        theirs.append(int(tiny.logits(saved.model, theirs)[-1].argmax()))
+        mine.append(int(ours(mine)[-1].argmax()))
+    assert mine == theirs
+
+
+def test_every_family_is_covered():
+    same_family_as_llama = {"LLaMAForCausalLM"}
+    assert {case.architecture for case in tiny.TINY} == set(ARCHITECTURES) - same_family_as_llama
