@@ -1,0 +1,1 @@
+"""Device backends, loaded one at a time by the registry."""

@@ -1,0 +1,1 @@
+"""The hardware-neutral engine: no jax, torch, transformers or web framework in here."""

@@ -1,0 +1,1 @@
+"""Every face of the engine: Python API, HTTP server, command line."""

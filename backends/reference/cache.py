@@ -25,7 +25,7 @@ class LayerCache:
 
 
 def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
-    """Layer index -> cache. Layer j of every group shares array j where the shapes agree. Pages are mapped on first use."""
+    """Layer index -> cache. Layer j of every group shares array j where the shapes agree; pages map on first use."""
     slots = num_blocks * layout.block_size
     arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
     caches: dict[int, LayerCache] = {}

@@ -151,13 +151,13 @@ def _sample_filtered(scaled: Tensor, keys: Tensor, rules: Sequence[SamplingRules
     """Rows with a filter: sort the best candidates; rows they do not decide sort everything."""
     vocab = scaled.shape[1]
     total = scaled.logsumexp(-1, keepdim=True)
-    wanted = min(vocab, max(CANDIDATES, 1 + max(r.top_k for r in rules if r.top_k < vocab // 8)))
+    wanted = min(vocab, max(CANDIDATES, 1 + max((r.top_k for r in rules if r.top_k < vocab // 8), default=0)))
     values, ids = scaled.topk(wanted, dim=-1)
     keep, decided = _keep(values, total, rules, whole=wanted == vocab)
     tokens = _pick(values, ids, keep, keys)
     undecided = (~decided).nonzero()[:, 0]
     if len(undecided):
-        values, ids = scaled[undecided].sort(-1, descending=True, stable=True)
+        values, ids = scaled[undecided].sort(dim=-1, descending=True, stable=True)
         keep, _ = _keep(values, total[undecided], [rules[i] for i in undecided.tolist()], whole=True)
         tokens[undecided] = _pick(values, ids, keep, keys[undecided])
     return tokens
@@ -185,7 +185,8 @@ def _keep(values: Tensor, total: Tensor, rules: Sequence[SamplingRules], whole: 
     keep &= values >= last
     min_p = torch.tensor([r.min_p for r in rules])[:, None]
     keep &= values >= values[:, :1] + min_p.log()
-    decided = ~keep[:, -1] if not whole else torch.ones(len(rules), dtype=torch.bool)
+    complete = torch.tensor([r.top_k <= n for r in rules])  # a larger k needs candidates that are not here
+    decided = (~keep[:, -1] & complete) | whole
     return keep, decided
 
 

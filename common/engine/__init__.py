@@ -1,0 +1,1 @@
+"""Requests, scheduler and paged KV cache: token ids and integers only."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.common.models.spec import Attention, Mixer, ModelSpec
+from pagoda.common.models.spec import Mixer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,9 @@ class KvLayout:
 
 def cache_spec(mixer: Mixer) -> CacheSpec:
     """What a mixer keeps per sequence."""
-    match mixer:
-        case Attention(window=None):
-            return FullCache(mixer.kv_heads, mixer.head_dim)
-        case Attention(window=int(window)):
-            return WindowCache(mixer.kv_heads, mixer.head_dim, window)
+    if mixer.window is None:
+        return FullCache(mixer.kv_heads, mixer.head_dim)
+    return WindowCache(mixer.kv_heads, mixer.head_dim, mixer.window)
 
 
 def kv_layout(spec: ModelSpec, block_size: int) -> KvLayout:

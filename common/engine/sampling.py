@@ -87,4 +87,5 @@ def gumbel(keys: U32, token_ids: U32) -> npt.NDArray[np.float32]:
     """float32 [S, n]: Gumbel noise of the given tokens. `keys` uint32 [S], `token_ids` uint32 [S, n] or [n]."""
     bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
     uniform = ((bits >> np.uint32(8)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
-    return -np.log(-np.log(uniform))
+    noise: npt.NDArray[np.float32] = -np.log(-np.log(uniform))
+    return noise

@@ -1,0 +1,1 @@
+"""Models as data: the vocabulary, and one file per family."""

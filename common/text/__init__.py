@@ -1,0 +1,1 @@
+"""Everything that knows characters: tokenizers, detokenising, chat templates."""

@@ -1,0 +1,1 @@
+"""Checkpoints as streams of named arrays."""

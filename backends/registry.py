@@ -1,0 +1,116 @@
+"""Which device backend runs a model: found by platform, imported only when chosen.
+
+Knows the names and what each needs; knows nothing of what a backend does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+from pagoda.common.backend import Backend, Capabilities
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.spec import ModelSpec
+
+
+class BackendModule(Protocol):
+    """What a backend's `backend.py` offers."""
+
+    CAPABILITIES: Capabilities
+
+    @staticmethod
+    def create(spec: ModelSpec, *, limits: Limits, layout: KvLayout, cache: CacheConfig, dtype: str) -> Backend:
+        """A backend for one model. `dtype`: resolved, not `auto`. Raises ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
+
+    `has_device` is asked only when `needs` are installed.
+    """
+
+    name: str
+    module: str | None
+    needs: tuple[str, ...]
+    device: str
+    install: str
+    has_device: Callable[[], bool] = lambda: True
+
+    def obstacle(self) -> str | None:
+        """Why this backend cannot run here, with the remedy; None when it can."""
+        missing = [package for package in self.needs if not _installed(package)]
+        if missing:
+            return f"{' and '.join(missing)} not installed; {self.install}"
+        if not self.has_device():
+            return f"no {self.device} found"
+        if self.module is None:
+            return "not in this version"
+        return None
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _has_cuda() -> bool:
+    """True with an NVIDIA driver. Reads /proc, because asking torch would cost its import."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def _has_tpu() -> bool:
+    """True on a Cloud TPU host: its chips are PCI accelerators or VFIO groups beside libtpu."""
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+BACKENDS: Final[tuple[Entry, ...]] = (
+    Entry("jax_tpu", None, ("jax", "libtpu"), "TPU", "pip install 'pagoda[tpu]'", _has_tpu),
+    Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
+    Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
+    Entry("simulated", None, (), "device", "", lambda: True),
+)
+"""In order of preference."""
+
+_CHOSEN_BY_NAME_ONLY: Final = frozenset({"simulated"})
+
+
+def choose(name: str) -> str:
+    """The backend for `name`; `auto` takes the first that can run here. Raises ConfigError saying why none can."""
+    if name == "auto":
+        for entry in BACKENDS:
+            if entry.name not in _CHOSEN_BY_NAME_ONLY and entry.obstacle() is None:
+                return entry.name
+        raise ConfigError("--backend", f"no backend can run here: {explain()}")
+    entry = _entry(name)
+    obstacle = entry.obstacle()
+    if obstacle is not None:
+        raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain()}")
+    return name
+
+
+def load(name: str) -> BackendModule:
+    """Import a backend that `choose` returned; this may take seconds."""
+    module = _entry(name).module
+    assert module is not None, "choose() comes before load()"
+    return cast(BackendModule, importlib.import_module(module))
+
+
+def explain(chosen: str = "") -> str:
+    """One line: what each backend but the chosen one lacks."""
+    others = (entry for entry in BACKENDS if entry.name != chosen)
+    return "; ".join(f"{entry.name}: {entry.obstacle() or 'available'}" for entry in others)
+
+
+def _entry(name: str) -> Entry:
+    for entry in BACKENDS:
+        if entry.name == name:
+            return entry
+    raise ConfigError("--backend", f"{name} is unknown; use auto or one of {', '.join(e.name for e in BACKENDS)}")
