@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from models import tiny
+from support.paged_model import PagedModel
 
 from pagoda.backends.reference.naive import NaiveModel
 from pagoda.common.backend import Weight
 from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.tests.models import tiny
+from pagoda.common.weights.checkpoint import open_checkpoint
 
 TOLERANCE = 3e-5
 GREEDY = 8
@@ -29,7 +29,11 @@ def naive(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Logi
     return NaiveModel(spec, weights, max_len=max_len).logits
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"naive": naive}
+def paged(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Logits:
+    return PagedModel(spec, weights, max_len).logits
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {"naive": naive, "paged": paged}
 
 
 @dataclass
@@ -40,11 +44,12 @@ class Saved:
 
     @property
     def spec(self) -> ModelSpec:
-        return spec_from_config(json.loads((self.folder / "config.json").read_text()))[0]
+        return spec_from_config(open_checkpoint(self.folder).config())[0]
 
     def weights(self) -> Iterator[Weight]:
-        spec, family = spec_from_config(json.loads((self.folder / "config.json").read_text()))
-        return family.weights(params(spec), load_file(self.folder / "model.safetensors").items())
+        checkpoint = open_checkpoint(self.folder)
+        spec, family = spec_from_config(checkpoint.config())
+        return family.weights(params(spec), checkpoint.tensors())
 
 
 @pytest.fixture(scope="module", params=tiny.TINY, ids=lambda case: case.name)

@@ -1,0 +1,57 @@
+"""The fast decoder as a function of one sequence, so that it can stand beside the naive one in the same tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.batch import make_batch
+from pagoda.backends.reference.cache import allocate
+from pagoda.backends.reference.decoder import Decoder
+from pagoda.backends.reference.layout import Packer
+from pagoda.backends.reference.numerics import numerics
+from pagoda.common.backend import Weight
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.models.spec import ModelSpec
+
+BLOCK = 4
+
+
+class PagedModel:
+    """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks."""
+
+    def __init__(self, spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> None:
+        numbers = numerics("float32")
+        with torch.inference_mode():
+            self.decoder = Decoder(spec, Packer(spec, numbers).pack(weights), numbers, max_len)
+        self.layout = kv_layout(spec, BLOCK)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """One row per token."""
+        pages = -(-len(token_ids) // BLOCK)
+        count = pages * len(self.layout.groups)
+        caches = allocate(self.layout, 1 + count, torch.float32)
+        blocks = 1 + np.random.default_rng(0).permutation(count).astype(np.int32).reshape(-1, 1, pages)
+        half = len(token_ids) // 2
+        found, begin = [], 0
+        for end in [half, *range(half + 1, len(token_ids) + 1)]:
+            plan = StepPlan(
+                step=0,
+                starts=(),
+                rows=np.zeros(1, np.int32),
+                query_start=np.array([0, end - begin], np.int32),
+                context=np.array([begin], np.int32),
+                token_ids=np.array(token_ids[begin:end], np.int32),
+                block_tables=tuple(blocks),
+                samples=np.ones(1, np.bool_),
+            )
+            ids = torch.tensor(token_ids[begin:end])
+            hidden = self.decoder.hidden(ids, make_batch(plan, self.layout), caches)
+            found.append(self.decoder.logits(hidden))
+            begin = end
+        return torch.cat(found)
