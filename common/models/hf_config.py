@@ -30,7 +30,8 @@ T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
 # Training, bookkeeping, tokenizer and generation settings: none of them changes a forward pass.
 HARMLESS: Final = (
     "_*name_or_path",
-    "_attn_implementation*",
+    "*attn_implementation*",
+    "*flash_attn*",
     "architectures",
     "model_type",
     "torch_dtype",
@@ -99,6 +100,7 @@ _ALWAYS_OFF: Final = (
     "use_bfloat16",
     "pruned_heads",
     "rope_interleaved",
+    "use_mrope",
 )
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
