@@ -1,0 +1,355 @@
+"""SamplingParams: what a caller asks of one generation, with vLLM's field names, order and defaults.
+
+Knows bounds and words; knows neither models nor devices. `verify` refuses every value outside its bounds, naming the
+field; `rules` resolves the words into the frozen, id-only SamplingRules that the engine samples by.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any, Final
+
+from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules
+from pagoda.common.errors import RequestError
+
+MAX_N: Final = 16_384
+MAX_INT: Final = 2**31 - 1
+MAX_TEMPERATURE: Final = 100.0
+MAX_STOP_STRINGS: Final = 64
+MAX_BAD_WORDS: Final = 1_024
+MAX_WORD_CHARS: Final = 1_024
+MAX_IDS: Final = 1 << 20
+"""Longest list of token ids in one field: more than any vocabulary in use."""
+
+NOT_YET: Final = (
+    "watermarking",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "stream_interval",
+    "output_text_buffer_length",
+    "structured_outputs",
+    "extra_args",
+    "thinking_token_budget",
+    "repetition_detection",
+    "routed_experts_prompt_start",
+    "trace_decode_token_ids",
+)
+"""Fields of the interface that this version refuses when they are set to anything but their default."""
+
+
+class RequestOutputKind(Enum):
+    """What each streamed output holds: everything so far, what is new, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass
+class SamplingParams:
+    """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties.
+
+    `top_k` 0 or -1 keeps all tokens. `max_tokens` None fills up the model's context. `logprobs` and `prompt_logprobs`:
+    how many best tokens to report, -1 for the vocabulary. `seed` None or -1: the server's choice; with n > 1, answer i
+    samples with seed + i. `truncate_prompt_tokens`: keep that many last prompt tokens, -1 for the model's context.
+    `skip_clone` promises that the caller will not change the object: `clone` then shares its lists (the engine itself
+    never needs a clone, since `rules` freezes what it uses).
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    watermarking: bool | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    output_text_buffer_length: int = 0
+    structured_outputs: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        if self.bad_words is None:
+            self.bad_words = []
+        if self.seed == -1:
+            self.seed = None
+        self.verify()
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Params from values of which None means "the default" (but stays None for `max_tokens`).
+
+        `logit_bias` may have its ids as strings, as JSON has them.
+        """
+        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        if isinstance(bias := given.get("logit_bias"), dict):
+            given["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
+        return cls(**given)
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one; with `skip_clone`, one that shares its lists."""
+        return copy.copy(self) if self.skip_clone else copy.deepcopy(self)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the best token wins without noise."""
+        return self.temperature < GREEDY_EPSILON
+
+    def verify(self) -> None:
+        """Raises RequestError naming the first field whose value is refused. Call it again after changing fields."""
+        for name in NOT_YET:
+            if not _is_default(getattr(self, name), _DEFAULTS[name]):
+                raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it unset")
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens", f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        if self.stop_strings and not self.detokenize:
+            raise RequestError("stop", "stop strings need detokenize=True; use stop_token_ids, or leave detokenize on")
+
+    def rules(
+        self,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+        bad_words_token_ids: Sequence[Sequence[int]] = (),
+        default_seed: int | None = None,
+        index: int = 0,
+    ) -> SamplingRules:
+        """The engine's rules for answer `index` of n.
+
+        `vocab_size`: the model's; ids outside it raise RequestError. `bad_words_token_ids`: `bad_words` tokenised
+        (common/text/bad_words.py). `default_seed`: for a request without one; None draws 63 random bits.
+        """
+        self.verify()
+        _need_in_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
+        _need_in_vocabulary("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        _need_in_vocabulary("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        for word in bad_words_token_ids:
+            _need_in_vocabulary("bad_words", word, vocab_size)
+        greedy = self.is_greedy
+        ends = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_token_ids))
+        return SamplingRules(
+            temperature=0.0 if greedy else float(self.temperature),
+            top_p=1.0 if greedy else float(self.top_p),
+            top_k=0 if greedy or not 0 < self.top_k < vocab_size else self.top_k,
+            min_p=0.0 if greedy else float(self.min_p),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
+            repetition_penalty=float(self.repetition_penalty),
+            logit_bias=tuple(sorted((token, float(bias)) for token, bias in (self.logit_bias or {}).items())),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids))),
+            bad_words=tuple(tuple(word) for word in bad_words_token_ids),
+            min_tokens=self.min_tokens,
+            stop_ids=tuple(sorted(ends)) if self.min_tokens else (),
+            seed=0 if greedy else self._seed(default_seed, index),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _seed(self, default_seed: int | None, index: int) -> int:
+        """int64 seed of answer `index`; sums wrap around."""
+        seed = self.seed if self.seed is not None else default_seed
+        if seed is None:
+            return secrets.randbits(63)
+        return (seed + index + 2**63) % 2**64 - 2**63
+
+
+Check = Callable[[str, Any], None]
+
+
+def _int(low: int, high: int = MAX_INT, *, optional: bool = False) -> Check:
+    def check(name: str, value: object) -> None:
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise RequestError(name, f"{name} must be an integer, not {_shown(value)}")
+        if not low <= value <= high:
+            raise RequestError(name, f"{name} must be between {low} and {high}, not {_shown(value)}")
+
+    return check
+
+
+def _number(low: float, high: float, *, above: bool = False) -> Check:
+    """`above`: the lower bound itself is refused."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise RequestError(name, f"{name} must be a number, not {_shown(value)}")
+        if not low <= value <= high or (above and value == low):  # NaN fails the first comparison
+            bounds = f"above {low} and at most {high}" if above else f"between {low} and {high}"
+            raise RequestError(name, f"{name} must be {bounds}, not {_shown(value)}")
+
+    return check
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(name, f"{name} must be true or false, not {_shown(value)}")
+
+
+def _optional_flag(name: str, value: object) -> None:
+    if value is not None:
+        _flag(name, value)
+
+
+def _output_kind(name: str, value: object) -> None:
+    if not isinstance(value, RequestOutputKind):
+        raise RequestError(name, f"{name} must be a RequestOutputKind, not {_shown(value)}")
+
+
+def _words(most: int) -> Check:
+    def check(name: str, value: object) -> None:
+        if value is None:
+            return
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, list | tuple):
+            raise RequestError(name, f"{name} must be a list of strings, not {_shown(value)}")
+        if len(words) > most:
+            raise RequestError(name, f"{name} has {len(words)} entries; at most {most} are allowed")
+        for word in words:
+            if not isinstance(word, str):
+                raise RequestError(name, f"{name} must hold strings, not {_shown(word)}")
+            if not 0 < len(word) <= MAX_WORD_CHARS:
+                raise RequestError(name, f"each entry of {name} must have 1 to {MAX_WORD_CHARS} characters")
+
+    return check
+
+
+def _ids(*, may_be_empty: bool) -> Check:
+    def check(name: str, value: object) -> None:
+        if value is None:
+            return
+        if not isinstance(value, list | tuple):
+            raise RequestError(name, f"{name} must be a list of token ids, not {_shown(value)}")
+        if not value and not may_be_empty:
+            raise RequestError(name, f"{name} is empty: no token could be chosen; leave it unset to allow all")
+        if len(value) > MAX_IDS:
+            raise RequestError(name, f"{name} has {len(value)} entries; at most {MAX_IDS} are allowed")
+        for token in value:
+            _need_id(name, token)
+
+    return check
+
+
+def _bias(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise RequestError(name, f"{name} must map token ids to numbers, not {_shown(value)}")
+    if len(value) > MAX_IDS:
+        raise RequestError(name, f"{name} has {len(value)} entries; at most {MAX_IDS} are allowed")
+    in_range = _number(-100.0, 100.0)
+    for token, bias in value.items():
+        _need_id(name, token)
+        in_range(name, bias)
+
+
+def _need_id(name: str, token: object) -> None:
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise RequestError(name, f"{name} must hold integer token ids, not {_shown(token)}")
+    if token < 0:
+        raise RequestError(name, f"{name} holds {_shown(token)}; token ids start at 0")
+
+
+def _need_in_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(name, f"{name} holds token id {_shown(token)}; the vocabulary has {vocab_size} entries")
+
+
+def _id_of(key: object) -> object:
+    """A JSON object's key as a token id, where it is one."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+
+
+def _is_default(value: object, default: object) -> bool:
+    return value is default or (type(value) is type(default) and value == default)
+
+
+def _shown(value: object) -> str:
+    """A short form of a value for a message: never the whole of a huge one."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a huge integer"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_CHECKS: Final[dict[str, Check]] = {
+    "n": _int(1, MAX_N),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0, float(MAX_INT), above=True),
+    "temperature": _number(0.0, MAX_TEMPERATURE),
+    "top_p": _number(0.0, 1.0, above=True),
+    "top_k": _int(-1),
+    "min_p": _number(0.0, 1.0),
+    "seed": _int(-(2**63), 2**63 - 1, optional=True),
+    "stop": _words(MAX_STOP_STRINGS),
+    "stop_token_ids": _ids(may_be_empty=True),
+    "ignore_eos": _flag,
+    "max_tokens": _int(1, optional=True),
+    "min_tokens": _int(0),
+    "logprobs": _int(-1, optional=True),
+    "prompt_logprobs": _int(-1, optional=True),
+    "detokenize": _flag,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "include_stop_str_in_output": _flag,
+    "output_kind": _output_kind,
+    "skip_clone": _flag,
+    "logit_bias": _bias,
+    "allowed_token_ids": _ids(may_be_empty=False),
+    "bad_words": _words(MAX_BAD_WORDS),
+    "skip_reading_prefix_cache": _optional_flag,
+    "truncate_prompt_tokens": _int(-1, optional=True),
+}
+"""Field -> its check. Together with NOT_YET this covers every field."""
+
+_DEFAULTS: Final[dict[str, Any]] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
