@@ -1,0 +1,41 @@
+"""One engine behind stdin and stdout, so that two engines can be measured in turn.
+
+usage: python offline_worker.py pagoda|vllm MODEL DTYPE
+
+Each line "REQUESTS INPUT OUTPUT" on stdin runs that many random prompts, greedy, EOS ignored, and answers with the
+seconds it took. The module named is the only difference between the engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+import time
+
+
+def main() -> None:
+    module, model, dtype = sys.argv[1:]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the engine prints goes to stderr
+    engine = importlib.import_module(module)
+    extra = {"gpu_memory_utilization": 0.4} if module == "vllm" else {}
+    llm = engine.LLM(model, dtype=dtype, max_model_len=2048, **extra)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        requests, inputs, outputs = map(int, line.split())
+        prompts = [
+            {"prompt_token_ids": [random.randrange(100, 40_000) for _ in range(inputs)]} for _ in range(requests)
+        ]
+        params = engine.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
+        begin = time.perf_counter()
+        done = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        assert sum(len(one.outputs[0].token_ids) for one in done) == requests * outputs
+        print(seconds, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
