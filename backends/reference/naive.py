@@ -64,7 +64,7 @@ class NaiveModel:
         embedding = self.spec.embedding
         x = self._weights["embed"][torch.tensor(token_ids)]
         x = x * torch.tensor(embedding.scale, dtype=self.dtype)
-        if embedding.width is not None:
+        if embedding.width not in (None, self.spec.width):
             x = self._linear("embed_in", x)
         if embedding.positions is not None:
             x = x + self._weights["positions"][torch.arange(len(token_ids)) + embedding.position_offset]
@@ -122,7 +122,7 @@ class NaiveModel:
         return self._linear(f"{name}.down", hidden, expert)
 
     def _head(self, x: Tensor) -> Tensor:
-        if self.spec.embedding.width is not None:
+        if self.spec.embedding.width not in (None, self.spec.width):
             x = self._linear("embed_out", x)
         logits = F.linear(x, self._weights["embed" if self.spec.tied else "head"], self._weights.get("head_bias"))
         logits = logits * self.spec.logit_scale

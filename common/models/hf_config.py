@@ -293,7 +293,7 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
     theta = section.opt("rope_theta", float, theta)
     partial = section.opt("partial_rotary_factor", float, partial)
     dim = int(head_dim * partial)
-    if dim < 2 or dim % 2 or dim > head_dim or theta <= 0:
+    if dim < 2 or dim % 2 or dim > head_dim or theta <= 1:
         raise config.error("rope", f"theta {theta} on {dim} of {head_dim} channels is not a rotation")
     scaling = _scaling(config, section, dim)
     section.finish()
