@@ -1,0 +1,40 @@
+"""pagoda: LLM inference and serving with vLLM's interface. The public names are imported when they are first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagoda.common.sampling_params import RequestOutputKind as RequestOutputKind
+    from pagoda.common.sampling_params import SamplingParams as SamplingParams
+    from pagoda.server.args import AsyncEngineArgs as AsyncEngineArgs
+    from pagoda.server.args import EngineArgs as EngineArgs
+    from pagoda.server.async_llm import AsyncLLM as AsyncLLM
+    from pagoda.server.llm import LLM as LLM
+    from pagoda.server.llm_engine import LLMEngine as LLMEngine
+    from pagoda.server.outputs import CompletionOutput as CompletionOutput
+    from pagoda.server.outputs import RequestOutput as RequestOutput
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "LLM": "pagoda.server.llm",
+    "LLMEngine": "pagoda.server.llm_engine",
+    "AsyncLLM": "pagoda.server.async_llm",
+    "EngineArgs": "pagoda.server.args",
+    "AsyncEngineArgs": "pagoda.server.args",
+    "SamplingParams": "pagoda.common.sampling_params",
+    "RequestOutputKind": "pagoda.common.sampling_params",
+    "RequestOutput": "pagoda.server.outputs",
+    "CompletionOutput": "pagoda.server.outputs",
+}
+
+__all__ = [*_NAMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_NAMES[name]), name)

@@ -1,0 +1,326 @@
+"""AsyncLLM: the face for servers. Each request is an asynchronous stream; leaving the stream ends the request.
+
+Runs in one event loop. Knows no HTTP and no device; the engine is behind an EngineClient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Final, Self
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.model import ModelConfig
+from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.args import EngineArgs
+from pagoda.server.engine_client import EngineClient, start_engine
+from pagoda.server.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
+from pagoda.server.output_processor import OutputProcessor
+from pagoda.server.outputs import RequestOutput
+from pagoda.server.wire import (
+    Abort,
+    AddRequest,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Refused,
+    ResetDone,
+    ResetPrefixCache,
+    Step,
+)
+
+LONG_TEXT: Final = 16_384
+"""Characters from which a prompt is tokenised in a thread, so that other requests keep streaming."""
+
+
+class RequestStream:
+    """One request's outputs. A consumer that falls behind reads them merged into one."""
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._joins = kind is RequestOutputKind.DELTA
+        self._pending: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output in."""
+        if self._pending is None:
+            self._pending = output
+        else:
+            self._pending.add(output, aggregate=self._joins)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, after what is pending."""
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> RequestOutput:
+        """The next output. Raises what the request failed with."""
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            await self._news.wait()
+            self._news.clear()
+        output, self._pending = self._pending, None
+        if self._error is not None:
+            self._news.set()
+        return output
+
+
+class AsyncLLM:
+    """An engine for many concurrent requests.
+
+    The engine starts at once, in a process of its own, or with `in_process` in a thread. With `wait` the constructor
+    returns when it is warm and raises what kept it from starting; without, await wait_until_ready(). `on_step` hears
+    every engine step (for metrics), in the event loop. `client` and `open_text` replace engine and tokenizer in tests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        in_process: bool = False,
+        wait: bool = True,
+        on_step: Callable[[StepOutputs], None] | None = None,
+        client: EngineClient | None = None,
+        open_text: Callable[[ModelConfig], Tokenizer | None] = open_tokenizer,
+    ) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self.on_step = on_step
+        self._open_text = open_text
+        self._client = client or start_engine(config, in_process=in_process)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._info: EngineInfo | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._dead: EngineDeadError | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._tickets = itertools.count()
+        if wait:
+            self._finish_start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The engine that the arguments describe, warm. Raises ConfigError, ModelError or WeightError."""
+        return cls(engine_args.create_engine_config())
+
+    async def wait_until_ready(self) -> EngineInfo:
+        """Wait for the engine to be warm. Raises what kept it from starting."""
+        if self._info is None:
+            await asyncio.to_thread(self._finish_start)
+        self._attach()
+        return self.info
+
+    def _finish_start(self) -> None:
+        try:
+            self._tokenizer = self._open_text(self.config.model)
+            info = self._client.wait_ready()
+        except BaseException:
+            self._client.close()
+            raise
+        self._inputs = InputProcessor(self.config.model, info, self._tokenizer)
+        self._outputs = OutputProcessor(self._tokenizer)
+        self._info = info
+
+    @property
+    def info(self) -> EngineInfo:
+        """Limits, names, vocabulary and start-up times. Raises EngineDeadError before the engine is ready."""
+        if self._info is None:
+            raise EngineDeadError("the engine is not ready yet")
+        return self._info
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.info.max_model_len
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names the model is served under."""
+        return self.config.model.names
+
+    @property
+    def is_running(self) -> bool:
+        """True once the engine is warm, while it lives."""
+        return self._info is not None and self._dead is None
+
+    @property
+    def errored(self) -> bool:
+        """True when the engine died."""
+        return self._dead is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """Why the engine died."""
+        return self._dead or EngineDeadError("the engine is alive")
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        if self._tokenizer is None:
+            raise ConfigError("--skip-tokenizer-init", "there is no tokenizer, because it was switched off")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json sets, on top of SamplingParams' own defaults."""
+        return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
+
+    async def generate(
+        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one prompt until it is finished; closing or cancelling the generator ends the request.
+
+        Raises RequestError (before the first output) for a prompt that cannot be served, EngineDeadError with the
+        cause when the engine dies.
+        """
+        stream = await self.add_request(request_id, prompt, sampling_params, priority)
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._end([request_id])
+
+    async def add_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int = 0
+    ) -> RequestStream:
+        """Queue a prompt. Whoever leaves the stream before its end must abort the request. Raises as generate does."""
+        self._attach()
+        self._raise_if_dead()
+        prepared = await self._prepare(request_id, prompt, params, priority)
+        self._outputs.add(prepared)
+        stream = self._streams[request_id] = RequestStream(params.output_kind)
+        try:
+            for child in prepared.children:
+                self._client.send(AddRequest(child))
+        except EngineDeadError as error:
+            self._die(error)
+            raise
+        return stream
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their streams close with finish_reason "abort". Unknown ids are no error."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        streams = {each: self._streams.get(each) for each in ids}
+        for output in self._end(ids):
+            stream = streams[output.request_id]
+            if stream is not None:
+                stream.put(output)
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError when the engine is dead, silent or stuck in a step."""
+        self._raise_if_dead()
+        self.info  # noqa: B018 (raises before the engine is ready)
+        self._client.check()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests hold blocks."""
+        self._attach()
+        ticket = next(self._tickets)
+        answer = self._resets[ticket] = asyncio.get_running_loop().create_future()
+        self._client.send(ResetPrefixCache(ticket))
+        return await answer
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not finished."""
+        return len(self._streams)
+
+    def shutdown(self, timeout: float = 2.0) -> None:
+        """End the engine; requests still running fail. Idempotent."""
+        self._client.close(timeout)
+        self._die(EngineDeadError("the engine was shut down"))
+
+    async def _prepare(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int
+    ) -> PreparedRequest:
+        if priority and self.config.scheduler.policy != "priority":
+            raise RequestError("priority", "priority needs --scheduling-policy priority")
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self._inputs.prepare, request_id, prompt, params, priority)
+        return self._inputs.prepare(request_id, prompt, params, priority)
+
+    def _attach(self) -> None:
+        """Hear the engine in the running loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._client.listen(loop, self._hear)
+
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Step(step):
+                self._take(step)
+            case Refused(child_id, field, text):
+                self._refuse(child_id, RequestError(field, text))
+            case ResetDone(ticket, done):
+                self._resets.pop(ticket).set_result(done)
+            case Failed():
+                self._die(EngineDeadError(message.message))
+            case _:
+                pass
+
+    def _take(self, step: StepOutputs) -> None:
+        self.stats = step.stats
+        ready, stopped = self._outputs.process(step.outputs)
+        if stopped:
+            self._tell(Abort(stopped))
+        for output in ready:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if output.finished:
+                    del self._streams[output.request_id]
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def _refuse(self, child_id: str, error: RequestError) -> None:
+        request_id = self._outputs.parent_of(child_id)
+        if request_id is None:
+            return
+        stream = self._streams.get(request_id)
+        self._end([request_id])
+        if stream is not None:
+            stream.fail(error)
+
+    def _end(self, request_ids: list[str]) -> list[RequestOutput]:
+        """Forget requests here and in the engine; their last outputs."""
+        outputs, children = self._outputs.abort(request_ids)
+        if children:
+            self._tell(Abort(children))
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+        return outputs
+
+    def _tell(self, command: Abort) -> None:
+        """Send what a dead engine need not hear."""
+        if self._dead is None:
+            try:
+                self._client.send(command)
+            except EngineDeadError as error:
+                self._die(error)
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+
+    def _die(self, error: EngineDeadError) -> None:
+        """Fail every request, once."""
+        if self._dead is not None:
+            return
+        self._dead = error
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(str(error)))
+        for answer in self._resets.values():
+            answer.set_exception(EngineDeadError(str(error)))
+        self._streams.clear()
+        self._resets.clear()

@@ -1,0 +1,211 @@
+"""From what a caller passes as a prompt to the engine's requests: tokenised, truncated, checked against the model.
+
+Every refusal is a RequestError that names the field. Knows the model's limits, not its device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from pagoda.common.config.model import ModelConfig
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.bad_words import bad_words_token_ids
+from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.server.wire import EngineInfo
+
+PromptType = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the mappings may carry "cache_salt"."""
+
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "type"})
+_REFUSED_KEYS = {
+    "multi_modal_data": "this version serves text only",
+    "multi_modal_uuids": "this version serves text only",
+    "mm_processor_kwargs": "this version serves text only",
+    "prompt_embeds": "prompts are text or token ids",
+    "encoder_prompt": "encoder-decoder models are not in this version",
+    "decoder_prompt": "encoder-decoder models are not in this version",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready to run. `text`: None when the caller gave token ids only."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One request of a caller: its prompt, its params, and one engine request per answer (n)."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    children: list[EngineRequest]
+    arrival_time: float  # Unix seconds
+    arrival: float  # monotonic seconds
+
+
+def open_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
+    if config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        config.tokenizer or config.model,
+        revision=config.tokenizer_revision or config.revision,
+        token=config.hf_token,
+        download_dir=config.download_dir,
+    )
+
+
+def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+    """True for a sequence of integers, which is one prompt, not many."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], int)
+
+
+class InputProcessor:
+    """Turns prompts and params into engine requests for one model."""
+
+    def __init__(self, config: ModelConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
+        main = tokenizer.eos_token_id if tokenizer is not None else None
+        if main is None and info.eos_token_ids:
+            main = info.eos_token_ids[0]
+        self._main_eos = frozenset() if main is None else frozenset({main})
+        self._all_eos = self._main_eos | frozenset(info.eos_token_ids)
+
+    def prepare(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int = 0
+    ) -> PreparedRequest:
+        """One engine request per answer. Raises RequestError."""
+        arrival_time, arrival = time.time(), time.monotonic()
+        params.verify()
+        ready = self._truncate(self.parse(prompt), params)
+        self._check(ready, params)
+        children = self._children(request_id, ready, params, priority, arrival)
+        return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
+
+    def parse(self, prompt: PromptType) -> Prompt:
+        """Tokenise a prompt of any accepted form. Raises RequestError."""
+        if isinstance(prompt, str):
+            return Prompt(prompt, self._encode(prompt))
+        if not isinstance(prompt, Mapping):
+            return Prompt(None, _token_ids("prompt", prompt))
+        _check_keys(prompt)
+        salt, text = prompt.get("cache_salt"), prompt.get("prompt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise RequestError("cache_salt", "cache_salt must be a string that is not empty")
+        if text is not None and not isinstance(text, str):
+            raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
+        if prompt.get("prompt_token_ids") is not None:
+            return Prompt(text, _token_ids("prompt_token_ids", prompt["prompt_token_ids"]), salt)
+        if text is None:
+            raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
+        return Prompt(text, self._encode(text), salt)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("prompt", "the tokenizer is switched off (skip_tokenizer_init); give prompt_token_ids")
+        return self._tokenizer.encode(text)
+
+    def _truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+        """Keep the last tokens, as truncate_prompt_tokens says; -1 leaves room for one token of answer."""
+        keep, limit = params.truncate_prompt_tokens, self._info.max_model_len
+        if keep is None:
+            return prompt
+        if keep > limit:
+            raise RequestError("truncate_prompt_tokens", f"truncate_prompt_tokens {keep} is above the context, {limit}")
+        keep = max(1, limit - 1) if keep == -1 else keep
+        if len(prompt.token_ids) <= keep:
+            return prompt
+        return dataclasses.replace(prompt, token_ids=prompt.token_ids[-keep:] if keep else [])
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        count, limit, vocab = len(prompt.token_ids), self._info.max_model_len, self._info.vocab_size
+        if not count:
+            raise RequestError("prompt", "the prompt is empty: it has no tokens")
+        if count >= limit:
+            raise RequestError(
+                "prompt",
+                f"the prompt has {count} tokens, but the context is {limit} tokens and the answer needs at least 1; "
+                f"shorten it to {limit - 1} or set truncate_prompt_tokens",
+            )
+        low, high = min(prompt.token_ids), max(prompt.token_ids)
+        if low < 0 or high >= vocab:
+            bad = low if low < 0 else high
+            raise RequestError("prompt", f"token id {bad} is out of range; the vocabulary has {vocab} entries")
+        if params.max_tokens is None and params.min_tokens > limit - count:
+            raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {limit - count} left")
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if asked is not None and (vocab if asked == -1 else asked) > self._max_logprobs:
+                raise RequestError(
+                    name, f"{name} {asked} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
+                )
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer, which is switched off (skip_tokenizer_init)")
+
+    def _children(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
+    ) -> list[EngineRequest]:
+        room = self._info.max_model_len - len(prompt.token_ids)
+        eos = frozenset() if params.ignore_eos else self._all_eos
+        words = self._bad_words(params)
+        seed = self._seeds.getrandbits(63)
+        ids = [request_id] if params.n == 1 else [f"{index}_{request_id}" for index in range(params.n)]
+        return [
+            EngineRequest(
+                request_id=child_id,
+                prompt_token_ids=prompt.token_ids,
+                rules=params.rules(
+                    vocab_size=self._info.vocab_size,
+                    eos_token_ids=eos,
+                    bad_words_token_ids=words,
+                    default_seed=seed,
+                    index=index,
+                ),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+                eos_token_ids=frozenset() if params.ignore_eos else self._main_eos,
+                priority=priority,
+                arrival=arrival,
+                cache_salt=prompt.cache_salt,
+                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
+            )
+            for index, child_id in enumerate(ids)
+        ]
+
+    def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]]:
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise RequestError("bad_words", "bad_words need a tokenizer, which is switched off (skip_tokenizer_init)")
+        return bad_words_token_ids(params.bad_words, self._tokenizer)
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    for key, value in prompt.items():
+        if key in _REFUSED_KEYS and value is not None:
+            raise RequestError(key, f"{key} is not supported: {_REFUSED_KEYS[key]}")
+        if key not in _PROMPT_KEYS and key not in _REFUSED_KEYS:
+            raise RequestError(str(key), f"a prompt has no key {key!r}; use 'prompt' or 'prompt_token_ids'")
+
+
+def _token_ids(field: str, value: object) -> list[int]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise RequestError(field, f"{field} must be text or a list of token ids, not {type(value).__name__}")
+    ids = list(value)
+    for token in ids:
+        if type(token) is not int:
+            raise RequestError(field, f"{field} must hold integers only, not {type(token).__name__}")
+    return ids

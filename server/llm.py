@@ -1,0 +1,202 @@
+"""LLM: the offline face. A list of prompts in, a list of answers out.
+
+Knows lists and progress bars; the engine below it knows the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Self, TypeVar
+
+from pagoda.common.errors import ConfigError, RequestError
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text import chat_template as templates
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.args import EngineArgs
+from pagoda.server.inputs import PreparedRequest, PromptType, is_token_ids
+from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.outputs import RequestOutput
+from pagoda.server.progress import GenerationBar
+
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class LLM:
+    """A model for offline use: `LLM(model="...").generate(["Hello"], SamplingParams(max_tokens=32))`.
+
+    Keywords are those of EngineArgs. Raises ConfigError, ModelError or WeightError when the model cannot be served.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
+        self._start(LLMEngine(EngineArgs(model, **engine_args).create_engine_config()))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The model that the arguments describe."""
+        return cls.from_engine(LLMEngine.from_engine_args(engine_args))
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> Self:
+        """A face for an engine that runs already."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        self._next_id = 0
+        print(
+            f"{engine.info.backend} on {engine.info.device}, ready in\n{engine.info.startup_table()}", file=sys.stderr
+        )
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the answers come in the prompts' order.
+
+        `prompts`: one or a list of texts, token id lists, {"prompt": ...} or {"prompt_token_ids": ...}. One set of
+        params serves all prompts, a list is paired with them; None takes the model's defaults. `use_tqdm`: a bar on
+        stderr, or a callable that makes one. `priority`: smaller runs first, with scheduling_policy="priority".
+
+        Raises RequestError for the first prompt that cannot be served, before any is run. Ctrl-C ends all of them.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+        single = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
+        listed: list[PromptType] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
+        priorities = _paired("priority", 0 if priority is None else priority, len(listed))
+        if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
+            raise RequestError("priority", "priority needs scheduling_policy='priority'")
+        prepared = [self._prepare(*each) for each in zip(listed, params, priorities)]
+        return self._run(prepared, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them. Each is a list of {"role": ..., "content": ...}.
+
+        `chat_template`: a jinja template instead of the model's. `continue_final_message`: go on with the last message
+        instead of answering it (add_generation_prompt must then be False). Raises RequestError, as generate does.
+        """
+        if tools:
+            raise RequestError("tools", "tools are not supported by this version")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        prompts = [
+            self._render(each, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs or {})
+            for each in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json sets, on top of SamplingParams' own defaults."""
+        return self.llm_engine.get_default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""
+        self.llm_engine.shutdown()
+
+    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this version: raises ConfigError."""
+        _refuse("encode")
+
+    def embed(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this version: raises ConfigError."""
+        _refuse("embed")
+
+    def classify(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this version: raises ConfigError."""
+        _refuse("classify")
+
+    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this version: raises ConfigError."""
+        _refuse("score")
+
+    def beam_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not in this version: raises ConfigError."""
+        _refuse("beam_search")
+
+    def _prepare(self, prompt: PromptType, params: SamplingParams, priority: int) -> PreparedRequest:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                "sampling_params", f"sampling_params must be SamplingParams, not {type(params).__name__}"
+            )
+        request_id = str(self._next_id)
+        self._next_id += 1
+        return self.llm_engine.inputs.prepare(request_id, prompt, params, priority)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        kwargs: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        tokenizer = self.get_tokenizer()
+        text = templates.render_chat(
+            tokenizer,
+            messages,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **kwargs,
+        )
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        engine = self.llm_engine
+        answers: dict[str, RequestOutput] = {}
+        try:
+            for request in prepared:
+                engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
+            with GenerationBar(sum(request.params.n for request in prepared), use_tqdm) as bar:
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        answers[output.request_id] = output
+                        bar.update(output)
+        except BaseException:
+            engine.abort_all()
+            raise
+        return [answers[request.request_id] for request in prepared]
+
+
+def _paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
+    """One value per prompt."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(name, f"{name} has {len(value)} entries for {count} prompts")
+    return value
+
+
+def _refuse(task: str) -> NoReturn:
+    raise ConfigError(task, "only text generation is in this version; use generate or chat")

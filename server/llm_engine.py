@@ -1,0 +1,123 @@
+"""LLMEngine: an engine in this process, driven step by step by its caller.
+
+Knows requests and steps; prompts and outputs are handled by inputs and output_processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from pagoda.common.config.defaults import Usage
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.messages import EngineStats
+from pagoda.common.errors import ConfigError
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.args import EngineArgs
+from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
+from pagoda.server.output_processor import OutputProcessor
+from pagoda.server.outputs import RequestOutput
+from pagoda.server.wire import EngineInfo
+
+
+class LLMEngine:
+    """Add requests, call step() until has_unfinished_requests() is False.
+
+    Raises ConfigError, ModelError or WeightError when the engine cannot start. `build` makes the engine and
+    `open_text` the tokenizer, for tests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        usage: Usage = "llm",
+        *,
+        build: Callable[[EngineConfig, Usage], BuiltEngine] = build_engine,
+        open_text: Callable[[EngineConfig], Tokenizer | None] | None = None,
+    ) -> None:
+        self.config = config
+        with ThreadPoolExecutor(1, "pagoda-tokenizer") as reader:
+            reading = reader.submit(open_text, config) if open_text else reader.submit(open_tokenizer, config.model)
+            self._built = build(config, usage)
+            self.tokenizer = reading.result()
+        self.info: EngineInfo = self._built.info
+        self._core = self._built.core
+        self.inputs = InputProcessor(config.model, self.info, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The engine that the arguments describe."""
+        return cls(engine_args.create_engine_config())
+
+    @property
+    def stats(self) -> EngineStats:
+        """Running, waiting, cache use and totals, now."""
+        return self._core.stats
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        if self.tokenizer is None:
+            raise ConfigError("--skip-tokenizer-init", "there is no tokenizer, because it was switched off")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json sets, on top of SamplingParams' own defaults."""
+        return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
+
+    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int = 0) -> None:
+        """Queue a prompt. Raises RequestError naming the field."""
+        self.add_prepared(self.inputs.prepare(request_id, prompt, params, priority))
+
+    def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
+        """Queue a request that `inputs` prepared; `kind` overrides its params' output_kind. Raises RequestError."""
+        self._outputs.add(prepared, kind)
+        added: list[str] = []
+        try:
+            for child in prepared.children:
+                self._core.add_request(child)
+                added.append(child.request_id)
+        except BaseException:
+            self._core.abort(added)
+            self._outputs.drop(prepared.request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one engine step; what it brought, per request."""
+        if not self._core.has_work:
+            return []
+        outputs, stopped = self._outputs.process(self._core.step().outputs)
+        if stopped:
+            self._core.abort(stopped)
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests and free what they hold; their last outputs. Unknown ids are no error."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        outputs, children = self._outputs.abort(ids)
+        self._core.abort(children)
+        return outputs
+
+    def abort_all(self) -> None:
+        """End every request."""
+        self.abort_request(self._outputs.request_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """True while a step may bring something."""
+        return len(self._outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests have not finished."""
+        return len(self._outputs)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests hold blocks."""
+        return bool(self._core.reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        """End all requests and release the device. Idempotent."""
+        self.abort_all()
+        self._built.backend.close()

@@ -1,0 +1,266 @@
+"""From the engine's tokens to what callers read: text, stop strings, log-probabilities, n answers under one request.
+
+Runs once per token of every request, in the API process. Knows no socket and no event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import RequestOutputKind
+from pagoda.common.text.detokenizer import Detokenizer
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.inputs import PreparedRequest
+from pagoda.server.outputs import (
+    CompletionOutput,
+    Logprob,
+    LogprobsOnePosition,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SampleLogprobs,
+)
+
+_DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+class _Request:
+    """A caller's request while its answers run."""
+
+    __slots__ = ("answers", "kind", "metrics", "num_cached_tokens", "prepared", "prompt_logprobs", "running")
+
+    def __init__(self, prepared: PreparedRequest, kind: RequestOutputKind, tokenizer: Tokenizer | None) -> None:
+        self.prepared = prepared
+        self.kind = kind
+        self.metrics = RequestMetrics(arrival_time=prepared.arrival_time, queued_ts=prepared.arrival)
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.answers = [_Answer(self, index, tokenizer) for index in range(len(prepared.children))]
+        self.running = len(self.answers)
+
+    def output(self, answers: list[_Answer]) -> RequestOutput:
+        """What the caller reads now."""
+        prompt, prompt_logprobs = self.prepared.prompt, self.prompt_logprobs
+        if self.kind is _DELTA:
+            self.prompt_logprobs = None
+        return RequestOutput(
+            request_id=self.prepared.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[answer.output(self.kind) for answer in answers],
+            finished=not self.running,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+class _Answer:
+    """One of the n answers."""
+
+    __slots__ = (
+        "cumulative_logprob",
+        "detokenizer",
+        "eager",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "new_text",
+        "new_token_ids",
+        "request",
+        "stop_reason",
+        "token_ids",
+        "token_text",
+    )
+
+    def __init__(self, request: _Request, index: int, tokenizer: Tokenizer | None) -> None:
+        params = request.prepared.params
+        self.request = request
+        self.index = index
+        self.detokenizer: Detokenizer | None = None
+        self.token_text = None
+        if tokenizer is not None and params.detokenize:
+            self.token_text = tokenizer.token_text
+            self.detokenizer = Detokenizer(
+                tokenizer,
+                request.prepared.prompt.token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        # A final-only answer without stop strings becomes text once, at its end.
+        self.eager = request.kind is not _FINAL_ONLY or bool(params.stop_strings)
+        self.token_ids: list[int] = []
+        self.new_token_ids: list[int] = []
+        self.new_text = ""
+        self.logprobs: SampleLogprobs | None = None if params.logprobs is None else []
+        self.cumulative_logprob = None if params.logprobs is None else 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def take(self, output: EngineOutput) -> bool:
+        """Add new tokens. True when a stop string ended the answer, which the engine does not know yet."""
+        self.token_ids += output.new_token_ids
+        self.new_token_ids = output.new_token_ids
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.logprobs and self.logprobs is not None and self.cumulative_logprob is not None:
+            self.logprobs += [self.position(entry) for entry in output.logprobs]
+            self.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
+        return self.detokenizer is not None and self._read(self.detokenizer)
+
+    def _read(self, detokenizer: Detokenizer) -> bool:
+        finished = self.finish_reason is not None
+        if self.eager:
+            self.new_text = detokenizer.append(self.new_token_ids, finished)
+        elif finished:
+            self.new_text = detokenizer.append(self.token_ids, True)
+        stop = detokenizer.stop_hit
+        if stop is None:
+            return False
+        self.finish_reason, self.stop_reason = "stop", stop
+        return not finished
+
+    def abort(self) -> None:
+        """End the answer where it stands."""
+        self.new_token_ids, self.new_text, self.finish_reason = [], "", "abort"
+        if self.detokenizer is not None:
+            self.new_text = self.detokenizer.append([] if self.eager else self.token_ids, True)
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """What the caller reads now: what is new (DELTA), or everything."""
+        delta = kind is _DELTA
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[-len(self.new_token_ids) :] if delta and self.new_token_ids else list(logprobs)
+            if delta and not self.new_token_ids:
+                logprobs = []
+        text = self.new_text if delta else self.detokenizer.text if self.detokenizer is not None else ""
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.new_token_ids if delta else list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def position(self, entry: PositionLogprobs) -> LogprobsOnePosition:
+        """One position's candidates by token id: the chosen token first, then the best in order."""
+        text_of = self.token_text
+        found: LogprobsOnePosition = {}
+        for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs)):
+            if token not in found:
+                rank = place or entry.rank
+                found[token] = Logprob(logprob, rank, None if text_of is None else text_of(token))
+        return found
+
+
+class OutputProcessor:
+    """The requests of one engine that have not finished."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+        self._answers: dict[str, _Answer] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """All unfinished requests."""
+        return list(self._requests)
+
+    def add(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
+        """Follow a request; `kind` overrides its params'. Raises RequestError when its id is in use."""
+        ids = [child.request_id for child in prepared.children]
+        if prepared.request_id in self._requests or any(each in self._answers for each in ids):
+            raise RequestError("request_id", f"request_id {prepared.request_id!r} is in use")
+        request = _Request(prepared, kind or prepared.params.output_kind, self._tokenizer)
+        self._requests[prepared.request_id] = request
+        self._answers.update(zip(ids, request.answers))
+
+    def process(self, outputs: Iterable[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
+        """What callers read after a step, and the engine requests that a stop string ended (to be aborted).
+
+        Outputs of requests that are gone are dropped.
+        """
+        now = time.monotonic()
+        ready: list[RequestOutput] = []
+        stopped: list[str] = []
+        for output in outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is None:
+                continue
+            request = answer.request
+            if request.num_cached_tokens is None:
+                self._first_news(request, output)
+            if answer.take(output):
+                stopped.append(output.request_id)
+            _stamp(request.metrics, len(output.new_token_ids), now)
+            if answer.finish_reason is not None:
+                self._finish(output.request_id, request)
+            if request.kind is not _FINAL_ONLY:
+                ready.append(request.output([answer]))
+            elif not request.running:
+                ready.append(request.output(request.answers))
+        return ready, stopped
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
+        """End requests: their last outputs (finish_reason "abort") and the engine requests to abort."""
+        ended: list[RequestOutput] = []
+        children: list[str] = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            cut = [answer for answer in request.answers if answer.finish_reason is None]
+            for answer in cut:
+                answer.abort()
+                child_id = request.prepared.children[answer.index].request_id
+                self._finish(child_id, request)
+                children.append(child_id)
+            ended.append(request.output(request.answers if request.kind is _FINAL_ONLY else cut))
+        return ended, children
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that the engine refused."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            for child in request.prepared.children:
+                self._answers.pop(child.request_id, None)
+
+    def parent_of(self, child_id: str) -> str | None:
+        """The caller's request that an engine request belongs to."""
+        answer = self._answers.get(child_id)
+        return answer.request.prepared.request_id if answer is not None else None
+
+    def _first_news(self, request: _Request, output: EngineOutput) -> None:
+        request.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            position = request.answers[0].position
+            request.prompt_logprobs = [None, *(position(entry) for entry in output.prompt_logprobs)]
+
+    def _finish(self, child_id: str, request: _Request) -> None:
+        del self._answers[child_id]
+        request.running -= 1
+        if not request.running:
+            del self._requests[request.prepared.request_id]
+
+
+def _stamp(metrics: RequestMetrics, new_tokens: int, now: float) -> None:
+    if not new_tokens:
+        return
+    metrics.num_generation_tokens += new_tokens
+    metrics.last_token_ts = now
+    if not metrics.first_token_ts:
+        metrics.first_token_ts = now
