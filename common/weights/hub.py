@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pagoda.common.errors import ModelError
@@ -56,7 +56,7 @@ def _download(model: str, load_format: str, revision: str | None, token: str | N
         info = hub.HfApi(token=token).model_info(model, revision=revision, timeout=_TIMEOUT_S)
         patterns = wanted_files([file.rfilename for file in info.siblings or ()], load_format)
         return Path(
-            hub.snapshot_download(model, revision=info.sha, token=token, cache_dir=cache, allow_patterns=patterns)
+            hub.snapshot_download(model, revision=revision, token=token, cache_dir=cache, allow_patterns=patterns)
         )
     except (errors.GatedRepoError, errors.DisabledRepoError):
         raise ModelError(f"{model}: the hub does not show it to you; accept its terms there and set HF_TOKEN") from None
@@ -67,6 +67,8 @@ def _download(model: str, load_format: str, revision: str | None, token: str | N
             f"{model}: no such folder here and no such public model on the hub; {_REMEDY}, "
             "or set HF_TOKEN for a private one"
         ) from None
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from None
     except Exception as error:  # each version of the hub's client has its own network errors; all mean unreachable
         return _cached(model, revision, cache, error)
 
@@ -86,10 +88,16 @@ def _cached(model: str, revision: str | None, cache: str | None, cause: Exceptio
 
 
 def wanted_files(names: Sequence[str], load_format: str) -> list[str]:
-    """Of a repository's files, the patterns to fetch: what describes the model, and its weights in one format only."""
+    """Of a repository's files, the patterns to fetch: what describes the model, and its weights in one format only.
+
+    Raises ModelError where that format is GGUF and there is a choice to make.
+    """
     order = ("safetensors", "pt", "gguf") if load_format == "auto" else (load_format,)
     for kind in order:
         patterns = _WEIGHT_FILES.get(kind, ())
-        if any(fnmatch(name, pattern) for name in names for pattern in patterns):
+        found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if kind == "gguf" and len(found) > 1:
+            raise ModelError(f"it holds several GGUF files; download one and give its path: {', '.join(found)}")
+        if found:
             return [*_COMMON_FILES, *patterns]
     return list(_COMMON_FILES)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -54,26 +54,32 @@ _STORAGES = {
     "BFloat16Storage": "bfloat16",
     "UntypedStorage": "uint8",
 }
+_MAX_PICKLE = 1 << 28  # bytes; millions of tensors
+_LOCAL_MAGIC = b"PK\3\4"
 _LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """A record of the archive: `data/{key}`, of that dtype."""
+# What unpickling hands out is immutable without exception (tuples, strings): a pickle can assign to attributes.
+class _Storage(NamedTuple):
+    """A record of the archive: `data/{key}`, of a dtype named in `_DTYPES`."""
 
     key: str
-    dtype: np.dtype[Any]
+    dtype_name: str
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A strided view of a storage; `offset` and `strides` in elements."""
 
     key: str
-    dtype: np.dtype[Any]
+    dtype_name: str
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the values."""
+        return _DTYPES[self.dtype_name]
 
     @property
     def size(self) -> int:
@@ -116,7 +122,7 @@ class TorchFile:
         if flat.ctypes.data % tensor.dtype.itemsize:
             flat = flat.copy()
         strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
-        return np.lib.stride_tricks.as_strided(flat.view(tensor.dtype), tensor.shape, strides)
+        return np.ndarray(tensor.shape, tensor.dtype, flat.data, 0, strides)  # which checks the bounds once more
 
     def _check(self, name: str, tensor: _Tensor) -> None:
         try:
@@ -133,17 +139,14 @@ class TorchFile:
 
     def _bytes(self, tensor: _Tensor) -> npt.NDArray[np.uint8]:
         entry = self._entry(tensor)
-        try:
-            if entry.compress_type != zipfile.ZIP_STORED:
-                return np.frombuffer(bytearray(self._archive.read(entry)), np.uint8)
-            header = self._data[entry.header_offset : entry.header_offset + _LOCAL_HEADER].tobytes()
-            names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            begin = entry.header_offset + _LOCAL_HEADER + names
-            piece = self._data[begin : begin + entry.file_size]
-            if len(piece) != entry.file_size:
-                raise zipfile.BadZipFile(f"record data/{tensor.key} ends beyond the file")
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-            raise WeightError(f"{self.path}: corrupt archive ({error}); download it again") from None
+        if entry.compress_type != zipfile.ZIP_STORED:
+            return np.frombuffer(bytearray(_read(self.path, self._archive, entry.filename)), np.uint8)
+        header = self._data[entry.header_offset : entry.header_offset + _LOCAL_HEADER].tobytes()
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        begin = entry.header_offset + _LOCAL_HEADER + names
+        piece = self._data[begin : begin + entry.file_size]
+        if header[:4] != _LOCAL_MAGIC or len(piece) != entry.file_size:
+            raise WeightError(f"{self.path}: corrupt record data/{tensor.key}; download it again")
         return piece
 
 
@@ -167,24 +170,34 @@ def _root(path: Path, archive: zipfile.ZipFile) -> str:
     if len(pickles) != 1:
         raise WeightError(f"{path}: is not a file of torch.save: the archive has {len(pickles)} data.pkl, expected 1")
     root = pickles[0].removesuffix("data.pkl")
-    if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+    if f"{root}byteorder" in archive.namelist() and _read(path, archive, f"{root}byteorder") != b"little":
         raise WeightError(f"{path}: was saved on a big-endian machine, which is not supported")
     return root
 
 
-def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, _Tensor]:
+def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
     try:
-        state = _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl"))).load()
+        return archive.read(name)
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+        raise WeightError(f"{path}: corrupt record {name} ({error}); download it again") from None
+
+
+def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, _Tensor]:
+    if archive.getinfo(f"{root}data.pkl").file_size > _MAX_PICKLE:
+        raise WeightError(f"{path}: refused: its description of the tensors is larger than any model's")
+    pickled = _read(path, archive, f"{root}data.pkl")
+    try:
+        state = _Unpickler(io.BytesIO(pickled)).load()
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
     except Exception as error:  # a hostile or broken pickle may raise anything; none of it is a bug of ours
         raise WeightError(f"{path}: corrupt description of the tensors ({type(error).__name__}: {error})") from None
     if not isinstance(state, dict):
         raise WeightError(f"{path}: holds no state dict but a {type(state).__name__}")
-    for name, value in state.items():
+    for name, value in dict.items(state):
         if not isinstance(name, str) or not isinstance(value, _Tensor):
             raise WeightError(f"{path}: entry {name!r} of the state dict is no tensor")
-    return dict(state)
+    return dict(dict.items(state))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -196,10 +209,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """One of the admitted names."""
-        if module == "torch" and name in _STORAGES:
+        if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+            return name
         if (module, name) in self._admitted:
             return self._admitted[module, name]
         raise WeightError(f"refused: its pickle asks for {module}.{name}, which no state dict needs")
@@ -208,14 +221,14 @@ class _Unpickler(pickle.Unpickler):
         """The storage that a tensor names."""
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
             raise WeightError("corrupt: a storage is not described as torch does")
-        return _Storage(pid[2], _DTYPES[pid[1]])
+        return _Storage(pid[2], pid[1])
 
 
 def _admitted() -> dict[tuple[str, str], Callable[..., Any]]:
     """What a state dict's pickle may call. Made anew for each file: a pickle can set attributes on what it gets."""
 
     def rebuild(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> _Tensor:
-        return _tensor(storage.key, storage.dtype, offset, shape, strides)
+        return _tensor(storage.key, storage.dtype_name, offset, shape, strides)
 
     def rebuild_typed(
         storage: _Storage,
@@ -224,7 +237,7 @@ def _admitted() -> dict[tuple[str, str], Callable[..., Any]]:
         strides: Sequence[int],
         grad: Any,
         hooks: Any,
-        dtype: np.dtype[Any],
+        dtype: str,
         *_: Any,
     ) -> _Tensor:
         return _tensor(storage.key, dtype, offset, shape, strides)
@@ -240,8 +253,12 @@ def _admitted() -> dict[tuple[str, str], Callable[..., Any]]:
     }
 
 
-def _tensor(key: str, dtype: np.dtype[Any], offset: int, shape: Sequence[int], strides: Sequence[int]) -> _Tensor:
+def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Sequence[int]) -> _Tensor:
     numbers = (offset, *shape, *strides)
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(shape) != len(strides):
-        raise WeightError(f"corrupt: a tensor of shape {tuple(shape)}, strides {tuple(strides)}, offset {offset}")
+    if (
+        dtype not in _DTYPES
+        or len(shape) != len(strides)
+        or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+    ):
+        raise WeightError(f"corrupt: a tensor of {dtype}, shape {shape}, strides {strides}, offset {offset}")
     return _Tensor(key, dtype, offset, tuple(shape), tuple(strides))

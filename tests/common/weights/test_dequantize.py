@@ -1,0 +1,65 @@
+"""Every block format bit for bit as the gguf package has it."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf.constants import GGML_QUANT_SIZES
+
+from pagoda.common.weights.dequantize import block_type, dequantize, stored_dtype
+
+DEQUANTISABLE = sorted(gguf.quants._type_traits, key=int)
+OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+
+
+def _blocks(kind: Type, rows: int, blocks_per_row: int) -> np.ndarray:
+    """Random bytes: every bit pattern of the format, infinite and undefined scales included."""
+    rng = np.random.default_rng(int(kind))
+    return rng.integers(0, 256, (rows, blocks_per_row * GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", DEQUANTISABLE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 130)], ids=str)
+def test_equals_the_gguf_package(kind: Type, shape: tuple[int, int]) -> None:
+    if kind not in OWN and shape[0] == 40:
+        pytest.skip("chunks are the same code for all")
+    data, known = _blocks(kind, *shape), block_type(int(kind))
+    assert known is not None
+    assert (known.name, known.elements, known.bytes) == (kind.name, *GGML_QUANT_SIZES[kind])
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(data, kind)
+        got = dequantize(data.reshape(-1), known, (shape[0], shape[1] * known.elements))
+    assert got.shape == expected.shape
+    assert got.dtype == stored_dtype(known)
+    got = got.astype(np.float32)
+    # NaN compares by being NaN: which of its bit patterns an operation yields is the processor's choice.
+    same = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
+    assert same.all()
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda kind: kind.name)
+def test_comes_back_near_what_was_quantised(kind: Type) -> None:
+    values = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
+    known = block_type(int(kind))
+    assert known is not None
+    got = dequantize(gguf.quants.quantize(values, kind).reshape(-1), known, values.shape)
+    assert np.abs(got - values).max() < {Type.Q8_0: 0.02, Type.Q5_0: 0.2, Type.Q5_1: 0.12}.get(kind, 0.4)
+
+
+def test_plain_types_are_not_copied() -> None:
+    data = np.arange(64, dtype=np.float32).view(np.uint8)
+    known = block_type(int(Type.F32))
+    assert known is not None
+    assert np.shares_memory(dequantize(data, known, (8, 8)), data)
+
+
+def test_empty_tensor() -> None:
+    known = block_type(int(Type.Q4_K))
+    assert known is not None
+    assert dequantize(np.empty(0, np.uint8), known, (0, 256)).shape == (0, 256)
+
+
+def test_unknown_number() -> None:
+    assert block_type(9999) is None

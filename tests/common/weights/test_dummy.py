@@ -1,0 +1,42 @@
+"""Random weights: complete, repeatable, and of a size that keeps a model finite."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
+from pagoda.common.weights.dummy import dummy_weights
+
+NORM = Norm(1e-5, kind="layer", bias=True)
+LAYER = Layer(Attention(4, 2, 8, 0.3, Rope(1e4, 8), qk_norm=Norm(1e-5)), Mlp(64, "silu", True), Norms(NORM, None, NORM))
+PARAMS = params(ModelSpec(vocab=500, width=32, layers=(LAYER,) * 2, final_norm=NORM, tied=False, max_positions=64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_parameter_once_in_its_shape_and_range(dtype: str) -> None:
+    weights = list(dummy_weights(PARAMS, dtype=dtype))
+    assert [name for name, _ in weights] == list(PARAMS)
+    for name, array in weights:
+        assert (array.shape, array.dtype.name) == (PARAMS[name].shape, dtype)
+        values = array.astype(np.float32)
+        assert np.abs(values - (1 if "norm" in name and not name.endswith("_bias") else 0)).max() < 0.2, name
+        assert values.std() > 0.005, name
+
+
+def test_the_seed_decides() -> None:
+    first, again, other = (dict(dummy_weights(PARAMS, seed)) for seed in (1, 1, 2))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not any(np.array_equal(first[name], other[name]) for name in first)
+
+
+def test_parameters_differ() -> None:
+    weights = dict(dummy_weights(PARAMS))
+    assert not np.array_equal(weights["layers.0.mixer.q"], weights["layers.1.mixer.q"])
+    assert not np.array_equal(weights["layers.0.ffn.gate"], weights["layers.0.ffn.up"])
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(ValueError, match="int8 is not one of float32"):
+        list(dummy_weights(PARAMS, dtype="int8"))
