@@ -1,0 +1,90 @@
+"""Token id -> the bytes it stands for, where a tokenizer's decoding is the concatenation of bytes.
+
+True of byte-level BPE (GPT-2's alphabet of 256 printable characters) and of sentencepiece with byte fallback. Any
+other decoder looks at neighbours; `token_bytes_of` answers None then, and decoding goes through the library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import tokenizers
+
+SPACE_MARK: Final = "\u2581"
+"""Sentencepiece's visible space."""
+
+
+class TokenBytes(dict[int, bytes]):
+    """A table that fills itself as ids are looked up: a stream sees a small part of the vocabulary.
+
+    `strip_first_space`: decoding drops one space at the start of the whole text.
+    """
+
+    def __init__(self, text_of: Callable[[int], str | None], spell: Callable[[str], bytes], strip: bool) -> None:
+        super().__init__()
+        self._text_of = text_of
+        self._spell = spell
+        self.strip_first_space = strip
+
+    def __missing__(self, token_id: int) -> bytes:
+        text = self._text_of(token_id) if 0 <= token_id < 1 << 32 else None
+        spelt = b"" if text is None else self._spell(text)
+        self[token_id] = spelt
+        return spelt
+
+
+def token_bytes_of(backend: tokenizers.Tokenizer) -> TokenBytes | None:
+    """The table of a tokenizer, or None when its decoder is neither byte-level nor sentencepiece byte fallback."""
+    steps = _decoder_steps(backend)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return TokenBytes(backend.id_to_token, _spell_byte_level, strip=False)
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or not _replaces_space_mark(steps[0]):
+        return None
+    if kinds[3:] == []:
+        return TokenBytes(backend.id_to_token, _spell_sentencepiece, strip=False)
+    if kinds[3:] == ["Strip"] and [steps[3].get(key) for key in ("content", "start", "stop")] == [" ", 1, 0]:
+        return TokenBytes(backend.id_to_token, _spell_sentencepiece, strip=True)
+    return None
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's one printable character per byte: printable Latin-1 as itself, the others from U+0100 on, in order.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), the released encoder.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = (byte for byte in range(256) if byte not in printable)
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(hidden)})
+    return alphabet
+
+
+_ALPHABET: Final = byte_alphabet()
+_BYTE_TOKENS: Final = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+
+
+def _spell_byte_level(text: str) -> bytes:
+    """A token with a character outside the alphabet (an added token) stands for its own text."""
+    try:
+        return bytes([_ALPHABET[char] for char in text])
+    except KeyError:
+        return text.encode()
+
+
+def _spell_sentencepiece(text: str) -> bytes:
+    return _BYTE_TOKENS.get(text) or text.replace(SPACE_MARK, " ").encode()
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _replaces_space_mark(step: dict[str, Any]) -> bool:
+    return bool(step.get("pattern") == {"String": SPACE_MARK} and step.get("content") == " ")

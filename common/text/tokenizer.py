@@ -1,0 +1,171 @@
+"""Text to token ids and back, for one model.
+
+Knows the `tokenizers` library and the files beside a model; knows nothing of requests, streaming or chat messages.
+No transformers: a tokenizer.json, a vocab.json with merges.txt, or a GGUF file holds all that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
+from pagoda.common.text.tokenizer_files import read_folder
+from pagoda.common.text.tokenizer_gguf import read_gguf
+from pagoda.common.text.tokenizer_parts import TokenizerParts
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A model's tokenizer. Safe to use from several threads; holds no state of any text.
+
+    `special_tokens`: role -> text, such as "bos_token" -> "<s>"; what chat templates see.
+    `chat_templates`: name -> jinja source; most models have one, called "default".
+    """
+
+    backend: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of entries, added tokens included. A model's own vocabulary may be padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a text, if the model has one."""
+        return self._role("bos_token")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text, if the model has one. generation_config.json may name more."""
+        return self._role("eos_token")
+
+    @cached_property
+    def pad_token_id(self) -> int | None:
+        """Id of the padding token, if the model has one."""
+        return self._role("pad_token")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source of the default chat template, if the model has one."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in it are parsed. RequestError("prompt") on lone surrogates."""
+        return _encode(self.backend, text, add_special_tokens)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Token ids of `text` taken literally: special tokens written in it are ordinary characters, none is added."""
+        return _encode(self._literal_backend, text, False)
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+
+        `spaces_between_special_tokens` False: adjacent special tokens stand close together even where the tokenizer's
+        decoder puts a space between tokens (those that know no byte-level or sentencepiece spelling).
+        """
+        ids = list(ids)
+        if spaces_between_special_tokens or skip_special_tokens or not self._spaces_special_tokens:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        texts: list[str] = []
+        start = 0
+        for i in range(1, len(ids) + 1):
+            if i == len(ids) or (ids[i] in self.special_ids and ids[i - 1] in self.special_ids):
+                texts.append(self.backend.decode(ids[start:i], skip_special_tokens=False))
+                start = i
+        return "".join(texts)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, special tokens as their text; b"" outside the vocabulary."""
+        if self.byte_table is not None:
+            return self.byte_table[token_id]
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, leading space kept; U+FFFD where its bytes are no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @cached_property
+    def byte_table(self) -> TokenBytes | None:
+        """Token id -> bytes, where decoding is the concatenation of bytes; None for any other kind of decoder."""
+        return token_bytes_of(self.backend)
+
+    def _role(self, role: str) -> int | None:
+        token = self.special_tokens.get(role)
+        return None if token is None else self.backend.token_to_id(token)
+
+    @cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """A twin, because parsing of special tokens is a switch on the object, and threads share the object."""
+        twin = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        twin.encode_special_tokens = True
+        return twin
+
+    @cached_property
+    def _spaces_special_tokens(self) -> bool:
+        """Whether decoding puts something between two adjacent special tokens."""
+        if self.byte_table is not None or not self.special_ids:
+            return False
+        one = min(self.special_ids)
+        alone, pair = (self.backend.decode([one] * n, skip_special_tokens=False) for n in (1, 2))
+        return pair != alone + alone
+
+
+def load_tokenizer(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    download_dir: str | None = None,
+    gguf_metadata: Mapping[str, Any] | None = None,
+) -> Tokenizer:
+    """The tokenizer of a folder, a tokenizer.json, a .gguf file or a hub id.
+
+    `gguf_metadata`: the key-value pairs of the .gguf file, when it is open already. Raises ModelError, in one line,
+    when files are missing or cannot be read.
+    """
+    parts = read_gguf(gguf_metadata) if gguf_metadata is not None else _read(source, revision, token, download_dir)
+    return Tokenizer(parts.backend, parts.special_tokens, parts.chat_templates)
+
+
+def _read(source: str | Path, revision: str | None, token: str | None, download_dir: str | None) -> TokenizerParts:
+    path = Path(source).expanduser()
+    if not path.exists():
+        from pagoda.common.weights.hub import resolve_model
+
+        path = resolve_model(str(source), "dummy", revision=revision, token=token, download_dir=download_dir)
+    if path.suffix == ".gguf":
+        from pagoda.common.weights.gguf import GgufFile
+
+        return read_gguf(GgufFile(path).metadata)
+    if path.is_file():
+        if path.name != "tokenizer.json":
+            raise ModelError(f"{path}: not a tokenizer; give a folder, a tokenizer.json or a .gguf file")
+        path = path.parent
+    return read_folder(path)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except UnicodeEncodeError:
+        raise RequestError("prompt", "the text holds half of a surrogate pair, which is no character") from None
+    except TypeError:
+        if isinstance(text, str):  # some versions of the library report the surrogate as a type error
+            raise RequestError("prompt", "the text holds characters that cannot be encoded as UTF-8") from None
+        raise

@@ -1,0 +1,148 @@
+"""A tokenizer from the files of a model folder, in the layout of the Hugging Face hub.
+
+tokenizer.json is the tokenizer; tokenizer_config.json names the special tokens, may ask for bos and eos, and may hold
+the chat template, which newer models keep in chat_template.jinja.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from pagoda.common.errors import ModelError
+from pagoda.common.text.tokenizer_parts import TokenizerParts, add_ends
+
+ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+BYTE_LEVEL_CLASSES: Final = ("GPT2Tokenizer", "GPT2TokenizerFast")
+"""Tokenizer classes whose vocab.json and merges.txt say all: byte-level BPE with GPT-2's splitting."""
+
+_FOREIGN_FILES: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken")
+
+
+def read_folder(folder: Path) -> TokenizerParts:
+    """The tokenizer of a model folder. ModelError in one line when it has none or it cannot be read."""
+    config = _read_json(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_tokenizer_json(folder / "tokenizer.json")
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        backend = _read_vocab_and_merges(folder, config)
+    else:
+        raise ModelError(_missing(folder))
+    backend.no_truncation()
+    backend.no_padding()
+    special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+    _add_tokens(backend, config, special)
+    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+        add_ends(
+            backend,
+            special.get("bos_token") if config.get("add_bos_token") else None,
+            special.get("eos_token") if config.get("add_eos_token") else None,
+        )
+    return TokenizerParts(backend, special, _chat_templates(folder, config))
+
+
+def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
+
+
+def _read_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    kind = config.get("tokenizer_class", BYTE_LEVEL_CLASSES[0])
+    if kind not in BYTE_LEVEL_CLASSES:
+        raise ModelError(_missing(folder))
+    try:
+        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{folder}: vocab.json and merges.txt cannot be read ({error}); fetch them again") from None
+    backend = tokenizers.Tokenizer(model)
+    prefix = bool(config.get("add_prefix_space", False))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _missing(folder: Path) -> str:
+    found = sorted(path.name for pattern in _FOREIGN_FILES for path in folder.glob(pattern))
+    if (folder / "vocab.json").is_file():
+        found.append("vocab.json")
+    if not found:
+        return (
+            f"{folder}: no tokenizer: tokenizer.json is missing; copy it from the model's repository, name another "
+            "folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
+        )
+    return (
+        f"{folder}: has {', '.join(found)} but no tokenizer.json; make one with `pip install pagoda[transformers]` and "
+        f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`"
+    )
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {role: _token_text(config.get(role)) for role in ROLES}
+    return {role: text for role, text in named.items() if text is not None}
+
+
+def _token_text(token: object) -> str | None:
+    """A token is its text, or an object with its text and matching rules."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Adds what the configuration names and tokenizer.json lacks: first by listed id, then the special tokens."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    by_id = [_added_token(listed[key]) for key in sorted(listed, key=int)]
+    backend.add_tokens([token for token in by_id if token.content not in known])
+    known.update(token.content for token in by_id)
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    names: Iterable[object] = extra.values() if isinstance(extra, Mapping) else extra
+    wanted = [*special.values(), *(text for name in names if (text := _token_text(name)) is not None)]
+    new = [text for text in dict.fromkeys(wanted) if text not in known]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in new])
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    rules = {
+        key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry
+    }
+    return AddedToken(str(entry["content"]), **rules)
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> jinja source. A file of its own wins over an entry in a JSON file."""
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if (folder / "chat_template.jinja").is_file():
+        files.append(folder / "chat_template.jinja")
+    if files:
+        return {_template_name(path): path.read_text(encoding="utf-8") for path in files}
+    entry = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(entry, str):
+        return {"default": entry}
+    if isinstance(entry, Mapping):
+        return {str(name): str(source) for name, source in entry.items()}
+    return {str(item["name"]): str(item["template"]) for item in entry or ()}
+
+
+def _template_name(path: Path) -> str:
+    return "default" if path.name == "chat_template.jinja" else path.stem
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, or an empty one when there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: is not a JSON object; fetch the file again")
+    return value

@@ -1,0 +1,235 @@
+"""A tokenizer from the metadata of a GGUF file.
+
+GGUF keeps a vocabulary and the name of a splitting rule, not a pipeline. `tokenizer.ggml.model` "gpt2" is byte-level
+BPE: tokens, merges, and `tokenizer.ggml.pre` for the rule. "llama" is sentencepiece BPE: tokens and scores, where the
+better score merges first. Source: the GGUF specification (ggml project) and llama.cpp's vocabulary loader, whose
+reading of the keys defines their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from pagoda.common.errors import ModelError
+from pagoda.common.text.token_bytes import SPACE_MARK, byte_alphabet
+from pagoda.common.text.tokenizer_parts import TokenizerParts, add_ends
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+ROLE_KEYS: Final = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # the format's own spelling
+    "mask_token": "mask_token_id",
+}
+
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD: Final = r"[^\r\n\p{L}\p{N}]?"
+_PATH_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+DIGITS_APART: Final = "digits apart"
+"""GPT-2's rule after every digit was cut out."""
+GPT2: Final = "gpt2"
+LLAMA3: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_ENDS}"
+QWEN2: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS}|{_ENDS}"
+QWEN35: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS}"
+)
+TEKKEN: Final = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATH_SIGNS}|{_ENDS}"
+GPT4O: Final = (
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_PATH_SIGNS}|{_ENDS}"
+)
+SPLITS: Final[dict[str, str]] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS_APART),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), LLAMA3),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), QWEN2),
+    "qwen35": QWEN35,
+    "tekken": TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+}
+"""`tokenizer.ggml.pre` -> the expression that cuts a text into pieces, within which merges happen."""
+
+WHOLE_WORDS_FIRST: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
+"""Rules under which a piece that is itself a token is taken whole, and bos is added unless the file says otherwise."""
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+    """The tokenizer of a GGUF file's metadata. ModelError in one line when it has none, or one not known here."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or not metadata.get("tokenizer.ggml.tokens"):
+        raise ModelError("the GGUF file holds no tokenizer; name the original model's folder with --tokenizer")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"the GGUF file's tokenizer {kind!r} is not supported (gpt2 and llama are); "
+            "name the original model's folder with --tokenizer"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    rule = str(metadata.get("tokenizer.ggml.pre", "default"))
+    special = _special_tokens(metadata, tokens)
+    byte_level = kind == "gpt2"
+    backend = _byte_level(metadata, tokens, rule) if byte_level else _sentencepiece(metadata, tokens, special)
+    _add_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or (), special, byte_level)
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", not byte_level or rule in WHOLE_WORDS_FIRST)
+    add_ends(
+        backend,
+        special.get("bos_token") if add_bos else None,
+        special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    return TokenizerParts(backend, special, _chat_templates(metadata))
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], rule: str) -> tokenizers.Tokenizer:
+    split = SPLITS.get(rule)
+    if split is None:
+        raise ModelError(
+            f"the GGUF file's splitting rule tokenizer.ggml.pre = {rule!r} is not known here; "
+            "name the original model's folder with --tokenizer"
+        )
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _need(metadata, "merges"))]
+    try:
+        model = models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=rule in WHOLE_WORDS_FIRST
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise _broken(error) from None
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = _splitter(split)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _splitter(split: str) -> pre_tokenizers.PreTokenizer:
+    if split == GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split == DIGITS_APART:
+        first: Any = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    first = pre_tokenizers.Split(Regex(split), behavior="isolated")
+    return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], special: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    tokens = _with_marked_spaces(tokens)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    try:
+        model = models.BPE(
+            vocab=vocab,
+            merges=_merges_of_scores(vocab, _need(metadata, "scores"), types),
+            unk_token=special.get("unk_token"),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise _broken(error) from None
+    backend = tokenizers.Tokenizer(model)
+    marks: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
+    steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        marks.insert(0, normalizers.Prepend(SPACE_MARK))
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(marks)
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _with_marked_spaces(tokens: Sequence[str]) -> list[str]:
+    """Some files spell tokens that are runs of spaces with real spaces; texts have marks by the time of the lookup."""
+    return [SPACE_MARK * len(token) if token and not token.strip(" ") else token for token in tokens]
+
+
+def _merges_of_scores(vocab: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """The merges that sentencepiece's rule "the pair whose union scores best merges first" implies, best first.
+
+    Every split of a token into two tokens is a merge. Source: Kudo and Richardson, "SentencePiece" (2018), section 3.
+    """
+    mergeable = (TokenType.NORMAL, TokenType.UNUSED)
+    ranked: list[tuple[float, int, int, int, str, str]] = []
+    for token, token_id in vocab.items():
+        if len(token) < 2 or types[token_id] not in mergeable:
+            continue
+        rank = -scores[token_id]
+        for cut in range(1, len(token)):
+            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            if left is not None and right is not None:
+                ranked.append((rank, token_id, left, right, token[:cut], token[cut:]))
+    ranked.sort()
+    return [merge[4:] for merge in ranked]
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    special: Mapping[str, str],
+    byte_level: bool,
+) -> None:
+    """Control tokens and those with a role are special; user-defined ones are only matched whole.
+
+    In a byte-level vocabulary a control token with a character outside the alphabet cannot be told from text by the
+    model's own tokenizer, so it stays as it is.
+    """
+    alphabet = set(byte_alphabet()) if byte_level else None
+    roles = set(special.values())
+    for token, kind in zip(tokens, types):
+        if token in roles or kind == TokenType.CONTROL:
+            if alphabet is None or alphabet.issuperset(token):
+                backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == TokenType.USER_DEFINED:
+            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+    if not types:
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(roles)])
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    special: dict[str, str] = {}
+    for role, key in ROLE_KEYS.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}")
+        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+            special[role] = tokens[token_id]
+    return special
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    prefix = "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): str(value) for key, value in metadata.items() if key.startswith(prefix)}
+    default = metadata.get("tokenizer.chat_template")
+    return named if default is None else {**named, "default": str(default)}
+
+
+def _need(metadata: Mapping[str, Any], key: str) -> Any:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is None:
+        raise ModelError(f"the GGUF file's tokenizer lacks tokenizer.ggml.{key}; fetch the file again")
+    return value
+
+
+def _broken(error: Exception) -> ModelError:
+    return ModelError(f"the GGUF file's tokenizer does not hold together ({error}); fetch the file again")
