@@ -1,4 +1,4 @@
-"""Megabytes on disk of the base install (no extras), pip itself not counted.
+"""Megabytes on disk of the base install (no extras) with the bytecode that pip writes, pip itself not counted.
 
 usage: python install_size.py [REPOSITORY]     prints one JSON line
 """
@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
 
@@ -20,10 +19,11 @@ def size(folder: Path) -> int:
 def main() -> None:
     repository = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).resolve().parents[1])
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        before = size(Path(folder))
-        subprocess.run([f"{folder}/bin/pip", "install", "-q", "--no-compile", repository], check=True)
-        print(json.dumps({"base_install_mb": round((size(Path(folder)) - before) / 1e6, 1)}))
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, repository]
+        subprocess.run(pip, check=True)
+        compiled = sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*.pyc"))
+        whole = size(Path(folder))
+        print(json.dumps({"base_install_mb": round(whole / 1e6, 1), "of_which_bytecode_mb": round(compiled / 1e6, 1)}))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -25,15 +26,15 @@ def run(script: str, *args: str) -> dict:
 
 def machine() -> dict:
     """What the figures depend on."""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-    flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "")
+    info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in info.items()}
     commit = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
-        "cpu": cpu,
-        "cores": len(__import__("os").sched_getaffinity(0)),
-        "bf16_instructions": any(name in flags for name in ("avx512_bf16", "amx_bf16")),
+        "cpu": facts.get("model name", "?"),
+        "cores": len(os.sched_getaffinity(0)),
+        "bf16_instructions": any(name in facts.get("flags", "") for name in ("avx512_bf16", "amx_bf16")),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
