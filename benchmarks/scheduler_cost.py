@@ -1,0 +1,104 @@
+"""Host cost of one decode step: schedule + update with many running requests and no model.
+
+Prints one JSON line per mode. `planned_ahead`: each step is planned before the result of the one before is known.
+
+usage: python benchmarks/scheduler_cost.py [--running 256] [--steps 300]
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_manager import KvManager
+from pagoda.common.engine.kv_spec import FullCache, KvGroup, KvLayout
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.step import StepPlan, StepResult
+
+BLOCKS, BLOCK_SIZE, PROMPT, MAX_TOKENS, WARM_STEPS = 20_000, 16, 128, 2000, 20
+
+
+def make_scheduler(running: int) -> Scheduler:
+    """A scheduler with `running` requests of random prompts in line."""
+    limits = Limits(
+        max_model_len=4096, max_num_batched_tokens=8192, max_num_seqs=max(running, 8), block_size=BLOCK_SIZE
+    )
+    kv = KvManager(
+        KvLayout((KvGroup(FullCache(3, 64), (0,)),), BLOCK_SIZE),
+        BLOCKS,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_step_tokens=limits.max_num_batched_tokens,
+    )
+    scheduler = Scheduler(limits, kv)
+    draw = random.Random(0)
+    for index in range(running):
+        prompt = [draw.randrange(1000) for _ in range(PROMPT)]
+        scheduler.add(
+            EngineRequest(
+                request_id=str(index),
+                prompt_token_ids=prompt,
+                rules=SamplingRules(),
+                max_tokens=MAX_TOKENS,
+                stop_token_ids=frozenset({2}),
+            )
+        )
+    return scheduler
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    """Token 7 wherever the plan samples."""
+    return StepResult(plan.step, np.where(plan.samples, 7, -1).astype(np.int32))
+
+
+def measure(running: int, steps: int, *, planned_ahead: bool) -> dict[str, float | int | bool]:
+    """Milliseconds per step."""
+    scheduler = make_scheduler(running)
+    flights: list[StepPlan] = []
+    schedule_ms, update_ms = [], []
+    for _ in range(WARM_STEPS + steps):
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        planned = time.perf_counter()
+        assert plan is not None
+        flights.append(plan)
+        schedule_ms.append((planned - begin) * 1e3)
+        if len(flights) <= planned_ahead:
+            continue
+        oldest = flights.pop(0)
+        result = result_of(oldest)
+        begin = time.perf_counter()
+        scheduler.update(oldest, result)
+        update_ms.append((time.perf_counter() - begin) * 1e3)
+    schedule_ms, update_ms = schedule_ms[WARM_STEPS:], update_ms[WARM_STEPS:]
+    schedule, update = statistics.median(schedule_ms), statistics.median(update_ms)
+    return {
+        "running": running,
+        "planned_ahead": planned_ahead,
+        "schedule_ms": round(schedule, 3),
+        "update_ms": round(update, 3),
+        "sum_ms": round(schedule + update, 3),
+        "sum_mean_ms": round(statistics.fmean(schedule_ms) + statistics.fmean(update_ms), 3),
+    }
+
+
+def main() -> None:
+    """Measure both modes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    for planned_ahead in (False, True):
+        json.dump(measure(args.running, args.steps, planned_ahead=planned_ahead), sys.stdout)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The step loop: requests in, outputs out, with the next step planned while one runs on the device.
+
+Knows the order of things and nothing else: the scheduler decides, the backend computes.
+
+    plan 1, start 1, plan 2, start 2 | wait for 1, report 1 | plan 3, start 3 | wait for 2, report 2 | ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from pagoda.common.backend import Backend, PendingResult
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_manager import KvManager
+from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.messages import EngineRequest, EngineStats, StepOutputs
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import ConfigError
+
+
+class EngineCore:
+    """One model's engine over a backend that is loaded and has `num_blocks` KV blocks, the null block included.
+
+    Not thread-safe. When `step` raises what the backend raised, the engine is dead: make a new one.
+    """
+
+    def __init__(self, backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int) -> None:
+        if layout.block_size != limits.block_size:
+            raise ConfigError(
+                "--block-size", f"{limits.block_size} differs from the cache layout's {layout.block_size}"
+            )
+        self.limits = limits
+        self._backend = backend
+        self._kv = KvManager(
+            layout,
+            num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_step_tokens=limits.max_num_batched_tokens,
+            prefix_caching=limits.prefix_caching,
+            prefers_extents=backend.capabilities.prefers_extents,
+        )
+        self._scheduler = Scheduler(limits, self._kv)
+        self._depth = 2 if limits.async_scheduling else 1
+        self._pending: deque[tuple[StepPlan, PendingResult]] = deque()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Put a request in line. Raises RequestError naming the field when it can never run."""
+        self._scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests: their blocks are free at once and no output follows. Unknown ids are skipped."""
+        self._scheduler.abort(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a step is in flight."""
+        return bool(self._pending) or self._scheduler.num_unfinished > 0
+
+    def step(self) -> StepOutputs:
+        """Start what can start, then wait for the oldest step. Without work, returns no outputs."""
+        while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
+            self._pending.append((plan, self._backend.execute(plan)))
+        if not self._pending:
+            return StepOutputs(stats=self.stats)
+        plan, pending = self._pending.popleft()
+        return self._scheduler.update(plan, pending.result())
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot between steps."""
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; running requests keep their blocks. True: this engine can always do it."""
+        self._kv.pool.forget_all()
+        return True
+
+    def check_integrity(self) -> None:
+        """Every block and row is accounted for; walks the whole pool. Raises RuntimeError."""
+        self._scheduler.check_integrity()

@@ -1,0 +1,269 @@
+"""Stand-ins for the parts that need weights or files: a backend with scripted tokens, a byte tokenizer, tiny specs.
+
+FakeBackend is strict. It keeps a simulated KV cache in which each slot holds a digest of the *whole* token history up
+to it, writes through the block tables, and before it samples reads the context back through them. A block that was
+shared wrongly, reused too early or not filled therefore fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.engine.kv_spec import FullCache, KvGroup, KvLayout, StateCache, WindowCache
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms
+
+NextToken = Callable[[list[int]], int]
+"""The history so far (prompt and generated) -> the next token."""
+
+EMPTY_SLOT = -1
+
+
+def counting(history: list[int]) -> int:
+    """The last token plus one, below 1000."""
+    return (history[-1] + 1) % 1000
+
+
+def scrambled(history: list[int]) -> int:
+    """Depends on every token of the history: a wrong one anywhere changes the answer. Below 50."""
+    digest = 17
+    for token in history:
+        digest = (digest * 31 + token) % 1_000_003
+    return digest % 50
+
+
+def full_layout(block_size: int = 4) -> KvLayout:
+    return KvLayout((KvGroup(FullCache(1, 8), (0,)),), block_size)
+
+
+def hybrid_layout(block_size: int = 4, window: int = 6) -> KvLayout:
+    return KvLayout((KvGroup(FullCache(1, 8), (0,)), KvGroup(WindowCache(1, 8, window), (1,))), block_size)
+
+
+def state_layout(block_size: int = 4) -> KvLayout:
+    return KvLayout((KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,))), block_size)
+
+
+def tiny_spec(*, vocab: int = 257, layers: int = 2, window: int | None = None) -> ModelSpec:
+    """A Llama-like spec of a few thousand parameters; with `window`, every second layer slides."""
+    norm = Norm(1e-5)
+
+    def layer(index: int) -> Layer:
+        mixer = Attention(
+            heads=2, kv_heads=1, head_dim=8, scale=8**-0.5, rope=None, window=window if index % 2 else None
+        )
+        return Layer(mixer, Mlp(32, "silu", gated=True), Norms(before_mixer=norm, before_ffn=norm))
+
+    return ModelSpec(
+        vocab=vocab,
+        width=16,
+        layers=tuple(layer(index) for index in range(layers)),
+        final_norm=norm,
+        tied=True,
+        max_positions=256,
+    )
+
+
+@dataclass
+class FakeRow:
+    """What the device knows of a row."""
+
+    history: list[int]
+    num_prompt: int
+    rules: SamplingRules
+    sampled_at: int = -2
+    digests: list[int] = field(default_factory=list)
+
+    def digest(self, position: int) -> int:
+        while len(self.digests) <= position:
+            before = self.digests[-1] if self.digests else 7
+            self.digests.append(hash((before, self.history[len(self.digests)])) & 0x7FFFFFFF)
+        return self.digests[position]
+
+
+@dataclass(frozen=True)
+class FakePending:
+    answer: StepResult
+
+    def result(self) -> StepResult:
+        return self.answer
+
+
+class FakeBackend:
+    """A backend without a model. `next_token` decides every token; `fail_at`: the step whose result raises."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int = 64,
+        next_token: NextToken = counting,
+        prefers_extents: bool = False,
+        fail_at: int | None = None,
+    ) -> None:
+        self.layout = layout
+        self.next_token = next_token
+        self.capabilities = Capabilities("fake", "none", layout.block_size, prefers_extents)
+        self.fail_at = fail_at
+        self.num_blocks = num_blocks
+        self.plans: list[StepPlan] = []
+        self.rows: dict[int, FakeRow] = {}
+        self.closed = False
+        self.init_cache(num_blocks)
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        for _ in weights:
+            pass
+
+    def plan_memory(self) -> MemoryPlan:
+        return MemoryPlan(0, 0, self.num_blocks, self.num_blocks)
+
+    def init_cache(self, num_blocks: int) -> None:
+        """One store for all groups, as on a device: a block that two groups use at once is caught."""
+        self.num_blocks = num_blocks
+        self.slots = np.full((num_blocks, self.layout.block_size), EMPTY_SLOT, np.int64)
+
+    def warmup(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def execute(self, plan: StepPlan) -> FakePending:
+        """Runs at once; steps come in order, so that is what a device does as well."""
+        assert plan.step == len(self.plans), "steps must be numbered in order"
+        self.plans.append(plan)
+        if plan.step == self.fail_at:
+            raise RuntimeError("the device is gone")
+        self._check_shape(plan)
+        for start in plan.starts:
+            self._start(start)
+        for index in range(plan.num_seqs):
+            self._write(plan, index)
+        for index in range(plan.num_seqs):
+            self._read(plan, index)
+        prompt_logprobs = self._prompt_logprobs(plan)
+        tokens = [self._sample(plan, index) if plan.samples[index] else -1 for index in range(plan.num_seqs)]
+        return FakePending(
+            StepResult(plan.step, np.array(tokens, np.int32), self._logprobs(plan, tokens), prompt_logprobs)
+        )
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        counts = np.diff(plan.query_start)
+        assert plan.num_seqs
+        assert (counts > 0).all()
+        assert plan.query_start[-1] == plan.num_tokens
+        assert len(set(plan.rows.tolist())) == plan.num_seqs, "a row appears twice"
+        assert (np.diff((counts > 1).astype(int)) >= 0).all(), "sequences with one token stand first"
+        pages = -(-int((plan.context + counts).max()) // self.layout.block_size)
+        for table in plan.block_tables:
+            assert table.shape == (plan.num_seqs, pages)
+            assert table.dtype == np.int32
+        for array in (plan.rows, plan.query_start, plan.context, plan.token_ids):
+            assert array.dtype == np.int32
+
+    def _start(self, start: RowStart) -> None:
+        assert 0 < start.num_prompt <= len(start.token_ids)
+        self.rows[start.row] = FakeRow(start.token_ids.tolist(), start.num_prompt, start.rules)
+
+    def _write(self, plan: StepPlan, index: int) -> None:
+        row = self.rows[int(plan.rows[index])]
+        first, size = int(plan.context[index]), self.layout.block_size
+        ids = plan.token_ids[plan.query_start[index] : plan.query_start[index + 1]].tolist()
+        for position, token in enumerate(ids, start=first):
+            if token == PREVIOUS:
+                assert row.sampled_at == plan.step - 1, "PREVIOUS names the step before"
+                assert position == len(row.history) - 1
+            else:
+                assert token == row.history[position], f"row {plan.rows[index]}: wrong token at {position}"
+            for group, table in zip(self.layout.groups, plan.block_tables):
+                if isinstance(group.spec, StateCache):
+                    continue
+                block = int(table[index, position // size])
+                assert 0 < block < self.num_blocks, "a token is written into no block"
+                self.slots[block, position % size] = row.digest(position)
+        for group, table in zip(self.layout.groups, plan.block_tables):
+            if isinstance(group.spec, StateCache):
+                self._advance_state(int(table[index, 0]), row, first, first + len(ids))
+                assert not table[index, 1:].any(), "a state is one block"
+
+    def _advance_state(self, block: int, row: FakeRow, first: int, end: int) -> None:
+        assert first == 0 or self.slots[block, 0] == row.digest(first - 1), "the state is not that of the context"
+        self.slots[block, 0] = row.digest(end - 1)
+
+    def _read(self, plan: StepPlan, index: int) -> None:
+        """Every slot that any token of this step sees holds the digest of the true history."""
+        row = self.rows[int(plan.rows[index])]
+        first, size = int(plan.context[index]), self.layout.block_size
+        end = first + int(plan.query_start[index + 1] - plan.query_start[index])
+        for group, table in zip(self.layout.groups, plan.block_tables):
+            if isinstance(group.spec, StateCache):
+                continue
+            oldest = max(0, first - group.spec.window + 1) if isinstance(group.spec, WindowCache) else 0
+            for position in range(oldest, end):
+                block = int(table[index, position // size])
+                assert block != NULL_BLOCK, f"position {position} is visible but has no block"
+                assert self.slots[block, position % size] == row.digest(position), (
+                    f"step {plan.step}, row {plan.rows[index]}: block {block} does not hold position {position}"
+                )
+            used = -(-end // size)
+            assert not table[index, used:].any(), "entries past the end are null"
+
+    def _sample(self, plan: StepPlan, index: int) -> int:
+        row = self.rows[int(plan.rows[index])]
+        end = plan.context[index] + plan.query_start[index + 1] - plan.query_start[index]
+        assert end == len(row.history), "only the newest token is sampled from"
+        token = self.next_token(row.history)
+        row.history.append(token)
+        row.sampled_at = plan.step
+        return token
+
+    def _logprobs(self, plan: StepPlan, tokens: list[int]) -> dict[int, TokenLogprobs]:
+        """Logprob of a token: minus its position."""
+        found = {}
+        for index, token in enumerate(tokens):
+            row = self.rows[int(plan.rows[index])]
+            if token >= 0 and row.rules.logprobs is not None:
+                found[index] = _fake_logprobs([token], [len(row.history) - 1], row.rules.logprobs)
+        return found
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[int, TokenLogprobs]:
+        found = {}
+        for index in range(plan.num_seqs):
+            row = self.rows[int(plan.rows[index])]
+            first = int(plan.context[index])
+            end = first + int(plan.query_start[index + 1] - plan.query_start[index])
+            positions = [p + 1 for p in range(first, end) if p + 1 < row.num_prompt]
+            if row.rules.prompt_logprobs is not None and positions:
+                tokens = [row.history[p] for p in positions]
+                found[index] = _fake_logprobs(tokens, positions, row.rules.prompt_logprobs)
+        return found
+
+
+def _fake_logprobs(tokens: list[int], positions: list[int], best: int) -> TokenLogprobs:
+    columns = 1 + max(best, 0)
+    return TokenLogprobs(
+        np.array([[token + column for column in range(columns)] for token in tokens], np.int32),
+        np.array([[-float(p)] * columns for p in positions], np.float32),
+        np.ones(len(tokens), np.int32),
+    )
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte; 256 ends a text."""
+
+    vocab_size = 257
+    eos_token_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        kept = bytes(token for token in token_ids if token < 256)
+        end = "" if skip_special_tokens or 256 not in token_ids else "<eos>"
+        return kept.decode(errors="replace") + end
