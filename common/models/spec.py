@@ -71,7 +71,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): one factor per frequency, a short and a long list, `attention_factor` on cos and sin.
+    """LongRoPE (arXiv 2402.13753): one factor per frequency, from a short or a long list.
+
+    `attention_factor` multiplies cos and sin.
 
     The long list applies when the served context exceeds `original` tokens.
     """
@@ -161,7 +163,10 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x))). `post_add` norms follow the add."""
+    """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x))).
+
+    `norm_after_add`: the after-norms apply to the sum instead of to the update.
+    """
 
     mixer: Mixer
     ffn: Ffn
@@ -171,7 +176,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Token embedding. `scale` multiplies it (rounded to the weights' dtype when `scale_in_weight_dtype`).
+    """Token embedding. `scale`, rounded to the weights' dtype, multiplies it.
 
     `positions`: learned table of that many rows, indexed by position + `position_offset`.
     `width`: of the table when it differs from the model's width, with projections in and out; None: the same.
