@@ -153,7 +153,7 @@ Ffn = Mlp | Moe
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Where a layer normalises: before and after its mixer, before and after its ffn (after: before the residual add)."""
+    """Where a layer normalises: before and after its mixer and its ffn (after: before the residual add)."""
 
     before_mixer: Norm | None = None
     after_mixer: Norm | None = None
