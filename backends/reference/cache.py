@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,9 +35,15 @@ def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int,
         for index, layer in enumerate(group.layers):
             key = (index, heads, dim)
             if key not in arrays:
-                arrays[key] = (torch.zeros(heads, slots, dim, dtype=dtype), torch.zeros(heads, slots, dim, dtype=dtype))
+                arrays[key] = _zeros((heads, slots, dim), dtype), _zeros((heads, slots, dim), dtype)
             caches[layer] = LayerCache(*arrays[key], number)
     return caches
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system maps when they are first written; torch's own would touch gigabytes at start-up."""
+    lazy = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+    return torch.from_numpy(lazy).view(dtype)
 
 
 def head_shape(spec: CacheSpec) -> tuple[int, int]:
