@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -25,12 +26,12 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse does it, after writing underscores in flag names as dashes."""
-        import sys
-
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args([_dashed(word) for word in words], namespace)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """All arguments, or exit 2 with one line that names the unknown one and its nearest match."""
         known, rest = self.parse_known_args(args, namespace)
         if rest:

@@ -9,8 +9,6 @@ from typing import Literal
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
-LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
-
 
 def json_list(text: str) -> tuple[str, ...]:
     """A JSON array of strings, or one plain string. Raises ValueError on anything else."""
@@ -33,7 +31,9 @@ class ServerConfig:
     chat_template: str | None = option(None, "File of a chat template, or the template itself; default: the model's.")
     trust_request_chat_template: bool = option(False, "Let a request bring its own chat template.")
     response_role: str = option("assistant", "Role of the answers in a chat.")
-    uvicorn_log_level: LogLevel = option("info", "How much the HTTP server logs.")
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "info", "How much the HTTP server logs."
+    )
     disable_uvicorn_access_log: bool = option(False, "Do not log each HTTP request.")
     allow_credentials: bool = option(False, "CORS: allow credentials.")
     allowed_origins: tuple[str, ...] = option(("*",), "CORS: allowed origins, as a JSON list.", parse=json_list)

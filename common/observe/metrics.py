@@ -1,0 +1,200 @@
+"""What the server counts and times, under vLLM's metric names, in a registry of its own.
+
+Knows engine steps and finished requests. Does not know HTTP. Labels come from a closed set: the served model's name,
+the engine's number, a finish reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from pagoda.common.engine.messages import EngineStats, StepOutputs
+from pagoda.common.observe.logs import Totals
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+
+_LABELS: Final = ("model_name", "engine")
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_FIRST_TOKEN_SECONDS: Final = (*_FIRST_TOKEN, 80.0, 160.0, 640.0, 2560.0)
+_TOKEN_SECONDS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_SECONDS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LENGTHS: Final = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000),
+)
+_CHOICES: Final = (1, 2, 5, 10, 20)
+
+_SPARE_TIMES: Final = 64
+"""Sequences that may be timed beyond the running ones before the table of last tokens is cleaned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """One prompt whose answers have all ended. Seconds are monotonic; `first_token` is 0 when none came."""
+
+    finish_reason: str
+    arrival: float
+    first_token: float
+    last_token: float
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    n: int
+    max_tokens: int | None
+
+
+class Metrics:
+    """All collectors of one server."""
+
+    def __init__(self, model_name: str, engine: str = "0") -> None:
+        self.registry = CollectorRegistry()
+        self.stats = EngineStats()
+        self._model_name, self._engine = model_name, engine
+        self._last_tokens: dict[str, float] = {}
+        self._generated = self._prompted = 0
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_StatsCollector(self, model_name, engine))
+
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        success = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._success = {reason: success.labels(model_name, engine, reason) for reason in FINISH_REASONS}
+
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens per engine step.", _STEP_TOKENS)
+        self._first_token = self._seconds(
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS
+        )
+        self._inter_token = self._seconds(
+            "inter_token_latency_seconds", "Between tokens of a sequence.", _TOKEN_SECONDS
+        )
+        self._per_token = self._seconds(
+            "request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_SECONDS
+        )
+        self._end_to_end = self._seconds("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
+        self._decode = self._seconds("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTHS)
+        self._request_generated = self._histogram("request_generation_tokens", "Tokens per answered request.", _LENGTHS)
+        self._params_n = self._histogram("request_params_n", "n of requests.", _CHOICES)
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests.", _LENGTHS)
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Take in one engine step, at the moment it is heard of."""
+        self.stats = stats = step.stats
+        if not step.outputs:
+            return
+        now = time.monotonic()
+        if stats.last_step_tokens:
+            self._step_tokens.observe(stats.last_step_tokens)
+        generated = 0
+        last = self._last_tokens
+        for output in step.outputs:
+            count = len(output.new_token_ids)
+            generated += count
+            before = last.pop(output.request_id, None)
+            if before is not None and count:
+                self._inter_token.observe((now - before) / count)
+            if output.finish_reason is None:
+                last[output.request_id] = now
+        self._generation_tokens.inc(generated)
+        self._generated += generated
+        if len(last) > 2 * stats.running + _SPARE_TIMES:  # sequences that were aborted say no goodbye
+            current = {output.request_id for output in step.outputs}
+            self._last_tokens = {request_id: at for request_id, at in last.items() if request_id in current}
+
+    def on_first_token(self, *, arrival: float, first_token: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt is computed and its first token is there. Monotonic seconds."""
+        self._first_token.observe(max(0.0, first_token - arrival))
+        self._prompt_tokens.inc(prompt_tokens)
+        self._cached_tokens.inc(cached_tokens)
+        self._prompted += prompt_tokens
+
+    def on_finish(self, request: FinishedRequest) -> None:
+        """A prompt's answers have all ended."""
+        self._success[request.finish_reason].inc()
+        self._params_n.observe(request.n)
+        if request.max_tokens is not None:
+            self._params_max_tokens.observe(request.max_tokens)
+        if not request.first_token:
+            return
+        decode = max(0.0, request.last_token - request.first_token)
+        self._request_prompt.observe(request.prompt_tokens)
+        self._request_generated.observe(request.generation_tokens)
+        self._end_to_end.observe(max(0.0, request.last_token - request.arrival))
+        self._decode.observe(decode)
+        per_sequence = request.generation_tokens / request.n
+        if per_sequence > 1:
+            self._per_token.observe(decode / (per_sequence - 1))
+
+    def set_cache_info(self, info: Mapping[str, object]) -> None:
+        """Publish facts about the KV cache, once they are known."""
+        labels = {key: str(value) for key, value in info.items()}
+        gauge = Gauge("vllm:cache_config_info", "The KV cache.", ("engine", *labels), registry=self.registry)
+        gauge.labels(self._engine, *labels.values()).set(1)
+
+    def totals(self) -> Totals:
+        """Token counters now, for the periodic log line."""
+        return Totals(time.monotonic(), self._prompted, self._generated)
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(f"vllm:{name}", help, _LABELS, registry=self.registry)
+        return counter.labels(self._model_name, self._engine)
+
+    def _seconds(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._histogram(name, f"{help} Seconds.", buckets)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"vllm:{name}", help, _LABELS, registry=self.registry, buckets=buckets)
+        return histogram.labels(self._model_name, self._engine)
+
+
+class _StatsCollector(Collector):
+    """Gauges and totals that the engine reports with every step, read when somebody asks."""
+
+    def __init__(self, metrics: Metrics, model_name: str, engine: str) -> None:
+        self._metrics = metrics
+        self._labels = (model_name, engine)
+
+    def collect(self) -> Iterator[Metric]:
+        """The families."""
+        stats = self._metrics.stats
+        for name, help, value in (
+            ("num_requests_running", "Sequences that run.", float(stats.running)),
+            ("num_requests_waiting", "Sequences that wait.", float(stats.waiting)),
+            ("kv_cache_usage_perc", "Share of KV blocks held by requests; 1 is all.", stats.kv_usage),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=_LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, help, total in (
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("num_preemptions", "Sequences that lost their KV blocks to others.", stats.preemptions),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", help, labels=_LABELS)
+            counter.add_metric(self._labels, total)
+            yield counter

@@ -1,0 +1,89 @@
+"""Answers, streamed and whole, from one source: each output becomes pieces, which are sent or joined.
+
+Knows that an answer is made of pieces. Does not know their shape: ChatAnswer and CompletionAnswer do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.common.errors import PagodaError
+from pagoda.server.generation import Generation
+from pagoda.server.outputs import RequestOutput
+from pagoda.server.state import ServerState
+from pagoda.server.stream import DONE, EventStream, encode_json, error_event, event, until_left
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(Protocol):
+    """One HTTP answer under construction."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """What an output adds, as the chunks of a stream; they are remembered for `whole` where that is wanted."""
+        ...
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """The last chunk of a stream that reports its usage."""
+        ...
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take an output in, for `whole`."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+
+async def respond(
+    request: Request, state: ServerState, generation: Generation, answer: Answer, *, stream: bool
+) -> Response:
+    """Run a generation and answer with it. Raises what keeps it from giving its first output."""
+    headers = {"x-request-id": generation.request_id} if state.config.enable_request_id_headers else {}
+    if not stream:
+        whole = await until_left(request.receive, state.stopping, _whole(generation, answer))
+        return Response(encode_json(whole), media_type="application/json", headers=headers)
+    events = _events(generation, answer)
+    first = await until_left(request.receive, state.stopping, anext(events))
+    return EventStream(_after(first, events), state.stopping, headers)
+
+
+async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
+    async with aclosing(generation.outputs()) as outputs:
+        async for index, output in outputs:
+            answer.add(index, output)
+    return answer.whole()
+
+
+async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. An error before the first event is raised; a later one becomes an event."""
+    begun = False
+    try:
+        async with aclosing(generation.outputs()) as outputs:
+            async for index, output in outputs:
+                data = b"".join(event(chunk) for chunk in answer.chunks(index, output))
+                if data:
+                    begun = True
+                    yield data
+        last = answer.usage_chunk()
+        yield DONE if last is None else event(last) + DONE
+    except Exception as error:
+        if not begun:
+            raise
+        if not isinstance(error, PagodaError):
+            logger.exception("request %s failed", generation.request_id)
+        yield error_event(error)
+
+
+async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(events):
+        yield first
+        async for data in events:
+            yield data

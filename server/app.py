@@ -1,0 +1,81 @@
+"""The HTTP application: routes, keys, cross-origin rules, and errors in one shape.
+
+Knows FastAPI. Does not know how the engine was started or where the server listens.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+import pagoda
+from pagoda.common.errors import PagodaError
+from pagoda.server.auth import ApiKeyMiddleware
+from pagoda.server.protocol.errors import HttpError, http_error
+from pagoda.server.routes import chat, completion, health, metrics, models
+from pagoda.server.state import ServerState
+from pagoda.server.stream import ClientLeftError, encode_json
+
+CLIENT_LEFT = 499
+"""Status of an answer that nobody is there to read."""
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application around `state`. The engine may still be loading: requests are answered 503 until it is warm."""
+    config = state.config
+    docs = not config.disable_fastapi_docs
+    app = FastAPI(
+        title="pagoda",
+        version=pagoda.__version__,
+        root_path=config.root_path,
+        docs_url="/docs" if docs else None,
+        redoc_url="/redoc" if docs else None,
+        openapi_url="/openapi.json" if docs else None,
+        redirect_slashes=False,
+    )
+    app.state.server = state
+    for module in (chat, completion, models, health, metrics):
+        app.include_router(module.router)
+    for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    if config.api_key:
+        app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
+    app.add_middleware(  # added last, so that it is outermost: preflights carry no key, and refusals can be read
+        CORSMiddleware,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+    )
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """The client's view of an exception; ours alone keep their text."""
+    if isinstance(error, ClientLeftError):
+        return Response(status_code=CLIENT_LEFT)
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+        error = HttpError(error.status_code, _routing_message(request, error))
+    told = http_error(error)
+    if told.status == 503:
+        headers["retry-after"] = "1"
+    return Response(encode_json(told.as_dict()), told.status, headers, media_type="application/json")
+
+
+def _routing_message(request: Request, error: HTTPException) -> str:
+    path = request.url.path[:200]
+    match error.status_code:
+        case 404:
+            return f"there is nothing at {path}"
+        case 405:
+            return f"{path} does not take {request.method}"
+        case _:
+            return str(error.detail)

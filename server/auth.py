@@ -1,0 +1,51 @@
+"""API keys: every path is closed but a short list, compared with the path that is routed.
+
+An ASGI middleware. Knows keys and paths, not what the routes do.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Final
+
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pagoda.server.protocol.errors import HttpError
+from pagoda.server.stream import encode_json
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+"""What probes and scrapers need; it shows no prompt and starts no work."""
+
+
+class ApiKeyMiddleware:
+    """Lets a request through when its path is open or it presents one of the keys as `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] == "lifespan" or self._is_open(scope) or self._has_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = HttpError(401, "missing or wrong API key; send the header Authorization: Bearer KEY")
+            headers = {"www-authenticate": "Bearer"}
+            answer = Response(encode_json(error.as_dict()), 401, headers, media_type="application/json")
+            await answer(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["type"] == "http" and get_route_path(scope) in OPEN_PATHS
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]
+        return scheme.lower() == "bearer" and any(matches)

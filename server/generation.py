@@ -1,0 +1,180 @@
+"""One HTTP request's work: its prompts in the engine, their outputs merged, counted and timed; ended when left.
+
+Knows the engine's face. Does not know the shape of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+
+from pagoda.common.errors import EngineDeadError, RequestError
+from pagoda.common.observe.logs import shortened
+from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.async_llm import RequestStream
+from pagoda.server.inputs import PromptType
+from pagoda.server.outputs import RequestOutput
+from pagoda.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        prompts: Sequence[PromptType],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> None:
+        self._state = state
+        self._llm = state.llm()
+        self._prompts = prompts
+        self._params = params
+        self._priority = priority
+        self._user = user
+        self.request_id = request_id
+        stem = f"{request_id}-{secrets.token_hex(4)}"
+        self._meters = [_Meter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, what is new about it), until all prompts are finished. Leaving ends them all.
+
+        Raises RequestError before the first output, EngineDeadError with the cause when the engine dies.
+        """
+        self._state.running += 1
+        ending: str | None = "error"
+        try:
+            streams = await self._start()
+            async with aclosing(_merged(streams)) as merged:
+                async for index, output in merged:
+                    self._meters[index].take(output)
+                    yield index, output
+        except (asyncio.CancelledError, GeneratorExit):
+            ending = "abort"
+            raise
+        except RequestError:
+            ending = None  # refused, so it never ran
+            raise
+        finally:
+            self._state.running -= 1
+            await self._end(ending)
+
+    async def _start(self) -> list[RequestStream]:
+        if self._state.config.enable_log_requests:
+            self._log()
+        return [
+            await self._llm.add_request(meter.request_id, prompt, self._params, self._priority)
+            for meter, prompt in zip(self._meters, self._prompts)
+        ]
+
+    async def _end(self, reason: str | None) -> None:
+        unfinished = [meter for meter in self._meters if not meter.finished]
+        with suppress(EngineDeadError):
+            await self._llm.abort([meter.request_id for meter in unfinished])
+        if reason is not None:
+            for meter in unfinished:
+                meter.finish(reason)
+
+    def _log(self) -> None:
+        limit = self._state.config.max_log_len
+        for meter, prompt in zip(self._meters, self._prompts):
+            logger.info(
+                "request %s: prompt %s, params %s, user %r",
+                meter.request_id,
+                shortened(repr(prompt), limit),
+                shortened(repr(self._params), 1000),
+                self._user,
+            )
+
+
+class _Meter:
+    """What the metrics learn from one prompt's outputs."""
+
+    def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
+        self.request_id = request_id
+        self.finished = False
+        self._metrics = state.metrics
+        self._params = params
+        self._arrival = time.monotonic()
+        self._latest: RequestOutput | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        """Note an output."""
+        if self._latest is None and output.metrics is not None and output.metrics.first_token_ts:
+            self._metrics.on_first_token(
+                arrival=self._arrival,
+                first_token=output.metrics.first_token_ts,
+                prompt_tokens=len(output.prompt_token_ids or ()),
+                cached_tokens=output.num_cached_tokens or 0,
+            )
+        self._latest = output
+        if output.finished:
+            self.finish(next((each.finish_reason for each in output.outputs if each.finish_reason), "abort"))
+
+    def finish(self, reason: str) -> None:
+        """Note the end, once."""
+        if self.finished:
+            return
+        self.finished = True
+        latest = self._latest
+        times = latest.metrics if latest is not None else None
+        self._metrics.on_finish(
+            FinishedRequest(
+                finish_reason=reason if reason in FINISH_REASONS else "error",
+                arrival=self._arrival,
+                first_token=times.first_token_ts if times is not None else 0.0,
+                last_token=times.last_token_ts if times is not None else 0.0,
+                prompt_tokens=len(latest.prompt_token_ids or ()) if latest is not None else 0,
+                cached_tokens=(latest.num_cached_tokens or 0) if latest is not None else 0,
+                generation_tokens=times.num_generation_tokens if times is not None else 0,
+                n=self._params.n,
+                max_tokens=self._params.max_tokens,
+            )
+        )
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all streams as they come, until every stream has finished."""
+    if len(streams) == 1:
+        finished = False
+        while not finished:
+            output = await streams[0].get()
+            finished = output.finished
+            yield 0, output
+        return
+    news: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.ensure_future(_pump(index, stream, news)) for index, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            index, item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finished
+            yield index, item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(index: int, stream: RequestStream, news: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
+    try:
+        finished = False
+        while not finished:
+            output = await stream.get()
+            finished = output.finished
+            await news.put((index, output))
+    except Exception as error:
+        await news.put((index, error))

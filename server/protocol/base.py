@@ -1,0 +1,102 @@
+"""What all request bodies have in common: strict fields, unsupported ones refused by name, errors that name the field.
+
+Knows pydantic. Does not know HTTP, nor what a field does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
+
+from pagoda.common.errors import RequestError
+
+INT64_MIN: Final = -(2**63)
+INT64_MAX: Final = 2**63 - 1
+
+Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+_UNSUPPORTED: Final = "unsupported"
+_WITHOUT_EFFECT: Final[tuple[Any, ...]] = (None, False, [], {})
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are all known: no conversions, no NaN, nothing extra."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def unsupported(default: Any = None, *, harmless: Sequence[Any] = ()) -> Any:
+    """A field that exists elsewhere and not here: its default, null and `harmless` pass, any other value is refused."""
+    return Field(default, json_schema_extra={_UNSUPPORTED: True}, examples=list(harmless) or None)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StringOrList = Annotated[
+    list[str],
+    BeforeValidator(_as_list),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+"""One string or several; always a list once parsed."""
+
+
+def parse(body_type: type[BodyT], raw: bytes) -> BodyT:
+    """The request in a JSON body. Raises RequestError naming the first field that is wrong, unknown or unsupported."""
+    try:
+        body = body_type.model_validate_json(raw)
+    except ValidationError as error:
+        raise _request_error(body_type, error) from None
+    for name in body.model_fields_set:
+        _refuse_unsupported(body, name)
+    return body
+
+
+def _refuse_unsupported(body: Body, name: str) -> None:
+    field = type(body).model_fields[name]
+    extra = field.json_schema_extra
+    if not (isinstance(extra, dict) and extra.get(_UNSUPPORTED)):
+        return
+    value = getattr(body, name)
+    harmless = (*_WITHOUT_EFFECT, field.default, *(field.examples or ()))
+    if not any(type(value) is type(each) and value == each for each in harmless):
+        raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it out")
+
+
+def _request_error(body_type: type[Body], error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return RequestError("", f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    field = _path(first)
+    if first["type"] == "extra_forbidden":
+        return RequestError(field, f"there is no field {field!r}" + _nearest(field, list(body_type.model_fields)))
+    if not field:
+        return RequestError("", "the body must be a JSON object")
+    return RequestError(field, f"{field}: {_lowered(first['msg'])}")
+
+
+def _path(error: ErrorDetails) -> str:
+    """`messages[0].role`; parts that pydantic adds for unions are left out."""
+    path = ""
+    for part in error["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() or not path:
+            path += f".{part}" if path else part
+    return path[:200]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _lowered(text: str) -> str:
+    return text[:1].lower() + text[1:]

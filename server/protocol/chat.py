@@ -1,0 +1,121 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import Field
+
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.protocol.base import Int64, unsupported
+from pagoda.server.protocol.sampling import SamplingFields
+from pagoda.server.protocol.usage import check_stream_options
+
+_OWN_KEYWORDS: Final = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "return_dict",
+        "return_tensors",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+"""Names that chat_template_kwargs may not set: they are fields of the request, or the template's own surroundings."""
+
+MAX_TEMPLATE_KEYWORDS: Final = 64
+
+
+class ChatCompletionRequest(SamplingFields):
+    """A conversation to continue."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    logprobs: bool | None = False
+    top_logprobs: Int64 | None = 0
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = None
+    echo: bool | None = False
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = Field(True, description="Reasoning is part of the text; false is refused.")
+    parallel_tool_calls: bool | None = Field(True, description="Without tools there are no calls, parallel or not.")
+
+    tools: Any = unsupported()
+    tool_choice: Any = unsupported("none")
+    reasoning_effort: Any = unsupported()
+    media_io_kwargs: Any = unsupported()
+    mm_processor_kwargs: Any = unsupported()
+    return_prompt_text: Any = unsupported()
+
+    def check(self) -> None:
+        """What no single field shows. Raises RequestError."""
+        check_stream_options(self.stream, self.stream_options)
+        if self.include_reasoning is False:
+            raise RequestError(
+                "include_reasoning", "include_reasoning false is not supported by this version of pagoda"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs", "top_logprobs needs logprobs true")
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise RequestError("continue_final_message", "it excludes add_generation_prompt; set only one of them")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
+        for index, message in enumerate(self.messages):
+            _check_message(f"messages[{index}]", message)
+        for name in self.chat_template_kwargs or ():
+            if name in _OWN_KEYWORDS:
+                raise RequestError("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
+        if len(self.chat_template_kwargs or ()) > MAX_TEMPLATE_KEYWORDS:
+            raise RequestError("chat_template_kwargs", f"at most {MAX_TEMPLATE_KEYWORDS} entries are allowed")
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the template ends with the beginning of an answer."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """SamplingParams. `defaults`: the model's own. Raises RequestError."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        try:
+            return self.sampling_params(defaults, logprobs=logprobs, max_tokens=most)
+        except RequestError as error:
+            raise self.in_own_names(error) from None
+
+    def in_own_names(self, error: RequestError) -> RequestError:
+        """An error of SamplingParams under the name that the field has in this request."""
+        field = {"logprobs": "top_logprobs"}.get(error.field, error.field)
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            field = "max_completion_tokens"
+        return RequestError(field, str(error).replace(error.field, field) if field != error.field else str(error))
+
+
+def _check_message(where: str, message: dict[str, Any]) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role", f"{where}.role must be a string such as 'user'")
+    if content is None:
+        if not message.get("tool_calls"):
+            raise RequestError(f"{where}.content", f"{where}.content is missing")
+    elif not isinstance(content, str | list):
+        raise RequestError(f"{where}.content", f"{where}.content must be a string or a list of parts")

@@ -1,0 +1,75 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import WithJsonSchema
+
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.protocol.base import Int64, unsupported
+from pagoda.server.protocol.sampling import SamplingFields
+from pagoda.server.protocol.usage import check_stream_options
+
+MAX_PROMPTS: Final = 4096
+
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}
+
+
+class CompletionRequest(SamplingFields):
+    """A text completion: one prompt or many, as text or token ids."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    echo: bool | None = False
+    logprobs: Int64 | None = None
+    max_tokens: Int64 | None = 16
+    add_special_tokens: bool | None = True
+    suffix: Any = unsupported(harmless=("",))
+    prompt_embeds: Any = unsupported()
+
+    def check(self) -> None:
+        """What no single field shows. Raises RequestError."""
+        check_stream_options(self.stream, self.stream_options)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one entry each. Raises RequestError."""
+        prompt = self.prompt
+        if prompt is None:
+            raise RequestError("prompt", "prompt is missing")
+        if isinstance(prompt, str):
+            return [prompt]
+        if not isinstance(prompt, list):
+            raise RequestError("prompt", "prompt must be a string, a list of strings, or token ids")
+        if not prompt:
+            raise RequestError("prompt", "prompt is empty")
+        if _is_ids(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise RequestError("prompt", f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed")
+        if all(isinstance(each, str) for each in prompt) or all(_is_ids(each) for each in prompt):
+            return prompt
+        raise RequestError("prompt", "prompt must be a string, a list of strings, token ids, or lists of token ids")
+
+    @property
+    def shows_prompt_only(self) -> bool:
+        """echo with max_tokens 0: nothing generated is shown."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """SamplingParams. `defaults`: the model's own. Raises RequestError."""
+        own: dict[str, Any] = {
+            "logprobs": self.logprobs,
+            "max_tokens": 1 if self.shows_prompt_only else self.max_tokens,
+        }
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            own["prompt_logprobs"] = self.logprobs
+        return self.sampling_params(defaults, **own)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)

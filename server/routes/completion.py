@@ -1,0 +1,61 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pagoda.common.errors import RequestError
+from pagoda.server.answer import respond
+from pagoda.server.body import read_body
+from pagoda.server.generation import Generation
+from pagoda.server.outputs import RequestOutput
+from pagoda.server.protocol.completion import CompletionRequest
+from pagoda.server.protocol.completion_answer import CompletionAnswer
+from pagoda.server.routes.shared import answer_head, answer_id, server_of
+from pagoda.server.state import ServerState
+
+router = APIRouter(tags=["completions"])
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(request: Request) -> Response:
+    """Continue prompts, streamed or whole."""
+    state = server_of(request)
+    body = await read_body(request, CompletionRequest, state.config.max_body_bytes)
+    model = state.model_name(body.model)
+    llm = state.llm()
+    body.check()
+    params = body.params(llm.info.sampling_defaults)
+    prompts = [await _prompt(state, body, prompt) for prompt in body.prompts]
+    request_id = answer_id(request, body, "cmpl")
+    generation = Generation(state, request_id, prompts, params, priority=body.priority or 0, user=body.user)
+    answer = CompletionAnswer(answer_head(state, body, request_id, model), body, _prompt_text(state, body))
+    return await respond(request, state, generation, answer, stream=bool(body.stream))
+
+
+async def _prompt(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> dict[str, Any]:
+    salted = {"cache_salt": body.cache_salt}
+    if not isinstance(prompt, str):
+        return {"prompt_token_ids": prompt} | salted
+    if body.add_special_tokens is not False:
+        return {"prompt": prompt} | salted
+    tokenizer = state.tokenizer()
+    if tokenizer is None:
+        raise RequestError("prompt", "the tokenizer is switched off; give token ids")
+    ids = await asyncio.to_thread(tokenizer.encode, prompt, False)
+    return {"prompt": prompt, "prompt_token_ids": ids} | salted
+
+
+def _prompt_text(state: ServerState, body: CompletionRequest) -> Any:
+    tokenizer = state.tokenizer()
+
+    def text(output: RequestOutput) -> str:
+        if output.prompt is not None and body.truncate_prompt_tokens is None:
+            return output.prompt
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids or [])
+
+    return text

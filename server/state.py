@@ -1,0 +1,134 @@
+"""What the routes of one server share: the engine, the configuration, the metrics, and whether work is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+from pagoda.common.config.server import ServerConfig
+from pagoda.common.errors import ConfigError, EngineDeadError
+from pagoda.common.observe.logs import stats_line
+from pagoda.common.observe.metrics import Metrics
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.protocol.errors import ModelNotFoundError, UnavailableError
+
+STATS_SECONDS: Final = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class ServerState:
+    """One server. `llm` may still be loading; `stopping` ends all running requests when set."""
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, metrics: Metrics) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.created = int(time.time())
+        self.chat_template = read_chat_template(config.chat_template)
+        self.draining = False
+        self.stopping = asyncio.Event()
+        self.running = 0
+        self._llm = llm
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names the model is served under; the first is the default."""
+        return self._llm.names
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine, dead or alive, for those who only look."""
+        return self._llm
+
+    def llm(self) -> AsyncLLM:
+        """The engine, ready for a request. Raises UnavailableError, or EngineDeadError with the cause."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        if self._llm.errored:
+            raise self._llm.dead_error
+        if not self._llm.is_running:
+            raise UnavailableError("the model is still loading")
+        return self._llm
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, None when it is switched off."""
+        return None if self._llm.config.model.skip_tokenizer_init else self._llm.get_tokenizer()
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer under. Raises ModelNotFoundError for a name that is not served."""
+        if not asked:
+            return self.names[0]
+        if asked not in self.names:
+            raise ModelNotFoundError(f"the model {asked[:200]!r} does not exist; served here: {', '.join(self.names)}")
+        return asked
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError or UnavailableError unless the engine is loaded and makes progress."""
+        if self._llm.errored:
+            raise self._llm.dead_error
+        if not self._llm.is_running:
+            raise UnavailableError("the model is still loading")
+        await self._llm.check_health()
+
+    async def check_ready(self) -> None:
+        """As check_health, and new requests are welcome."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        await self.check_health()
+
+    async def wait_until_ready(self) -> None:
+        """Wait for the engine, then publish what is known about it. Raises what kept it from starting."""
+        info = await self._llm.wait_until_ready()
+        self.metrics.set_cache_info(
+            {
+                "block_size": info.limits.block_size,
+                "cache_dtype": info.dtype,
+                "enable_prefix_caching": info.limits.prefix_caching,
+                "gpu_memory_utilization": self._llm.config.cache.gpu_memory_utilization,
+                "num_gpu_blocks": info.num_blocks,
+            }
+        )
+
+    async def log_stats(self) -> None:
+        """Log a line about the engine every ten seconds, for ever."""
+        before = self.metrics.totals()
+        while True:
+            await asyncio.sleep(STATS_SECONDS)
+            now = self.metrics.totals()
+            line = stats_line(before, now, self._llm.stats)
+            if line is not None:
+                logger.info("%s", line)
+            before = now
+
+    async def drain(self) -> None:
+        """Take no more requests, wait for the running ones as long as configured, then end the rest."""
+        self.draining = True
+        deadline = time.monotonic() + self.config.shutdown_timeout
+        while self.running and time.monotonic() < deadline and not self._llm.errored:
+            await asyncio.sleep(0.02)
+        self.stopping.set()
+
+    async def until_dead(self) -> EngineDeadError:
+        """Wait for the engine's death; its cause."""
+        while not self._llm.errored:
+            await asyncio.sleep(0.1)
+        return self._llm.dead_error
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """The template in a file, or the text itself when it holds jinja. Raises ConfigError."""
+    if value is None:
+        return None
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if any(mark in value for mark in ("{{", "{%", "{#")):
+            return value
+        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise ConfigError(
+            "--chat-template", f"{value[:200]}: {reason}; give a file, or a template with jinja marks"
+        ) from None

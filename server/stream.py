@@ -1,0 +1,90 @@
+"""Answers that end when their client leaves or the server stops: one wait for whole answers and for event streams.
+
+Knows ASGI messages. Does not know what an answer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagoda.server.protocol.errors import UnavailableError, http_error
+
+T = TypeVar("T")
+
+encode_json: Final = msgspec.json.Encoder().encode
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+def event(payload: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode_json(payload) + b"\n\n"
+
+
+def error_event(error: BaseException) -> bytes:
+    """An error inside a stream, followed by the stream's end."""
+    return event(http_error(error).as_dict()) + DONE
+
+
+async def until_left(receive: Receive, stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled at once when the client leaves or `stopping` is set.
+
+    The request body must have been read. Raises ClientLeftError or UnavailableError, or what `work` raises.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_disconnected(receive))
+    stopped = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait({task, left, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if left.done():
+            raise ClientLeftError
+        raise UnavailableError("the server is shutting down")
+    finally:
+        for future in (task, left, stopped):
+            future.cancel()
+        await asyncio.gather(task, left, stopped, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends an iterator of server-sent events; the iterator is closed when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], stopping: asyncio.Event, headers: dict[str, str]) -> None:
+        self._events = events
+        self._stopping = stopping
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await until_left(receive, self._stopping, self._send_all(send))
+        except ClientLeftError:
+            return
+        except UnavailableError as error:
+            await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(self, send: Send) -> None:
+        async for chunk in self._events:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
