@@ -20,11 +20,19 @@ Config = dict[str, Any]
 T = TypeVar("T", int, float, str, bool)
 
 # Nothing of these changes what the model computes: they repeat a tensor's shape, or describe the file.
-_HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal"})
+_HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 # Off switches: zero or false means that the mechanism is absent.
 _ABSENT_WHEN_ZERO = frozenset(
-    {"expert_count", "expert_used_count", "attention.max_alibi_bias", "use_parallel_residual"}
+    {
+        "expert_count",
+        "expert_used_count",
+        "expert_shared_count",
+        "expert_shared_feed_forward_length",
+        "attention.max_alibi_bias",
+        "use_parallel_residual",
+    }
 )
+_SOFTMAX = 1  # of expert_gating_func
 
 
 class _Metadata:
@@ -142,6 +150,8 @@ def _decoder(metadata: _Metadata, architecture: str, model_type: str) -> Config:
     head_dim = metadata.opt("attention.key_length", int, width // heads)
     if metadata.opt("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{metadata.file.path}: heads whose keys and values differ in length are not supported")
+    if not metadata.opt("attention.causal", bool, True):
+        raise ModelError(f"{metadata.file.path}: attention that looks ahead is not supported")
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -163,7 +173,10 @@ def _rope(metadata: _Metadata, head_dim: int, default_theta: float = 10000.0) ->
     """Base and scaling of a rotary embedding over whole heads."""
     if metadata.opt("rope.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"{metadata.file.path}: rotary positions on a part of each head are not supported here")
-    scaling = _frequency_factors(metadata) or _scaling(metadata)
+    scaling, factors = _scaling(metadata), _frequency_factors(metadata)
+    if scaling and factors:
+        raise ModelError(f"{metadata.file.path}: both rope.scaling and rope_freqs.weight scale the rotary positions")
+    scaling = scaling or factors
     theta = {"rope_theta": metadata.opt("rope.freq_base", float, default_theta)}
     return {**theta, "rope_scaling": scaling} if scaling else theta
 
@@ -173,6 +186,8 @@ def _scaling(metadata: _Metadata) -> Config | None:
     kind = metadata.opt("rope.scaling.type", str, "none" if linear == 1.0 else "linear")
     factor = metadata.opt("rope.scaling.factor", float, linear)
     attention = metadata.opt("rope.scaling.attn_factor", float, 1.0)
+    if kind != "yarn" and attention != 1.0:
+        raise ModelError(f"{metadata.file.path}: metadata rope.scaling.attn_factor is not supported without yarn")
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
     if kind == "linear":
@@ -267,13 +282,15 @@ def _qwen3(metadata: _Metadata) -> Config:
 
 
 def _qwen3moe(metadata: _Metadata) -> Config:
+    if metadata.opt("expert_gating_func", int, _SOFTMAX) != _SOFTMAX:
+        raise ModelError(f"{metadata.file.path}: only softmax over the experts is supported")
     config = _decoder(metadata, "Qwen3MoeForCausalLM", "qwen3_moe")
     config |= {
         "attention_bias": _has(metadata, "blk.0.attn_q.bias"),
         "num_experts": metadata.need("expert_count", int),
         "num_experts_per_tok": metadata.need("expert_used_count", int),
         "moe_intermediate_size": metadata.need("expert_feed_forward_length", int),
-        "norm_topk_prob": True,
+        "norm_topk_prob": metadata.opt("expert_weights_norm", bool, True),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -324,13 +341,16 @@ def _phi3(metadata: _Metadata) -> Config:
     config["original_max_position_embeddings"] = metadata.opt("rope.scaling.original_context_length", int, original)
     config["sliding_window"] = metadata.opt("attention.sliding_window", int, 0) or None
     attention = metadata.opt("rope.scaling.attn_factor", float, 1.0)
-    if _has(metadata, "rope_factors_long.weight"):
+    kind = "longrope" if _has(metadata, "rope_factors_long.weight") else "none"
+    if kind == "longrope":
         config["rope_scaling"] = {
             "rope_type": "longrope",
             "short_factor": metadata.file.tensor("rope_factors_short.weight").tolist(),
             "long_factor": metadata.file.tensor("rope_factors_long.weight").tolist(),
             "attention_factor": attention,
         }
+    if metadata.opt("rope.scaling.type", str, kind) != kind or (kind == "none" and attention != 1.0):
+        raise ModelError(f"{metadata.file.path}: rope scaling without rope_factors_long.weight is not supported here")
     return config
 
 

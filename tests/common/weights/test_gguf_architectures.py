@@ -141,6 +141,12 @@ def test_other_frequency_factors_become_equal_lists(tmp_path: Path) -> None:
     assert scaling["attention_factor"] == 1.0
 
 
+def test_two_scalings_at_once_are_refused(tmp_path: Path) -> None:
+    extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    with pytest.raises(ModelError, match=r"both rope.scaling and rope_freqs"):
+        _llama(tmp_path, extra, {"rope_freqs.weight": np.array([2, 3], np.float32)})
+
+
 def test_yarn_metadata(tmp_path: Path) -> None:
     extra = {
         "rope.scaling.type": "yarn",
@@ -168,7 +174,13 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     [
         ({"logit_scale": 2.0}, r"llama.logit_scale = 2.0 is not supported"),
         ({"rope.scaling.type": "other"}, "rope scaling other is not supported"),
+        ({"rope.scaling.attn_factor": 2.0}, "attn_factor is not supported without yarn"),
         ({"attention.value_length": 8}, "keys and values differ"),
+        ({"attention.causal": False}, "looks ahead"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_ext_factor": 0.5},
+            "yarn_ext_factor",
+        ),
         ({"rope.dimension_count": 2, "attention.key_length": 4}, "a part of each head"),
         ({"attention.head_count": "four"}, "attention.head_count is 'four', expected one int"),
         ({"expert_count": 2, "expert_used_count": 1}, "experts in separate tensors"),
