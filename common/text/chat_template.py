@@ -1,0 +1,171 @@
+"""Chat messages to prompt text, by the jinja template that came with a model.
+
+Knows the shape of messages and what templates expect to see; knows no tokens and no HTTP. The text is meant to be
+encoded without added special tokens: the template writes its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import jinja2
+
+from pagoda.common.errors import RequestError
+from pagoda.common.text.template_sandbox import compile_template
+from pagoda.common.text.tokenizer import Tokenizer
+
+TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a content part -> the key that holds its text."""
+
+_END_MARK: Final = "[[end of the message to go on with]] "
+"""Put behind the final message to find its end in the rendered text; the space shows whether the template trims."""
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> str:
+    """The prompt text of `messages`.
+
+    `add_generation_prompt`: end with what opens the assistant's answer. `continue_final_message`: end within the last
+    message, so that the answer goes on with it. `special_tokens`: role -> text, such as "bos_token" -> "<s>".
+    `kwargs`: further variables of the template. Raises RequestError("messages") when the messages are malformed or the
+    template refuses them, RequestError("chat_template") when it is no valid jinja.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message", "continue_final_message and add_generation_prompt exclude each other; set one"
+        )
+    try:
+        plain = [_message(f"messages[{i}]", message) for i, message in enumerate(_nonempty(messages))]
+        variables = _plain("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})
+    except RecursionError:
+        raise RequestError("messages", "the messages are nested too deeply") from None
+    if continue_final_message:
+        plain[-1] = {**plain[-1], "content": plain[-1]["content"] + _END_MARK}
+    scope = {"messages": plain, "add_generation_prompt": add_generation_prompt}
+    text = _render(_compiled(template), {**(special_tokens or {}), **variables, **scope})
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Any
+) -> str:
+    """`render` with a model's own template and special tokens. `template` replaces the template; options as there."""
+    source = template if template is not None else tokenizer.chat_template
+    if source is None:
+        raise RequestError(
+            "messages", "the model has no chat template; pass one with --chat-template, or use plain completions"
+        )
+    return render(source, messages, special_tokens=tokenizer.special_tokens, **options)
+
+
+def _nonempty(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("messages", "messages must be a non-empty list of messages")
+    return messages
+
+
+def _message(place: str, message: object) -> dict[str, Any]:
+    """A message as templates expect it: plain values, content a string, the arguments of tool calls objects."""
+    if not isinstance(message, Mapping):
+        raise RequestError("messages", f"{place} must be an object with role and content")
+    if not isinstance(message.get("role"), str):
+        raise RequestError("messages", f"{place}.role must be a string")
+    plain: dict[str, Any] = _plain(place, message)
+    plain["content"] = _content(f"{place}.content", plain.get("content"))
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_tool_call(f"{place}.tool_calls", call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _content(place: str, content: object) -> str:
+    """Text parts joined by line breaks, which is how a template that knows strings only is given several."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError("messages", f"{place} must be a string or a list of parts")
+    return "\n".join(_part(f"{place}[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(place: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise RequestError("messages", f"{place} must be a string or an object with a type")
+    if kind not in TEXT_PARTS:
+        raise RequestError("messages", f"{place} has type {kind[:40]!r}; only text parts are supported")
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError("messages", f"{place}.{TEXT_PARTS[kind]} must be a string")
+    return text
+
+
+def _tool_call(place: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise RequestError("messages", f"{place} must hold objects with a function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise RequestError("messages", f"{place}: the arguments of a call must be JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _plain(place: str, value: object) -> Any:
+    """A copy made of plain JSON values: nothing else may reach a template, not even a subclass of str."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{place}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{place}[{i}]", item) for i, item in enumerate(value)]
+    field = place.partition("[")[0].partition(".")[0]
+    raise RequestError(field, f"{place} holds a {type(value).__name__}, which is no JSON value")
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    try:
+        return compile_template(template)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise RequestError("chat_template", f"the chat template is not valid jinja: {_shown(error)}") from None
+
+
+def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    try:
+        return template.render(variables)
+    except Exception as error:  # a template can fail in any way; the engine must serve the next request
+        raise RequestError("messages", f"the chat template refused the messages: {_shown(error)}") from None
+
+
+def _shown(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 400 else text[:397] + "..."
+
+
+def _cut_at_mark(text: str) -> str:
+    """The text up to the end of the final message. A template that trims it would have trimmed its end as well."""
+    end = text.rfind(_END_MARK.rstrip())
+    if end < 0:
+        raise RequestError("messages", "the chat template does not show the final message, so it cannot be continued")
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
