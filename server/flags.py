@@ -69,7 +69,9 @@ def add_options(parser: argparse._ActionsContainer, config: type, skip: Iterable
 def _add_option(parser: argparse._ActionsContainer, field: Field[Any], hint: Any) -> None:
     meta = field.metadata
     names = ["--" + (meta.get("flag") or field.name).replace("_", "-"), *meta.get("aliases", ())]
-    default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    default = field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
     keywords: dict[str, Any] = {"dest": field.name, "default": default, "help": meta["help"].replace("%", "%%")}
     kind = _without_none(hint)
     choices = meta.get("choices") or (get_args(kind) if get_origin(kind) is Literal else None)

@@ -1,0 +1,254 @@
+"""`pagoda serve`: bind the port, start the engine, and answer HTTP from the first moment to the last request.
+
+The engine starts before anything else is imported, in a process of its own, so that loading the model and importing
+the HTTP stack overlap. Until the model is warm, /health and /ready say 503.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.env import API_KEY, LOG_LEVEL
+from pagoda.common.config.server import ServerConfig
+from pagoda.common.errors import ConfigError
+from pagoda.server.args import AsyncEngineArgs
+from pagoda.server.engine_client import start_engine
+from pagoda.server.flags import FlagParser, add_options, from_namespace
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from pagoda.server.state import ServerState
+
+BACKLOG: Final = 2048
+FLUSH_SECONDS: Final = 2
+"""How long the last answers may take to reach their clients."""
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """MODEL, the engine's flags, and the server's."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
+    AsyncEngineArgs.add_cli_args(parser)
+    add_options(parser.add_argument_group("server"), ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
+    began = time.monotonic()
+    engine_config, config = configurations(args)
+    listener = bind(config)
+    client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
+    try:
+        from pagoda.server.async_llm import AsyncLLM
+
+        llm = AsyncLLM(engine_config, wait=False, client=client)
+        return _serve(llm, config, listener, began)
+    finally:
+        client.close()
+        listener.close()
+        if config.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(config.uds)
+
+
+def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """What the flags and the environment ask for. Raises ConfigError."""
+    given = vars(args).copy()
+    tag = given.pop("model_tag", None)
+    stated = given.get("model")
+    if tag is not None:
+        if stated not in (None, tag, EngineConfig().model.model):
+            raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
+        given["model"] = tag
+    config = from_namespace(ServerConfig, args)
+    if not config.api_key and (key := API_KEY.read()) is not None:
+        config = dataclasses.replace(config, api_key=(key,))
+    for field in dataclasses.fields(ServerConfig):
+        given.pop(field.name, None)
+    return AsyncEngineArgs.from_cli_args(argparse.Namespace(**given)).create_engine_config(), config
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A bound socket. Raises ConfigError when the address is taken or impossible."""
+    if config.uds is not None:
+        return _bind_unix(config.uds)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.address or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError("--host", f"{config.address}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        flag = "--port" if error.errno in (98, 48, 13) else "--host"
+        raise ConfigError(
+            flag, f"cannot listen on {config.address}:{config.port}: {error.strerror}; choose another {flag}"
+        ) from None
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError("--uds", f"cannot listen on {path}: {error.strerror or error}") from None
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that nobody listens on any more."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+
+
+def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float) -> int:
+    from pagoda.common.observe.logs import setup_logging
+    from pagoda.common.observe.metrics import Metrics
+    from pagoda.server.app import create_app
+    from pagoda.server.state import ServerState
+
+    handlers = setup_logging(LOG_LEVEL.read() or "INFO").handlers
+    logging.getLogger("uvicorn").handlers[:] = handlers
+    metrics = Metrics(llm.names[0])
+    llm.on_step = metrics.on_step
+    state = ServerState(llm, config, metrics)
+    server = _server(create_app(state), config)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(_until_stopped(server, state, listener, began))
+
+
+def _server(app: Any, config: ServerConfig) -> uvicorn.Server:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Leaves signals to us."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    settings = uvicorn.Config(
+        app,
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=config.uvicorn_log_level,
+        access_log=not config.disable_uvicorn_access_log,
+        root_path="",
+        server_header=False,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+    )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError("--ssl-certfile", f"{config.ssl_certfile}: {error.strerror or error}") from None
+    return Server(settings)
+
+
+async def _until_stopped(server: uvicorn.Server, state: ServerState, listener: socket.socket, began: float) -> int:
+    """Run server and engine side by side; 0 after a signal, 1 after the engine's death."""
+    logger.info("listening on %s, loading %s", _shown(listener, state.config), state.engine.config.model.model)
+    http = asyncio.ensure_future(server.serve(sockets=[listener]))
+    stop = asyncio.Event()
+    _on_signals(server, stop)
+    stopped = asyncio.ensure_future(stop.wait())
+    life = asyncio.ensure_future(_live(state, began))
+    try:
+        await asyncio.wait({http, stopped, life}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            logger.info("stopping; %d requests are running", state.running)
+            await _first_of(state.drain(), http)
+        elif life.done():
+            logger.error("%s", life.exception())
+        server.should_exit = True
+        await http
+        if life.done() and (error := life.exception()) is not None:
+            raise error
+        return 0 if stopped.done() else 1
+    finally:
+        for task in (life, stopped):
+            task.cancel()
+        await asyncio.gather(life, stopped, return_exceptions=True)
+        state.engine.shutdown()
+
+
+async def _live(state: ServerState, began: float) -> None:
+    """The engine's life. Raises what keeps it from starting, or its death."""
+    await state.wait_until_ready()
+    info = state.engine.info
+    logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+    logger.info("ready after %.1f s: %s", time.monotonic() - began, _phases(info.phases))
+    statistics = None if state.config.disable_log_stats else asyncio.ensure_future(state.log_stats())
+    try:
+        raise await state.until_dead()
+    finally:
+        if statistics is not None:
+            statistics.cancel()
+
+
+async def _first_of(work: Coroutine[Any, Any, None], other: asyncio.Future[None]) -> None:
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _on_signals(server: uvicorn.Server, stop: asyncio.Event) -> None:
+    """The first signal asks for an end in good order, the second for the end."""
+
+    def hear() -> None:
+        if stop.is_set():
+            server.should_exit = server.force_exit = True
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hear)
+
+
+def _phases(phases: tuple[tuple[str, float], ...]) -> str:
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases)
+
+
+def _shown(listener: socket.socket, config: ServerConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if config.ssl_certfile is not None else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
