@@ -70,8 +70,8 @@ def render_chat(
     return render(source, messages, special_tokens=tokenizer.special_tokens, **options)
 
 
-def _nonempty(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+def _nonempty(messages: object) -> Sequence[object]:
+    if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages", "messages must be a non-empty list of messages")
     return messages
 

@@ -48,7 +48,8 @@ def compile_template(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(tree)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr)
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -106,7 +107,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return wrapped
 
     @staticmethod
-    def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(pieces: Iterable[str]) -> str:
         """Joins what a template, macro or block wrote."""
         found: list[str] = []
         length = 0
@@ -121,7 +122,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _GenerationBlock(Extension):
     """`{% generation %}` marks what the assistant said, for training; here it only groups."""
 
-    tags = frozenset(("generation",))
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it per instance
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

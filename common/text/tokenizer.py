@@ -15,9 +15,9 @@ from typing import Any
 import tokenizers
 
 from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.text.gguf_tokenizer import read_gguf
 from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
 from pagoda.common.text.tokenizer_files import read_folder
-from pagoda.common.text.tokenizer_gguf import read_gguf
 from pagoda.common.text.tokenizer_parts import TokenizerParts
 
 

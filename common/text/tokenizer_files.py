@@ -1,7 +1,8 @@
 """A tokenizer from the files of a model folder, in the layout of the Hugging Face hub.
 
-tokenizer.json is the tokenizer; tokenizer_config.json names the special tokens, may ask for bos and eos, and may hold
-the chat template, which newer models keep in chat_template.jinja.
+tokenizer.json is the tokenizer, bos and eos included; tokenizer_config.json names the special tokens and may hold the
+chat template, which newer models keep in chat_template.jinja. Its `add_bos_token` and `add_eos_token` count only where
+there is no tokenizer.json: that is how transformers reads these files, and models are tuned on what it reads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def read_folder(folder: Path) -> TokenizerParts:
     backend.no_padding()
     special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
     _add_tokens(backend, config, special)
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+    if not (folder / "tokenizer.json").is_file():
         add_ends(
             backend,
             special.get("bos_token") if config.get("add_bos_token") else None,

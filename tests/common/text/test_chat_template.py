@@ -38,10 +38,12 @@ CHATML = """\
     {%- endif %}
 {%- endif %}
 """
-HEADERS = """\
-{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start|>' + message['role'] + \
-'<|end|>\n\n' + message['content'] | trim + '<|eot|>' %}{% if loop.index0 == 0 %}\
-{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
+HEADERS = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start|>' + message['role'] + '<|end|>\n\n' + message['content'] | trim + '<|eot|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+)
 INSTRUCT = """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
@@ -222,7 +224,7 @@ def test_invalid_template_is_named():
         "{% set ns = namespace(x='xx') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x * 9 %}{% endfor %}",
         "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-        "{% set n = namespace(x='xx') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+        "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
         "{% set ns = namespace(x='xx') %}{% for i in range(99) %}{% set ns.x = ns.x|replace('x', 'xx') %}{% endfor %}",
         "{% set ns = namespace(x='xx') %}{% for i in range(99) %}{% set ns.x = ns.x.replace('x', 'xx') %}{% endfor %}",
         "{{ range(1000000000)|list }}",

@@ -1,0 +1,209 @@
+import random
+import string
+from itertools import pairwise
+
+import pytest
+
+from pagoda.common.errors import ModelError
+from pagoda.common.text.gguf_tokenizer import SPLITS, TokenType, read_gguf
+from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.common.weights.gguf import GgufFile
+
+CORPUS = [
+    "",
+    "Hello world! It's 2024; we'll see.",
+    "  leading, and   runs \t\t of  space \n\n\n end  ",
+    "def f(x: int) -> list[str]:\n    '''doc'''\n    return [str(i) for i in range(x)]  # 100%\n",
+    "1 22 333 4444 55555 3.14159 1,000,000 0xFF 2²",
+    "Zürich naïve façade Œuvre ǅ ß ﬁ",
+    "日本語のテキスト、中文字符。한국어 עברית العربية हिन्दी ไทย",
+    "👩‍👩‍👧 🏳️‍🌈 🤷🏽‍♀️ 🇨🇭 ☃️",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name> <file_sep>x",
+    "<|im_start|",
+    "\x00 \x7f \u200b \u00a0 \ufeff \u2028",
+    "https://example.org/a?b=c&d=%20 user@host ~/.config/x_y-z.toml",
+    "don't DON'T we're I'll y'all 'tis",
+    "a" * 300 + "é" * 50,
+]
+
+
+def random_texts(count, seed=0):
+    choose = random.Random(seed)
+    letters = string.ascii_letters + string.punctuation + " \n\t" * 8 + "éß日本👩\u200d"
+    return ["".join(choose.choice(letters) for _ in range(choose.randrange(80))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def real(model_file):
+    return load_tokenizer(model_file)
+
+
+@pytest.fixture(scope="module")
+def theirs(model_file):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_file.parent, gguf_file=model_file.name)
+
+
+@pytest.mark.model
+def test_real_file_has_transformers_ids(real, theirs):
+    for text in CORPUS + random_texts(300):
+        ids = real.encode(text)
+        assert ids == theirs(text)["input_ids"], text
+        assert real.decode(ids, False) == theirs.decode(ids) == text
+    assert (real.vocab_size, real.bos_token_id, real.eos_token_id) == (len(theirs), 1, 2)
+    assert real.special_tokens == theirs.special_tokens_map
+    assert real.special_ids == set(theirs.all_special_ids) | set(range(17))
+    assert real.chat_template == theirs.chat_template
+
+
+@pytest.mark.model
+def test_digits_are_cut_out_before_spaces_are_grouped(real):
+    """The file's rule is "smollm": digits first. transformers drops the rule, and splits a run of spaces before one."""
+    assert [real.token_text(i) for i in real.encode("a  57\n\n8½")] == ["a", "  ", "5", "7", "\n\n", "8", "½"]
+
+
+@pytest.mark.model
+def test_metadata_that_is_open_already(model_file, real):
+    again = load_tokenizer(model_file, gguf_metadata=GgufFile(model_file).metadata)
+    assert again.encode(CORPUS[1]) == real.encode(CORPUS[1])
+
+
+def byte_level(pre=None, **extra):
+    tokens = [*(chr(code) for code in range(33, 127)), "Ġ", "he", "ll", "hell", "Ġhell", "10", "<s>", "</s>", "<tool>"]
+    types = [TokenType.NORMAL] * (len(tokens) - 3) + [TokenType.CONTROL] * 2 + [TokenType.USER_DEFINED]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll", "Ġ hell", "1 0"],
+        "tokenizer.ggml.bos_token_id": tokens.index("<s>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("</s>"),
+    }
+    if pre is not None:
+        metadata["tokenizer.ggml.pre"] = pre
+    return {**metadata, **{f"tokenizer.{key}": value for key, value in extra.items()}}
+
+
+def pieces(metadata, text):
+    parts = read_gguf(metadata)
+    return parts.backend.encode(text).tokens
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        (None, ["hell", "o", "Ġhell", "Ġ", "10", "0"]),
+        ("gpt-2", ["hell", "o", "Ġhell", "Ġ", "10", "0"]),
+        ("smollm", ["hell", "o", "Ġhell", "Ġ", "1", "0", "0"]),
+        ("qwen2", ["hell", "o", "Ġhell", "Ġ", "1", "0", "0"]),
+        ("llama-bpe", ["<s>", "hell", "o", "Ġhell", "Ġ", "10", "0"]),
+    ],
+)
+def test_splitting_rules(pre, expected):
+    assert pieces(byte_level(pre), "hello hell 100") == expected
+
+
+@pytest.mark.parametrize("rule", sorted(SPLITS))
+def test_every_rule_keeps_the_text(rule):
+    backend = read_gguf(byte_level(rule)).backend
+    for text in ["hello hell 100", "It's  A\n\nhELL/he(ll)!\n", "<tool>x</s>"]:
+        spaced = text.replace("\n", " ")
+        assert backend.decode(backend.encode(spaced, add_special_tokens=False).ids, skip_special_tokens=False) == spaced
+
+
+def test_splitting_expressions_are_those_of_transformers():
+    """The expressions are facts about vocabularies; transformers states the same ones."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS
+
+    common = SPLITS.keys() & THEIRS.keys()
+    assert {"llama-bpe", "qwen2", "tekken", "gpt-4o"} <= common
+    assert {rule: SPLITS[rule] for rule in common} == {rule: THEIRS[rule] for rule in common}
+
+
+def test_special_and_user_defined_tokens_stay_whole():
+    tokenizer = Tokenizer(read_gguf(byte_level()).backend)
+    ids = tokenizer.encode("hell<tool></s>")
+    assert [tokenizer.token_text(i) for i in ids] == ["hell", "<tool>", "</s>"]
+    assert tokenizer.decode(ids) == "hell<tool>"
+
+
+def test_ends_are_added_as_the_file_says():
+    both = byte_level(**{"ggml.add_bos_token": True, "ggml.add_eos_token": True})
+    assert pieces(both, "he") == ["<s>", "he", "</s>"]
+    assert pieces(byte_level(), "he") == ["he"]
+    assert pieces(byte_level("llama-bpe", **{"ggml.add_bos_token": False}), "he") == ["he"]
+
+
+def test_chat_templates_by_name():
+    metadata = byte_level(chat_template="d", **{"chat_template.tool_use": "t"})
+    assert read_gguf(metadata).chat_templates == {"default": "d", "tool_use": "t"}
+
+
+def sentencepiece(**extra):
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    merged = ["▁h", "he", "ll", "▁he", "▁hell", "lo", "▁hello", "▁w", "or", "▁wor", "ld"]
+    letters = list("▁helowrd日")
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *merged, *letters]
+    plain = len(merged) + len(letters)
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(plain)],
+        "tokenizer.ggml.token_type": types + [TokenType.NORMAL] * plain,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.{key}": value for key, value in extra.items()},
+    }
+
+
+def greedy_pieces(metadata, text):
+    """Sentencepiece's definition, naively: again and again merge the pair whose union scores best, leftmost first."""
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]))
+    found = list("▁" + text.replace(" ", "▁"))
+    while True:
+        unions = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(found)) if a + b in scores]
+        if not unions:
+            return found
+        at = min(unions)[1]
+        found[at : at + 2] = [found[at] + found[at + 1]]
+
+
+def test_scores_decide_what_merges_first():
+    metadata = sentencepiece()
+    backend = read_gguf(metadata).backend
+    choose = random.Random(1)
+    for _ in range(300):
+        text = "".join(choose.choice("helowrd ") for _ in range(choose.randrange(1, 30)))
+        assert backend.encode(text, add_special_tokens=False).tokens == greedy_pieces(metadata, text), text
+
+
+def test_sentencepiece_bytes_spaces_and_ends():
+    tokenizer = Tokenizer(read_gguf(sentencepiece()).backend)
+    ids = tokenizer.encode("hello é 日")
+    assert ids[0] == 1
+    assert [tokenizer.token_bytes(i) for i in ids[1:]] == [b" hello", b" ", b"\xc3", b"\xa9", b" ", "日".encode()]
+    assert tokenizer.decode(ids) == "hello é 日"
+    bare = Tokenizer(read_gguf(sentencepiece(**{"ggml.add_space_prefix": False, "ggml.add_bos_token": False})).backend)
+    assert [bare.token_text(i) for i in bare.encode("hello")] == ["he", "ll", "o"]
+    assert bare.decode(bare.encode(" hello")) == " hello"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "holds no tokenizer"),
+        ({"tokenizer.ggml.model": "gpt2"}, "holds no tokenizer"),
+        ({**byte_level(), "tokenizer.ggml.model": "rwkv"}, "'rwkv' is not supported"),
+        (byte_level("unheard-of"), "'unheard-of' is not known here"),
+        ({k: v for k, v in byte_level().items() if not k.endswith("merges")}, "lacks tokenizer.ggml.merges"),
+        ({k: v for k, v in sentencepiece().items() if not k.endswith("scores")}, "lacks tokenizer.ggml.scores"),
+        ({**byte_level(), "tokenizer.ggml.merges": ["x nowhere"]}, "does not hold together"),
+    ],
+)
+def test_unusable_metadata_says_why(metadata, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        read_gguf(metadata)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,247 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.text.bad_words import bad_words_token_ids
+from pagoda.common.text.tokenizer import load_tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "Hello world, hello again",
+    "  two  spaces   three\t tab\n\nlines \n",
+    "if x == 10_000:\n    return [a['b'] for a in c]",
+    "12345 3.14 ½ ² ٣",
+    "Grüße aus Zürich, naïve café — “quotes” …",
+    "日本語のテキスト 中文 한국어 עברית العربية",
+    "emoji 👩‍👩‍👧 🏳️‍🌈 🤷🏽‍♀️ \u200b zero",
+    "<s> a special </s> in text <tool>",
+    "don't can't we'll I'M",
+    "\x00\x01\x7f control",
+]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator(TEXTS * 3, trainer)
+    return made
+
+
+@pytest.fixture
+def folder(backend, tmp_path):
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def with_ends(folder):
+    """The tokenizer.json of `folder` adds bos and eos."""
+    path = folder / "tokenizer.json"
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.save(str(path))
+    return folder
+
+
+def configure(folder, **config):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def transformers_of(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def added(content, **rules):
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    return {"content": content, **plain, **rules}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_eos_token": True},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_bos_token": False, "pad_token": "<pad>"},
+        {"bos_token": {"__type": "AddedToken", **added("<s>", lstrip=True)}, "extra_special_tokens": ["<tool>"]},
+        {"added_tokens_decoder": {"600": added("<tool>", special=False), "601": added("<x>")}, "add_bos_token": True},
+    ],
+    ids=lambda config: "-".join(config) or "plain",
+)
+def test_same_ids_and_text_as_transformers(folder, config, ends):
+    configure(with_ends(folder) if ends else folder, **config)
+    ours, theirs = load_tokenizer(folder), transformers_of(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs(text, add_special_tokens=special)["input_ids"]
+            for skip in (True, False):
+                assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.pad_token_id == theirs.pad_token_id
+    assert ours.vocab_size == len(theirs)
+    assert ours.special_ids >= set(theirs.all_special_ids)
+
+
+def test_truncation_and_padding_in_the_file_do_not_apply(backend, tmp_path):
+    twin = tokenizers.Tokenizer.from_str(backend.to_str())
+    twin.enable_truncation(2)
+    twin.enable_padding(length=9)
+    twin.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode(TEXTS[2]) == backend.encode(TEXTS[2]).ids
+
+
+def test_vocabulary_with_merges(backend, tmp_path):
+    backend.model.save(str(tmp_path))
+    configure(tmp_path, tokenizer_class="GPT2Tokenizer", add_bos_token=True)
+    ours, theirs = load_tokenizer(tmp_path), transformers_of(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+
+
+def test_chat_templates(folder):
+    assert load_tokenizer(configure(folder)).chat_template is None
+    assert load_tokenizer(configure(folder, chat_template="in config")).chat_template == "in config"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert load_tokenizer(configure(folder, chat_template=named)).chat_template == "d"
+    assert load_tokenizer(configure(folder, chat_template=named)).chat_templates["tool_use"] == "t"
+    (folder / "chat_template.json").write_text('{"chat_template": "in json"}')
+    assert load_tokenizer(configure(folder)).chat_template == "in json"
+    (folder / "chat_template.jinja").write_text("in a file\n")
+    assert load_tokenizer(configure(folder, chat_template="in config")).chat_template == "in a file\n"
+
+
+def test_special_tokens_come_from_their_map_too(folder):
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    assert load_tokenizer(folder).special_tokens == {"eos_token": "</s>"}
+
+
+def test_ordinary_encoding_does_not_parse_special_tokens(folder):
+    ours = load_tokenizer(configure(with_ends(folder)))
+    text = "a </s> b"
+    assert ours.eos_token_id in ours.encode(text)
+    ids = ours.encode_ordinary(text)
+    assert not ours.special_ids & set(ids)
+    assert ours.decode(ids) == text
+    assert ours.eos_token_id in ours.encode(text)
+
+
+def test_tokens_one_by_one(folder):
+    ours = load_tokenizer(folder)
+    ids = ours.encode("Grüße 日本 👩‍👩‍👧")
+    assert b"".join(map(ours.token_bytes, ids)).decode() == "Grüße 日本 👩‍👩‍👧"
+    assert ours.token_text(ours.backend.token_to_id("</s>")) == "</s>"
+    assert ours.token_text(ours.backend.token_to_id("Ã")) == "\ufffd"
+    assert ours.token_bytes(10**6) == ours.token_bytes(-1) == ours.token_bytes(10**30) == b""
+
+
+def test_lone_surrogates_are_the_requests_fault(folder):
+    with pytest.raises(RequestError) as caught:
+        load_tokenizer(folder).encode("a\ud800b")
+    assert caught.value.field == "prompt"
+
+
+def sentencepiece_like(strip=True):
+    """A small byte-fallback vocabulary in the layout of Llama 2's tokenizer.json."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "é"]
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    return made
+
+
+def test_byte_fallback(tmp_path):
+    sentencepiece_like().save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(configure(tmp_path))
+    ids = ours.encode("ab é 日本")
+    assert ours.decode(ids) == "ab é 日本"
+    assert [ours.token_bytes(i) for i in ours.encode(" ab", add_special_tokens=False)] == [b" ", b" ab"]
+    assert ours.token_bytes(3 + 0xE6) == b"\xe6"
+
+
+def test_spaces_between_special_tokens(tmp_path):
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    ids = [0, 2, 3, 1, 2]
+    assert ours.byte_table is None
+    assert ours.decode(ids, False) == "a <s> </s> b <s>"
+    assert ours.decode(ids, False, spaces_between_special_tokens=False) == "a <s></s> b <s>"
+    assert ours.decode(ids) == "a b"
+
+
+def test_bad_words_at_the_start_and_after_a_space(folder):
+    ours = load_tokenizer(configure(with_ends(folder)))
+    expected = [ours.encode("world", False), ours.encode(" world", False)]
+    assert bad_words_token_ids(["world"], ours) == expected
+    assert bad_words_token_ids(["world", " world", "world"], ours) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "tokenizer.json is missing"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: cannot be read"),
+        ({"tokenizer.json": "[]"}, "tokenizer.json: cannot be read"),
+        ({"tokenizer.model": "x"}, "has tokenizer.model but no tokenizer.json.*save_pretrained"),
+        ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "X"}'}, "vocab.json"),
+        ({"vocab.json": "{", "merges.txt": ""}, "vocab.json and merges.txt cannot be read"),
+        ({"tokenizer_config.json": "{"}, "tokenizer_config.json: cannot be read"),
+        ({"tokenizer_config.json": "[]"}, "tokenizer_config.json: is not a JSON object"),
+    ],
+)
+def test_unusable_folders_say_why(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path):
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(ModelError, match="not a tokenizer"):
+        load_tokenizer(tmp_path / "model.bin")
+    with pytest.raises(ModelError, match="no such file"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_tokenizer_json_by_name(folder):
+    assert load_tokenizer(folder / "tokenizer.json").encode("Hello") == load_tokenizer(folder).encode("Hello")
+
+
+def test_transformers_is_not_imported(folder):
+    code = (
+        "import sys; from pagoda.common.text import chat_template, detokenizer; from pagoda.common.text.tokenizer "
+        "import load_tokenizer; load_tokenizer(sys.argv[1]).encode('x'); "
+        "print([m for m in ('transformers', 'torch', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
