@@ -1,1 +1,17 @@
 """Shared fixtures. Nothing here imports torch: engine and text tests stay framework-free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def model_file() -> Path:
+    """The real small model, put on disk by `make`. Its absence is an error: a skipped test proves nothing."""
+    path = Path(os.environ.get("PAGODA_TEST_MODEL", ".models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+    if not path.is_file():
+        pytest.fail(f"{path} is missing: run `make test`, or `python tools/smollm2.py .models`")
+    return path.resolve()

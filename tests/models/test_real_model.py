@@ -1,0 +1,91 @@
+"""A real model, end to end through the Python API, in float32 against transformers on the same GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda import LLM, SamplingParams
+
+pytestmark = pytest.mark.model
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n    ",
+    "The three laws of thermodynamics are",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 1, 2, 3, 5, 8,",
+    "Water boils at",
+    "Q: Why is the sky blue?\nA:",
+    "In 1969, humans first",
+    "To make a good cup of coffee, you need",
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(model_file: Path) -> Iterator[LLM]:
+    engine = LLM(str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 30)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[int]]:
+    """The answer to each prompt, one at a time."""
+    return [list(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) for prompt in PROMPTS]
+
+
+def test_greedy_tokens_equal_transformers(llm: LLM, alone: list[list[int]], model_file: Path) -> None:
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model_file.parent, gguf_file=model_file.name, dtype=torch.float32
+    )
+    theirs.generation_config.eos_token_id = None  # both go on after the end
+    for prompt, ours in zip(PROMPTS, alone):
+        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        assert ours == out[0, ids.shape[1] :].tolist(), prompt
+
+
+def test_a_batch_of_32_answers_like_one_at_a_time(llm: LLM, alone: list[list[int]]) -> None:
+    prompts = (PROMPTS * 4)[:32]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [list(one.outputs[0].token_ids) for one in together] == (alone * 4)[:32]
+
+
+def test_the_prefix_cache_changes_nothing(model_file: Path, llm: LLM) -> None:
+    story = "Here is a list of facts about the planets of the solar system. " * 12
+    prompts = [story + prompt for prompt in PROMPTS[:4]]
+    uncached = LLM(
+        str(model_file), dtype="float32", max_model_len=1024, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False
+    )
+    try:
+        want = [list(one.outputs[0].token_ids) for one in uncached.generate(prompts, GREEDY, use_tqdm=False)]
+    finally:
+        uncached.shutdown()
+    first = llm.generate(prompts, GREEDY, use_tqdm=False)
+    again = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert all(one.num_cached_tokens for one in again), "the second time, the prompts come from the cache"
+    assert [list(one.outputs[0].token_ids) for one in first] == want
+    assert [list(one.outputs[0].token_ids) for one in again] == want
+
+
+def test_a_seed_gives_the_same_answer_in_any_batch(llm: LLM) -> None:
+    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=seed, max_tokens=24) for seed in range(4)]
+    one_by_one = [llm.generate(PROMPTS[0], p, use_tqdm=False)[0].outputs[0].text for p in params]
+    together = llm.generate([PROMPTS[0]] * 4, params, use_tqdm=False)
+    assert [one.outputs[0].text for one in together] == one_by_one
+    assert len(set(one_by_one)) > 1
+
+
+def test_chat_answers_the_question(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
+    assert answer[0].outputs[0].text == "The capital of France is Paris."
+    assert answer[0].outputs[0].finish_reason == "stop"
