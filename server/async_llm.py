@@ -222,7 +222,7 @@ class AsyncLLM:
         self._client.check()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests hold blocks."""
+        """Forget all cached prefixes; running requests keep their blocks. Returns True once it is done."""
         self._attach()
         ticket = next(self._tickets)
         answer = self._resets[ticket] = asyncio.get_running_loop().create_future()
@@ -262,8 +262,8 @@ class AsyncLLM:
                 self._take(step)
             case Refused(child_id, field, text):
                 self._refuse(child_id, RequestError(field, text))
-            case ResetDone(ticket, done):
-                self._resets.pop(ticket).set_result(done)
+            case ResetDone(ticket):
+                self._resets.pop(ticket).set_result(True)
             case Failed():
                 self._die(EngineDeadError(message.message))
             case _:

@@ -8,9 +8,10 @@ The backend's framework is imported in a thread while the checkpoint is opened a
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache, kv_la
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import Family
 from pagoda.common.models.registry import spec_from_config
-from pagoda.common.models.shapes import parameters
+from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.dummy import dummy_weights
@@ -67,21 +68,34 @@ class _Phases:
 def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
     phases = _Phases()
-    with ThreadPoolExecutor(1, "pagoda-import") as importer:
-        name = registry.choose(config.model.backend)
-        importing = importer.submit(registry.load, name)
-        with phases("open checkpoint"):
-            checkpoint = _open(config.model)
-            hf_config = checkpoint.config()
-            spec, family = spec_from_config(hf_config)
-            dtype = _dtype(config.model.dtype, hf_config)
-        weights = Prefetch(_weights(config.model, checkpoint, spec, family, dtype), READ_AHEAD_BYTES)
+    name = registry.choose(config.model.backend)
+    importing = _import(name)
+    with phases("open checkpoint"):
+        checkpoint = _open(config.model)
+        hf_config = checkpoint.config()
+        spec, family = spec_from_config(hf_config)
+        dtype = _dtype(config.model.dtype, hf_config)
+    weights = Prefetch(_weights(config.model, checkpoint, spec, family, dtype), READ_AHEAD_BYTES)
+    try:
+        with phases(f"import {name}"):
+            module = importing.result()
+        return _assemble(config, usage, phases, module, checkpoint, spec, dtype, weights)
+    finally:
+        weights.close()
+
+
+def _import(name: str) -> Future[registry.BackendModule]:
+    """Import a backend in a thread that nobody waits for when the model cannot be served."""
+    importing: Future[registry.BackendModule] = Future()
+
+    def run() -> None:
         try:
-            with phases(f"import {name}"):
-                module = importing.result()
-            return _assemble(config, usage, phases, module, checkpoint, spec, dtype, weights)
-        finally:
-            weights.close()
+            importing.set_result(registry.load(name))
+        except BaseException as error:
+            importing.set_exception(error)
+
+    threading.Thread(target=run, name="pagoda-import", daemon=True).start()
+    return importing
 
 
 def _assemble(
@@ -139,10 +153,9 @@ def _open(model: ModelConfig) -> Checkpoint:
 def _weights(
     model: ModelConfig, checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: str
 ) -> Iterator[Weight]:
-    params = parameters(spec)
     if model.load_format == "dummy":
-        return dummy_weights(params, model.seed, dtype)
-    return family.weights(params, with_progress(checkpoint.tensors(), checkpoint.num_bytes))
+        return dummy_weights(params(spec), model.seed, dtype)
+    return family.weights(params(spec), with_progress(checkpoint.tensors(), checkpoint.num_bytes))
 
 
 def _dtype(asked: str, hf_config: Mapping[str, Any]) -> str:

@@ -50,7 +50,8 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress) -
                 case Abort(request_ids):
                     core.abort(request_ids)
                 case ResetPrefixCache(ticket):
-                    send(ResetDone(ticket, core.reset_prefix_cache()))
+                    core.reset_prefix_cache()
+                    send(ResetDone(ticket))
                 case Shutdown():
                     return
         if core.has_work:

@@ -57,16 +57,19 @@ def serve(address: str, build: Build = build_engine) -> int:
     progress = Progress()
     threading.Thread(target=_beat, args=(context, address, progress), name="pagoda-heartbeat", daemon=True).start()
     output_context = zmq.Context()  # its own, so that ending it waits for the last message and for nothing else
-    outputs = _connect(output_context, zmq.PUSH, f"{address}.out")
+    outputs = _outputs(output_context, address)
 
     def send(message: FromEngine) -> None:
         outputs.send(encode(message))
 
     try:
+        commands = context.socket(zmq.PULL)
+        commands.set_hwm(0)
+        commands.bind(f"{address}.in")
         built = build(config, "server")
         try:
             send(Ready(built.info))
-            run_engine(built.core, _SocketInbox(_connect(context, zmq.PULL, f"{address}.in")), send, progress)
+            run_engine(built.core, _SocketInbox(commands), send, progress)
         finally:
             built.backend.close()
     except BaseException as error:
@@ -80,10 +83,10 @@ def serve(address: str, build: Build = build_engine) -> int:
     return 0
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
+def _outputs(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
-    socket.connect(address)
+    socket.connect(f"{address}.out")
     return socket
 
 
@@ -95,7 +98,7 @@ def _end_with_parent() -> None:
 
 
 def _beat(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
-    socket = _connect(context, zmq.PUSH, f"{address}.out")
+    socket = _outputs(context, address)
     while True:
         socket.send(encode(Heartbeat(progress.steps, progress.busy)))
         time.sleep(HEARTBEAT_SECONDS)

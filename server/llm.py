@@ -16,6 +16,7 @@ from pagoda.common.text import chat_template as templates
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
 from pagoda.server.inputs import PreparedRequest, PromptType, is_token_ids
+from pagoda.server.interrupt import InterruptBetweenSteps
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.progress import GenerationBar
@@ -117,7 +118,7 @@ class LLM:
         return self.llm_engine.get_default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes. Returns True."""
         return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
@@ -178,8 +179,10 @@ class LLM:
         try:
             for request in prepared:
                 engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
-            with GenerationBar(sum(request.params.n for request in prepared), use_tqdm) as bar:
+            total = sum(request.params.n for request in prepared)
+            with GenerationBar(total, use_tqdm) as bar, InterruptBetweenSteps() as interrupt:
                 while engine.has_unfinished_requests():
+                    interrupt.check()
                     for output in engine.step():
                         answers[output.request_id] = output
                         bar.update(output)

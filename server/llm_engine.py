@@ -114,8 +114,9 @@ class LLMEngine:
         return len(self._outputs)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests hold blocks."""
-        return bool(self._core.reset_prefix_cache())
+        """Forget all cached prefixes; running requests keep their blocks. Returns True."""
+        self._core.reset_prefix_cache()
+        return True
 
     def shutdown(self) -> None:
         """End all requests and release the device. Idempotent."""

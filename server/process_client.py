@@ -49,8 +49,14 @@ class ProcessClient:
         self._supervisor = Supervisor()
         self._folder = _private_folder()
         self._context = zmq.Context()
-        self._out = self._bind(zmq.PULL, "engine.out")
-        self._in = self._bind(zmq.PUSH, "engine.in")
+        self._out = self._context.socket(zmq.PULL)
+        self._out.set_hwm(0)
+        self._out.bind(f"ipc://{self._folder}/engine.out")
+        self._in = self._context.socket(
+            zmq.PUSH
+        )  # the connecting side queues, even when nobody listens: it never blocks
+        self._in.set_hwm(0)
+        self._in.connect(f"ipc://{self._folder}/engine.in")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
         self._closed = False
@@ -129,12 +135,6 @@ class ProcessClient:
     def __del__(self) -> None:
         if hasattr(self, "_process"):
             self.close()
-
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.bind(f"ipc://{self._folder}/{name}")
-        return socket
 
     def _hand_over(self, config: EngineConfig) -> None:
         """Write the configuration to the engine's stdin, and leave that open: its end tells that this process ended."""

@@ -97,10 +97,9 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class ResetDone(msgspec.Struct, tag="reset_done", frozen=True):
-    """Answer to ResetPrefixCache. `done`: False while requests hold blocks."""
+    """Answer to ResetPrefixCache."""
 
     ticket: int
-    done: bool
 
 
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):

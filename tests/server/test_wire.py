@@ -44,7 +44,7 @@ def test_commands_survive(message: wire.ToEngine) -> None:
         wire.Ready(INFO),
         wire.Failed("ModelError", "no", ""),
         wire.Refused("r", "prompt", "no"),
-        wire.ResetDone(3, True),
+        wire.ResetDone(3),
         wire.Heartbeat(4, True),
         wire.Step(
             StepOutputs(

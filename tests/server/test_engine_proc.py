@@ -1,0 +1,220 @@
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_text import byte_tokenizer
+from support.fake_engine import PROGRAM
+
+from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server import engine_client
+from pagoda.server.args import AsyncEngineArgs
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.process_client import ProcessClient
+from pagoda.server.wire import Shutdown
+
+TEXT = byte_tokenizer()
+GRACE = 20.0
+"""Seconds until a test gives up; none takes more than a fraction of it."""
+
+
+class Started:
+    """Engines made by a test, ended with it."""
+
+    def __init__(self) -> None:
+        self.clients: list[ProcessClient] = []
+
+    def client(self, model: str = "fake", program: tuple[str, ...] = PROGRAM, **args: Any) -> ProcessClient:
+        self.clients.append(ProcessClient(AsyncEngineArgs(model, **args).create_engine_config(), program))
+        return self.clients[-1]
+
+    def llm(self, model: str = "fake", **args: Any) -> AsyncLLM:
+        config = AsyncEngineArgs(model, **args).create_engine_config()
+        return AsyncLLM(config, client=self.client(model, **args), open_text=lambda _: TEXT)
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    started = Started()
+    yield started
+    for client in started.clients:
+        client.close()
+
+
+async def text_of(llm: AsyncLLM, request_id: str, prompt: str, **params: Any) -> str:
+    async with asyncio.timeout(GRACE):
+        async for output in llm.generate(prompt, SamplingParams(**params), request_id):
+            text = output.outputs[0].text
+        return text
+
+
+def gone(pid: int) -> bool:
+    """Wait for a process that is no child of ours to end."""
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+async def test_requests_through_a_process(started: Started) -> None:
+    llm = started.llm()
+    texts = await asyncio.gather(*(text_of(llm, str(i), chr(97 + i), max_tokens=3) for i in range(10)))
+    assert texts == ["".join(chr(97 + i + k) for k in (1, 2, 3)) for i in range(10)]
+    await llm.check_health()
+    assert await llm.reset_prefix_cache()
+    client = started.clients[0]
+    folder = client._folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    llm.shutdown()
+    assert client._process.returncode == 0
+    assert not folder.exists()
+
+
+async def test_cancelling_reaches_the_process(started: Started) -> None:
+    llm = started.llm("fake:slow")
+    stream = llm.generate("abc", SamplingParams(max_tokens=60), "r")
+    await anext(stream)
+    await stream.aclose()
+    async with asyncio.timeout(GRACE):
+        while llm.stats.running or llm.stats.kv_blocks_used:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        ("fake:config", ConfigError, "^--dtype: not today; use another$"),
+        ("fake:bug", EngineDeadError, "^KeyError: 'a bug'$"),
+    ],
+)
+def test_start_up_errors_come_back_whole(started: Started, model: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        started.llm(model)
+    assert started.clients[0]._process.returncode == 1
+
+
+def test_a_program_that_is_no_engine(started: Started) -> None:
+    client = started.client(program=(sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(EngineDeadError, match="exit status 3"):
+        client.wait_ready()
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "/nowhere/at/all.gguf"])
+def test_the_real_engine_process_names_a_wrong_path(started: Started, model: str) -> None:
+    client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.engine_proc"))
+    with pytest.raises(ModelError, match=r"^/nowhere/at/all.*no such file or folder"):
+        client.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("fake:crash", "RuntimeError: the device is gone"), ("fake:exit", "exit status 7")]
+)
+async def test_death_in_a_step_fails_every_request(started: Started, model: str, words: str) -> None:
+    llm = started.llm(model)
+    tasks = [asyncio.create_task(text_of(llm, str(i), "abc", max_tokens=30)) for i in range(3)]
+    for task in tasks:
+        with pytest.raises(EngineDeadError, match=words):
+            await task
+    with pytest.raises(EngineDeadError, match=words):
+        await llm.check_health()
+    with pytest.raises(EngineDeadError, match=words):
+        await text_of(llm, "x", "abc")
+    assert llm.errored
+
+
+async def test_a_killed_engine_fails_every_request(started: Started) -> None:
+    llm = started.llm("fake:slow")
+    task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
+    while not llm.stats.running:
+        await asyncio.sleep(0.01)
+    os.kill(started.clients[0].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL: out of memory"):
+        await task
+
+
+async def test_an_idle_engine_that_is_killed_is_noticed(started: Started) -> None:
+    llm = started.llm()
+    await llm.wait_until_ready()
+    os.kill(started.clients[0].pid, signal.SIGTERM)
+    async with asyncio.timeout(GRACE):
+        while not llm.errored:
+            await asyncio.sleep(0.01)
+    assert "SIGTERM" in str(llm.dead_error)
+
+
+async def test_silence_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = started.llm()
+    await llm.check_health()
+    monkeypatch.setattr(engine_client, "SILENT_SECONDS", 0.2)
+    pid = started.clients[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(0.3)
+    with pytest.raises(EngineDeadError, match="has not answered"):
+        await llm.check_health()
+    os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = started.llm("fake:hang")
+    task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
+    monkeypatch.setattr(engine_client, "STALL_SECONDS", 0.5)
+
+    async def until_unhealthy() -> None:
+        while True:
+            await llm.check_health()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(EngineDeadError, match="in one step"):
+        await asyncio.wait_for(until_unhealthy(), GRACE)
+    llm.shutdown(timeout=0.1)  # by force: it does not listen
+    with pytest.raises(EngineDeadError):
+        await task
+
+
+async def test_idleness_is_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = started.llm()
+    await text_of(llm, "r", "abc", max_tokens=2)
+    monkeypatch.setattr(engine_client, "STALL_SECONDS", 0.05)
+    await asyncio.sleep(0.2)
+    await llm.check_health()
+
+
+def test_shutdown_while_starting(started: Started) -> None:
+    client = started.client(program=(sys.executable, "-c", "import time; time.sleep(3600)"))
+    client.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.wait_ready()
+    with pytest.raises(EngineDeadError):
+        client.send(Shutdown())
+
+
+def test_no_orphan_when_the_parent_is_killed() -> None:
+    parent = (
+        "import time; from support.fake_engine import PROGRAM; from pagoda.common.config.engine import EngineConfig;"
+        "from pagoda.server.process_client import ProcessClient;"
+        "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
+        "time.sleep(3600)"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert process.stdout is not None
+    engine = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    assert gone(engine)
+    process.stdout.close()

@@ -1,0 +1,30 @@
+"""A real Tokenizer whose tokens are the 256 bytes, and 256 for the end of a text."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from pagoda.common.text.tokenizer import Tokenizer
+
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token id = byte; "<eos>" is 256. The chat template writes `role: content;` per message and `assistant:`."""
+    backend = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_letters())}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return Tokenizer(backend, {"eos_token": "<eos>"}, {"default": template})
+
+
+def _letters() -> list[str]:
+    """How byte-level BPE spells each byte: printable ones as themselves, the others from code point 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,87 @@
+"""Engines over FakeBackend, for tests of everything above the engine. Run as a program, it is an engine process.
+
+The model's name says how it behaves: "fake" spells the alphabet (after z it ends), "fake:slow" takes its time,
+"fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang" never comes back from it,
+"fake:config" and "fake:bug" do not start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from fakes import FakeBackend, full_layout
+from support.byte_text import EOS
+
+from pagoda.common.config.defaults import resolve_limits
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.errors import ConfigError
+from pagoda.server.engine_build import BuiltEngine
+from pagoda.server.wire import EngineInfo
+
+MAX_LEN = 64
+
+
+def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
+    """An engine whose backend is fake; reads nothing from disk."""
+    kind = config.model.model.partition(":")[2]
+    if kind == "config":
+        raise ConfigError("--dtype", "not today; use another")
+    if kind == "bug":
+        raise KeyError("a bug")
+    layout = full_layout(4)
+    num_blocks = config.cache.num_gpu_blocks_override or 64
+    backend = FakeBackend(layout, num_blocks=num_blocks, next_token=NEXT.get(kind, alphabet))
+    if kind == "crash":
+        backend.fail_at = 3
+    limits = resolve_limits(config, device="cpu", usage="llm", block_size=4, model_max_len=MAX_LEN)
+    info = EngineInfo(
+        names=config.model.names,
+        limits=limits,
+        vocab_size=257,
+        eos_token_ids=(EOS,),
+        sampling_defaults={"temperature": 0.0},
+        backend="fake",
+        device="none",
+        dtype="float32",
+        num_blocks=num_blocks,
+        memory="",
+        phases=(("pretend", 0.0),),
+    )
+    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks), backend, info)
+
+
+def alphabet(history: list[int]) -> int:
+    """The next letter; after z, the end."""
+    return EOS if history[-1] == ord("z") else (history[-1] + 1) % 256
+
+
+def slow(history: list[int]) -> int:
+    time.sleep(0.01)
+    return ord("a") + len(history) % 20
+
+
+def leave(history: list[int]) -> int:
+    if history[-1] == ord("d"):
+        os._exit(7)
+    return alphabet(history)
+
+
+def hang(history: list[int]) -> int:
+    if history[-1] == ord("d"):
+        time.sleep(3600)
+    return alphabet(history)
+
+
+NEXT: dict[str, Callable[[list[int]], int]] = {"slow": slow, "exit": leave, "hang": hang}
+
+PROGRAM = (sys.executable, "-P", __file__)
+
+
+if __name__ == "__main__":
+    from pagoda.server import engine_proc
+
+    os._exit(engine_proc.serve(sys.argv[1], build))
