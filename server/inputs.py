@@ -9,6 +9,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from pagoda.common.config.model import ModelConfig
@@ -17,6 +18,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.bad_words import bad_words_token_ids
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.common.weights.hub import resolve_model
 from pagoda.server.wire import EngineInfo
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
@@ -58,12 +60,17 @@ def open_tokenizer(config: ModelConfig) -> Tokenizer | None:
     """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
     if config.skip_tokenizer_init:
         return None
-    return load_tokenizer(
-        config.tokenizer or config.model,
-        revision=config.tokenizer_revision or config.revision,
-        token=config.hf_token,
-        download_dir=config.download_dir,
-    )
+    access = {"token": config.hf_token, "download_dir": config.download_dir}
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, revision=config.tokenizer_revision or config.revision, **access)
+    path = resolve_model(config.model, config.load_format, revision=config.revision, **access)
+    return load_tokenizer(_lone_gguf(path) or path)
+
+
+def _lone_gguf(folder: Path) -> Path | None:
+    """The .gguf file of a folder that holds one and no tokenizer.json: it carries the tokenizer."""
+    files = list(folder.glob("*.gguf")) if not (folder / "tokenizer.json").exists() else []
+    return files[0] if len(files) == 1 else None
 
 
 def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:

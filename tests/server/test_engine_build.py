@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.args import EngineArgs
+from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.inputs import open_tokenizer
+from pagoda.server.llm_engine import LLMEngine
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def generation_config(folder: Path, **values: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+
+
+def args(folder: Path, **more: Any) -> EngineArgs:
+    return EngineArgs(folder, **{"load_format": "dummy", "skip_tokenizer_init": True} | more)
+
+
+def build(folder: Path, **more: Any) -> BuiltEngine:
+    built = build_engine(args(folder, **more).create_engine_config(), "llm")
+    built.backend.close()
+    return built
+
+
+def test_a_model_without_weights_or_tokenizer_generates(folder: Path) -> None:
+    engine = LLMEngine.from_engine_args(args(folder, num_gpu_blocks_override=16))
+    engine.add_request("r", [5, 6, 7], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert len(outputs[-1].outputs[0].token_ids) == 4
+    assert outputs[-1].outputs[0].text == ""
+    engine.shutdown()
+
+
+def test_what_is_known_once_it_runs(folder: Path) -> None:
+    info = build(folder, served_model_name=["a", "b"]).info
+    assert (info.names, info.vocab_size, info.max_model_len, info.dtype) == (("a", "b"), 96, 128, "float32")
+    assert (info.backend, info.device, info.eos_token_ids) == ("reference", "cpu", (2,))
+    assert info.sampling_defaults == {}
+    assert [name for name, _ in info.phases] == [
+        "open checkpoint",
+        "import reference",
+        "load weights",
+        "allocate KV cache",
+        "warm up",
+    ]
+
+
+def test_generation_config(folder: Path) -> None:
+    generation_config(folder, eos_token_id=[7, 2], temperature=0.6, top_p=None, max_new_tokens=9, do_sample=True)
+    info = build(folder).info
+    assert info.eos_token_ids == (7, 2)
+    assert info.sampling_defaults == {"temperature": 0.6, "max_tokens": 9}
+    info = build(folder, generation_config="vllm").info
+    assert (info.eos_token_ids, info.sampling_defaults) == ((2,), {})
+
+
+def test_generation_config_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    generation_config(other, top_k=3)
+    assert build(folder, generation_config=other).info.sampling_defaults == {"top_k": 3}
+    with pytest.raises(ConfigError, match=r"--generation-config: .*nowhere"):
+        build(folder, generation_config="nowhere")
+    generation_config(other, top_k="three")
+    with pytest.raises(ModelError, match="top_k is 'three', not a number"):
+        build(folder, generation_config=other)
+
+
+def test_dtype_and_length_as_asked(folder: Path) -> None:
+    info = build(folder, dtype="half", max_model_len=64).info
+    assert (info.dtype, info.max_model_len) == ("float16", 64)
+
+
+def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
+    info = build(folder, block_size=16, num_gpu_blocks_override=4).info
+    assert info.max_model_len == 48
+    with pytest.raises(ConfigError, match="lower --max-model-len to 48 or raise --kv-cache-memory-bytes"):
+        build(folder, block_size=16, num_gpu_blocks_override=4, max_model_len=128)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        ({"backend": "simulated"}, ConfigError, "--backend: simulated: not in this version"),
+        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the 128 positions"),
+        ({"load_format": "auto"}, ModelError, "no weights|holds no|safetensors"),
+    ],
+)
+def test_what_cannot_start_says_why(folder: Path, more: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        build(folder, **more)
+
+
+def test_an_unknown_architecture_lists_the_known_ones(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["AbacusForCausalLM"]}))
+    with pytest.raises(ModelError, match=r"AbacusForCausalLM is not supported; supported: .*LlamaForCausalLM"):
+        build(folder)
+
+
+def test_a_missing_tokenizer_is_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        open_tokenizer(args(folder, skip_tokenizer_init=False).create_engine_config().model)
+    assert open_tokenizer(args(folder).create_engine_config().model) is None
+
+
+def test_a_folder_with_one_gguf_file_has_its_tokenizer_in_it(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").write_bytes(b"not a model")
+    with pytest.raises(ModelError, match=r"some\.gguf"):
+        open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config().model)
