@@ -82,7 +82,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
 _CHOSEN_BY_NAME_ONLY: Final = frozenset({"simulated"})
 
 
-def choose(name: str) -> str:
+def choose_backend(name: str) -> str:
     """The backend for `name`; `auto` takes the first that can run here. Raises ConfigError saying why none can."""
     if name == "auto":
         for entry in BACKENDS:
@@ -96,10 +96,10 @@ def choose(name: str) -> str:
     return name
 
 
-def load(name: str) -> BackendModule:
-    """Import a backend that `choose` returned; this may take seconds."""
+def load_backend(name: str) -> BackendModule:
+    """Import a backend that `choose_backend` returned; this may take seconds."""
     module = _entry(name).module
-    assert module is not None, "choose() comes before load()"
+    assert module is not None, "choose_backend() comes first"
     return cast(BackendModule, importlib.import_module(module))
 
 

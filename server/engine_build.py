@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from pagoda.backends import registry
+from pagoda.backends.registry import BackendModule, choose_backend, load_backend
 from pagoda.common.backend import Backend, Weight
 from pagoda.common.config.defaults import Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -68,7 +68,7 @@ class _Phases:
 def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
     phases = _Phases()
-    name = registry.choose(config.model.backend)
+    name = choose_backend(config.model.backend)
     importing = _import(name)
     with phases("open checkpoint"):
         checkpoint = _open(config.model)
@@ -84,13 +84,13 @@ def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
         weights.close()
 
 
-def _import(name: str) -> Future[registry.BackendModule]:
+def _import(name: str) -> Future[BackendModule]:
     """Import a backend in a thread that nobody waits for when the model cannot be served."""
-    importing: Future[registry.BackendModule] = Future()
+    importing: Future[BackendModule] = Future()
 
     def run() -> None:
         try:
-            importing.set_result(registry.load(name))
+            importing.set_result(load_backend(name))
         except BaseException as error:
             importing.set_exception(error)
 
@@ -102,7 +102,7 @@ def _assemble(
     config: EngineConfig,
     usage: Usage,
     phases: _Phases,
-    module: registry.BackendModule,
+    module: BackendModule,
     checkpoint: Checkpoint,
     spec: ModelSpec,
     dtype: str,
