@@ -60,10 +60,13 @@ def open_tokenizer(config: ModelConfig) -> Tokenizer | None:
     """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
     if config.skip_tokenizer_init:
         return None
-    access = {"token": config.hf_token, "download_dir": config.download_dir}
+    token, downloads = config.hf_token, config.download_dir
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, revision=config.tokenizer_revision or config.revision, **access)
-    path = resolve_model(config.model, config.load_format, revision=config.revision, **access)
+        revision = config.tokenizer_revision or config.revision
+        return load_tokenizer(config.tokenizer, revision=revision, token=token, download_dir=downloads)
+    path = resolve_model(
+        config.model, config.load_format, revision=config.revision, token=token, download_dir=downloads
+    )
     return load_tokenizer(_lone_gguf(path) or path)
 
 
