@@ -7,4 +7,4 @@ import os
 # measured ten times slower beside one busy process. A short spin, then sleep, costs nothing on a quiet machine. The
 # runtime reads this once, when torch is imported; see benchmarks/LOG.md.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "8000")
