@@ -194,8 +194,6 @@ async def _until_stopped(server: uvicorn.Server, state: ServerState, listener: s
         if stopped.done():
             logger.info("stopping; %d requests are running", state.running)
             await _first_of(state.drain(), http)
-        elif life.done():
-            logger.error("%s", life.exception())
         server.should_exit = True
         await http
         if life.done() and (error := life.exception()) is not None:
