@@ -37,7 +37,7 @@ lint: $(VENV)/.dev
 # mypy does not follow an editable install that renames its root, so the package is read through a link.
 types: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/pagoda
-	$(BIN)/mypy -p pagoda
+	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.server
 
 unit: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -m "not slow" --cov --cov-report=term

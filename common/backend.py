@@ -57,7 +57,10 @@ class Capabilities:
 
 
 class Backend(Protocol):
-    """One model on one kind of device. Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close."""
+    """One model on one kind of device.
+
+    Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
@@ -65,7 +68,7 @@ class Backend(Protocol):
         ...
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter of the spec, each exactly once. Raises WeightError naming what is missing or left over."""
+        """Take every parameter of the spec, each once. Raises WeightError naming what is missing or left over."""
         ...
 
     def plan_memory(self) -> MemoryPlan:

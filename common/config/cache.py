@@ -19,7 +19,9 @@ class CacheConfig:
         None, "Bytes of KV cache; takes precedence over the share.", parse=human_readable_int
     )
     num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, whatever fits.")
-    enable_prefix_caching: bool | None = option(None, "Keep the KV of finished prompts for requests that share a beginning.")
+    enable_prefix_caching: bool | None = option(
+        None, "Keep the KV of finished prompts for requests that share a beginning."
+    )
 
     def __post_init__(self) -> None:
         if self.block_size is not None and (self.block_size < 1 or self.block_size & (self.block_size - 1)):

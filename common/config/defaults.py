@@ -35,7 +35,8 @@ def resolve_limits(config: EngineConfig, *, device: str, usage: Usage, block_siz
     stated = config.model.max_model_len
     if stated is not None and stated > model_max_len:
         raise ConfigError(
-            "--max-model-len", f"{stated} exceeds the {model_max_len} positions of the model; use {model_max_len} or less"
+            "--max-model-len",
+            f"{stated} exceeds the {model_max_len} positions of the model; use {model_max_len} or less",
         )
     max_len = stated or model_max_len
     scheduler = config.scheduler

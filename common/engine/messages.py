@@ -87,7 +87,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """All outputs of one engine step. `scheduled_at`: request id -> time its first token was scheduled, sent once."""
+    """All outputs of one engine step."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
     stats: EngineStats = EngineStats()

@@ -25,7 +25,7 @@ class SamplingRules:
     """One request's sampling, resolved: ids instead of words, a concrete seed, nothing optional but logprobs.
 
     `top_k` 0 keeps all. `stop_ids`: tokens masked out while fewer than `min_tokens` were generated.
-    `logprobs` / `prompt_logprobs`: how many best tokens to report (0: only the chosen one); None: none; -1: the vocabulary.
+    `logprobs` / `prompt_logprobs`: how many best tokens to report (0: only the chosen one, -1: all); None: no report.
     """
 
     temperature: float = 0.0
