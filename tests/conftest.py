@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# As the reference backend does for itself, but before any test module imports torch.
+os.environ.setdefault("GOMP_SPINCOUNT", "8000")
+
 
 @pytest.fixture(scope="session")
 def model_file() -> Path:
