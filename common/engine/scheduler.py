@@ -160,7 +160,7 @@ class Scheduler:
             want = np.minimum(want, self.limits.long_prefill_token_threshold)
         left = self.limits.max_num_batched_tokens - len(single) - (np.cumsum(want) - want)
         take = np.clip(left, 0, want)
-        return _Share(
+        return _decode_first(
             np.concatenate([single, longer[take > 0]]),
             np.concatenate([np.ones(len(single), np.int32), take[take > 0].astype(np.int32)]),
         )
@@ -222,8 +222,7 @@ class Scheduler:
             return share, starts
         all_rows = np.concatenate([share.rows, np.array(rows, np.int32)])
         all_takes = np.concatenate([share.take, np.array(takes, np.int32)])
-        decode_first = np.argsort(all_takes > 1, kind="stable")
-        return _Share(all_rows[decode_first], all_takes[decode_first]), starts
+        return _decode_first(all_rows, all_takes), starts
 
     def _start(self, request: Request, budget: int) -> int:
         """Let a waiting request run. Returns the tokens it computes now; 0 when it must wait."""
@@ -375,6 +374,12 @@ class Scheduler:
             )
         if not self.running and self.kv.pool.num_free != self.kv.pool.num_blocks - 1:
             raise RuntimeError(f"nothing runs, yet only {self.kv.pool.num_free} blocks are free")
+
+
+def _decode_first(rows: Int32, take: Int32) -> _Share:
+    """Rows with one token first, each kind in its order."""
+    order = np.argsort(take > 1, kind="stable")
+    return _Share(rows[order], take[order])
 
 
 def _rank(request: Request) -> tuple[float, ...]:

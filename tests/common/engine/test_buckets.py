@@ -1,0 +1,38 @@
+"""The ladder is closed: every step finds a rung, and nothing lies above."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.buckets import Bucket, Buckets, Ladder
+
+
+def test_powers_of_two_up_to_the_limit_itself():
+    assert Ladder.between(5, 48).sizes == (8, 16, 32, 48)
+    assert Ladder.between(16, 16).sizes == (16,)
+    assert Ladder.between(1, 1).sizes == (1,)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4)])
+def test_an_impossible_ladder_is_refused(low, high):
+    with pytest.raises(ValueError, match="no ladder"):
+        Ladder.between(low, high)
+
+
+def test_the_smallest_rung_that_holds():
+    ladder = Ladder.between(8, 48)
+    assert [ladder.bucket_for(n) for n in (1, 8, 9, 33, 48)] == [8, 8, 16, 48, 48]
+    with pytest.raises(ValueError, match="above the top"):
+        ladder.bucket_for(49)
+
+
+def test_every_step_within_the_limits_falls_into_a_listed_bucket():
+    limits = Limits(max_model_len=100, max_num_batched_tokens=40, max_num_seqs=12, block_size=4)
+    buckets = Buckets.of(limits)
+    listed = set(buckets)
+    assert max(listed) == Bucket(40, 12, 25)
+    for rows in range(1, 13):
+        for tokens in range(rows, 41):
+            for pages in (1, 8, 9, 25):
+                assert buckets.bucket_for(tokens, rows, pages) in listed

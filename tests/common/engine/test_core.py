@@ -1,0 +1,154 @@
+"""The step loop over the strict fake backend."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FakeBackend, full_layout, hybrid_layout, scrambled
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.errors import ConfigError, RequestError
+
+
+def limits(**settings) -> Limits:
+    defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
+    return Limits(**(defaults | settings))
+
+
+def core(backend: FakeBackend, **settings) -> EngineCore:
+    return EngineCore(backend, backend.layout, limits(**settings), backend.num_blocks)
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 8, **settings) -> EngineRequest:
+    return EngineRequest(
+        request_id=name, prompt_token_ids=prompt, max_tokens=max_tokens, **({"rules": SamplingRules()} | settings)
+    )
+
+
+def drain(engine: EngineCore) -> dict[str, list[EngineOutput]]:
+    outputs: dict[str, list[EngineOutput]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    engine.check_integrity()
+    return outputs
+
+
+def tokens(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_many_requests_of_many_sizes_all_end(ahead):
+    engine = core(FakeBackend(hybrid_layout(), num_blocks=24), async_scheduling=ahead)
+    for number in range(12):
+        engine.add_request(request(str(number), [100] * (1 + 3 * number), max_tokens=1 + number))
+    outputs = drain(engine)
+    assert {name: tokens(news) for name, news in outputs.items()} == {
+        str(number): [101 + step for step in range(1 + number)] for number in range(12)
+    }
+    assert all(news[-1].finish_reason == "length" for news in outputs.values())
+    stats = engine.stats
+    assert (stats.running, stats.waiting, stats.kv_blocks_used, stats.kv_blocks_total) == (0, 0, 0, 23)
+    assert stats.kv_usage == 0.0
+
+
+def test_the_next_step_starts_before_the_result_of_the_first():
+    backend = FakeBackend(full_layout())
+    engine = core(backend)
+    engine.add_request(request("a", [1, 2, 3]))
+    assert tokens(engine.step().outputs) == [4]
+    assert len(backend.plans) == 2
+    backend = FakeBackend(full_layout())
+    engine = core(backend, async_scheduling=False)
+    engine.add_request(request("a", [1, 2, 3]))
+    assert tokens(engine.step().outputs) == [4]
+    assert len(backend.plans) == 1
+
+
+def test_a_step_without_work_is_empty():
+    engine = core(FakeBackend(full_layout()))
+    assert not engine.has_work
+    assert engine.step().outputs == []
+
+
+def test_stats_count_tokens_and_steps():
+    engine = core(FakeBackend(full_layout()), async_scheduling=False)
+    engine.add_request(request("a", [1] * 9))
+    stats = engine.step().stats
+    assert (stats.steps, stats.last_step_tokens, stats.running, stats.kv_blocks_used) == (1, 9, 1, 3)
+    assert engine.step().stats.last_step_tokens == 1
+
+
+def test_an_aborted_request_says_no_more():
+    engine = core(FakeBackend(full_layout()))
+    engine.add_request(request("a", [1, 2, 3], 40))
+    engine.add_request(request("b", [1, 2, 3], 4))
+    engine.step()
+    engine.abort(["a"])
+    outputs = drain(engine)
+    assert "a" not in outputs
+    assert len(outputs["b"]) == 3
+
+
+def test_the_engine_serves_on_after_a_refusal():
+    engine = core(FakeBackend(full_layout()))
+    with pytest.raises(RequestError):
+        engine.add_request(request("a", []))
+    engine.add_request(request("a", [1]))
+    assert len(tokens(drain(engine)["a"])) == 8
+
+
+def test_logprobs_arrive_per_token_and_prompt_logprobs_once():
+    engine = core(FakeBackend(full_layout()), max_num_batched_tokens=4)
+    engine.add_request(request("b", [3, 4, 5, 6, 7, 8, 9], 3))
+    drain(engine)
+    rules = SamplingRules(logprobs=2, prompt_logprobs=0)
+    engine.add_request(request("a", [3, 4, 5, 6, 7, 8, 9], 3, rules=rules))
+    outputs = drain(engine)["a"]
+    assert [position.token_ids for output in outputs for position in output.logprobs] == [
+        [10, 11, 12],
+        [11, 12, 13],
+        [12, 13, 14],
+    ]
+    assert [position.token_ids for position in outputs[0].prompt_logprobs] == [[4], [5], [6], [7], [8], [9]]
+    assert [position.logprobs for position in outputs[0].prompt_logprobs] == [[-p] for p in range(1, 7)]
+    assert outputs[1].prompt_logprobs is None
+    assert outputs[0].num_cached_tokens == 0, "it computes every position"
+
+
+def test_resetting_the_prefix_cache():
+    engine = core(FakeBackend(full_layout()))
+
+    def cached(name: str) -> int:
+        engine.add_request(request(name, [1] * 9, 1))
+        return drain(engine)[name][0].num_cached_tokens
+
+    assert [cached("a"), cached("b")] == [0, 8]
+    assert engine.reset_prefix_cache()
+    assert cached("c") == 0
+
+
+def test_the_cache_can_be_reset_under_running_requests():
+    engine = core(FakeBackend(full_layout(), next_token=scrambled))
+    engine.add_request(request("a", [1] * 9, 20))
+    for _ in range(3):
+        engine.step()
+    engine.reset_prefix_cache()
+    engine.add_request(request("b", [1] * 9, 20))
+    assert len(tokens(drain(engine)["b"])) == 20
+
+
+def test_an_error_of_the_device_reaches_the_caller():
+    engine = core(FakeBackend(full_layout(), fail_at=2))
+    engine.add_request(request("a", [1, 2, 3]))
+    engine.step()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+
+
+def test_the_layout_and_the_limits_must_agree():
+    with pytest.raises(ConfigError, match="--block-size"):
+        EngineCore(FakeBackend(full_layout(8)), full_layout(8), limits(), 16)

@@ -1,0 +1,171 @@
+"""Random traffic over the whole engine and the strict fake backend.
+
+Whatever comes in whatever order: no block is lost or held twice, every request ends, its tokens are those it would get
+alone, and an idle engine holds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fakes import FakeBackend, full_layout, hybrid_layout, scrambled, state_layout
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+
+STOPS = frozenset({3, 4})
+MAX_LEN = 48
+
+# Few distinct beginnings, so that prefixes are shared, and few lengths around page borders.
+PROMPT = st.builds(
+    lambda base, length, tail: ([base] * length + tail)[: MAX_LEN - 1] or [base],
+    st.integers(10, 11),
+    st.sampled_from([1, 4, 8, 9, 12, 16, 21]),
+    st.lists(st.integers(5, 8), max_size=6),
+)
+REQUEST = st.builds(
+    lambda prompt, max_tokens, min_tokens, priority, salt, prompt_logprobs: EngineRequest(
+        request_id="",
+        prompt_token_ids=prompt,
+        rules=SamplingRules(min_tokens=min_tokens, prompt_logprobs=prompt_logprobs),
+        max_tokens=max_tokens,
+        stop_token_ids=STOPS,
+        eos_token_ids=frozenset({3}),
+        priority=priority,
+        cache_salt=salt,
+    ),
+    PROMPT,
+    st.integers(1, 24),
+    st.sampled_from([0, 0, 4]),
+    st.integers(0, 2),
+    st.sampled_from([None, None, None, "s"]),
+    st.sampled_from([None, None, None, 0]),
+)
+
+
+def alone(request: EngineRequest, room: int) -> list[int]:
+    """What the request must answer: the scripted tokens, up to a stop, its limit or the end of the room."""
+    history, answer = list(request.prompt_token_ids), []
+    while len(answer) < request.max_tokens and len(history) < room:
+        token = scrambled(history)
+        history.append(token)
+        answer.append(token)
+        if token in request.stop_token_ids and len(answer) >= request.rules.min_tokens:
+            break
+    return answer
+
+
+class Engine(RuleBasedStateMachine):
+    """One engine with drawn settings, and a record of what each request must answer."""
+
+    @initialize(
+        layout=st.sampled_from([full_layout(), hybrid_layout(window=6), hybrid_layout(window=1), state_layout()]),
+        num_blocks=st.sampled_from([11, 14, 18, 24, 40]),
+        rows=st.sampled_from([1, 3, 4, 6]),
+        chunk=st.sampled_from([6, 7, 16, 64]),
+        chunked=st.booleans(),
+        threshold=st.sampled_from([0, 3]),
+        caching=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        ahead=st.booleans(),
+        extents=st.booleans(),
+    )
+    def start(self, layout, num_blocks, rows, chunk, chunked, threshold, caching, policy, ahead, extents):
+        limits = Limits(
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=chunk if chunked else max(chunk, MAX_LEN),
+            max_num_seqs=rows,
+            block_size=layout.block_size,
+            chunked_prefill=chunked,
+            prefix_caching=caching,
+            long_prefill_token_threshold=threshold if chunked else 0,
+            policy=policy,
+            async_scheduling=ahead,
+        )
+        self.backend = FakeBackend(layout, num_blocks=num_blocks, next_token=scrambled, prefers_extents=extents)
+        self.engine = EngineCore(self.backend, layout, limits, num_blocks)
+        self.requests: dict[str, EngineRequest] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.gone: set[str] = set()
+        self.room = min(MAX_LEN, self.engine._kv.max_tokens + 1)
+
+    @rule(requests=st.lists(REQUEST, min_size=2, max_size=6))
+    def add(self, requests):
+        for drawn in requests:
+            if not self.engine._kv.fits(len(drawn.prompt_token_ids) + 1):
+                continue
+            request = replace(drawn, request_id=str(len(self.expected)))
+            self.engine.add_request(request)
+            self.requests[request.request_id] = request
+            self.expected[request.request_id] = alone(request, self.room)
+            self.answers[request.request_id] = []
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            for output in self.engine.step().outputs:
+                name = output.request_id
+                assert name not in self.gone, "an aborted request spoke"
+                assert name not in self.ended, "a finished request spoke"
+                request = self.requests[name]
+                if request.rules.prompt_logprobs is not None and not self.answers[name]:
+                    assert [p.token_ids[0] for p in output.prompt_logprobs] == request.prompt_token_ids[1:]
+                else:
+                    assert output.prompt_logprobs is None
+                self.answers[name] += output.new_token_ids
+                if output.finish_reason:
+                    self.ended[name] = output.finish_reason
+
+    @precondition(lambda self: len(self.expected) > len(self.ended) + len(self.gone))
+    @rule(data=st.data())
+    def abort(self, data):
+        alive = [name for name in self.expected if name not in self.ended and name not in self.gone]
+        name = data.draw(st.sampled_from(alive))
+        self.engine.abort([name])
+        self.gone.add(name)
+
+    @rule()
+    def reset_cache(self):
+        self.engine.reset_prefix_cache()
+
+    @invariant()
+    def nothing_is_lost(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.check_integrity()
+        for name, answer in self.answers.items():
+            assert answer == self.expected[name][: len(answer)]
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        steps = 0
+        while self.engine.has_work:
+            self.step(1)
+            steps += 1
+            assert steps < 5000, "the engine does not come to rest"
+        assert set(self.ended) | self.gone == set(self.expected)
+        for name, reason in self.ended.items():
+            assert self.answers[name] == self.expected[name]
+            stopped = self.answers[name][-1] in STOPS and reason == "stop"
+            assert stopped or reason == "length"
+        assert self.engine.stats.kv_blocks_used == 0
+        self.engine.check_integrity()
+
+
+Engine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+TestEngine = Engine.TestCase

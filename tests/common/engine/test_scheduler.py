@@ -1,0 +1,438 @@
+"""What each step computes, request by request. Results are written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from fakes import full_layout
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_manager import KvManager
+from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.step import PREVIOUS, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.errors import ConfigError, RequestError
+
+EOS = 0
+
+
+@dataclass
+class Bench:
+    """A scheduler and the shortest way to drive it."""
+
+    num_blocks: int = 65
+    limits: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
+        limits = Limits(**(defaults | self.limits))
+        kv = KvManager(
+            full_layout(),
+            self.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_step_tokens=limits.max_num_batched_tokens,
+            prefix_caching=limits.prefix_caching,
+        )
+        self.scheduler = Scheduler(limits, kv)
+        self.outputs: dict[str, list[EngineOutput]] = {}
+
+    def add(self, name: str, prompt: int | list[int], max_tokens: int = 8, **settings) -> None:
+        tokens = [ord(name)] * prompt if isinstance(prompt, int) else prompt
+        given = {"rules": SamplingRules(), "stop_token_ids": frozenset({EOS}), "eos_token_ids": frozenset({EOS})}
+        self.scheduler.add(
+            EngineRequest(request_id=name, prompt_token_ids=tokens, max_tokens=max_tokens, **(given | settings))
+        )
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def report(self, plan: StepPlan, token: int | list[int] = 7, **logprobs) -> list[EngineOutput]:
+        tokens = np.where(plan.samples, token, -1).astype(np.int32)
+        outputs = self.scheduler.update(plan, StepResult(plan.step, tokens, **logprobs)).outputs
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        return outputs
+
+    def step(self, token: int | list[int] = 7) -> StepPlan:
+        plan = self.plan()
+        self.report(plan, token)
+        return plan
+
+    @property
+    def running(self) -> str:
+        return "".join(request.request_id for request in self.scheduler.running)
+
+
+def counts(plan: StepPlan) -> list[int]:
+    return np.diff(plan.query_start).tolist()
+
+
+class TestBudget:
+    def test_a_step_shares_tokens_between_decodes_and_chunks(self):
+        bench = Bench()
+        bench.add("a", 10)
+        bench.add("b", 20)
+        first = bench.step()
+        assert counts(first) == [10, 6]
+        assert first.samples.tolist() == [True, False]
+        second = bench.step()
+        assert counts(second) == [1, 14], "b ends its prompt"
+        assert second.token_ids.tolist() == [7, *[ord("b")] * 14]
+        assert second.context.tolist() == [10, 6]
+        assert second.starts == ()
+        assert counts(bench.step()) == [1, 1]
+
+    def test_one_token_sequences_stand_first_and_decodes_are_never_starved(self):
+        bench = Bench(limits={"max_num_batched_tokens": 8})
+        bench.add("a", 30)
+        bench.add("b", 1)
+        assert counts(bench.step()) == [8]
+        assert counts(bench.step()) == [8]
+        bench = Bench(limits={"max_num_batched_tokens": 8, "policy": "priority"})
+        bench.add("b", 2, priority=5)
+        bench.step()
+        bench.add("a", 30, priority=0)
+        for _ in range(3):
+            plan = bench.step()
+            assert counts(plan) == [1, 7]
+            assert plan.rows.tolist() == [0, 1]
+
+    def test_the_long_prompt_threshold(self):
+        bench = Bench(limits={"long_prefill_token_threshold": 4})
+        bench.add("a", 10)
+        bench.add("b", 3)
+        assert counts(bench.step()) == [4, 3]
+        assert counts(bench.step()) == [1, 4]
+        assert counts(bench.step()) == [1, 2]
+
+    def test_without_chunks_a_prompt_goes_whole_or_not_at_all(self):
+        bench = Bench(limits={"chunked_prefill": False, "max_num_batched_tokens": 64})
+        bench.add("a", 40)
+        bench.add("b", 30)
+        bench.add("c", 5)
+        assert counts(bench.step()) == [40], "b does not fit, and c does not overtake it"
+        assert counts(bench.step()) == [1, 30, 5]
+
+    def test_rows_are_the_limit_and_are_reused(self):
+        bench = Bench(limits={"max_num_seqs": 2})
+        for name in "abc":
+            bench.add(name, 2, max_tokens=2)
+        assert bench.step().rows.tolist() == [0, 1]
+        bench.step()
+        assert bench.outputs["a"][-1].finish_reason == "length"
+        plan = bench.step()
+        assert [start.row for start in plan.starts] == plan.rows.tolist()
+        assert bench.running == "c"
+
+    def test_nothing_to_do_is_none(self):
+        assert Bench().scheduler.schedule() is None
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("field", "prompt", "max_tokens"), [("prompt", 0, 1), ("prompt", 64, 1), ("max_tokens", 4, 0)]
+    )
+    def test_requests_that_can_never_run(self, field, prompt, max_tokens):
+        bench = Bench()
+        with pytest.raises(RequestError) as error:
+            bench.add("a", prompt, max_tokens)
+        assert error.value.field == field
+        assert bench.scheduler.num_unfinished == 0
+
+    def test_a_prompt_larger_than_the_pool(self):
+        bench = Bench(num_blocks=5)
+        with pytest.raises(RequestError, match="4 blocks of 4 tokens"):
+            bench.add("a", 16)
+        bench.add("b", 15)
+
+    def test_the_same_id_twice(self):
+        bench = Bench()
+        bench.add("a", 2)
+        with pytest.raises(RequestError, match="already"):
+            bench.add("a", 2)
+
+    @pytest.mark.parametrize(
+        "limits",
+        [
+            {"policy": "lottery"},
+            {"max_num_seqs": 17},
+            {"chunked_prefill": False},
+            {"chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 4},
+        ],
+    )
+    def test_limits_that_contradict_each_other(self, limits):
+        with pytest.raises(ConfigError):
+            Bench(limits=limits)
+
+
+class TestEndings:
+    def test_a_stop_token_names_itself_and_eos_does_not(self):
+        bench = Bench()
+        bench.add("a", 2, stop_token_ids=frozenset({5, EOS}))
+        bench.add("b", 2)
+        bench.step([5, EOS])
+        a, b = bench.outputs["a"][0], bench.outputs["b"][0]
+        assert (a.finish_reason, a.stop_reason, a.new_token_ids) == ("stop", 5, [5])
+        assert (b.finish_reason, b.stop_reason, b.new_token_ids) == ("stop", None, [EOS])
+        assert bench.scheduler.num_unfinished == 0
+
+    def test_min_tokens_holds_a_stop_back(self):
+        bench = Bench()
+        bench.add("a", 2, rules=SamplingRules(min_tokens=3))
+        reasons = []
+        for _ in range(3):
+            bench.step(EOS)
+            reasons.append(bench.outputs["a"][-1].finish_reason)
+        assert reasons == [None, None, "stop"]
+
+    def test_a_stop_on_the_last_token_is_a_stop(self):
+        bench = Bench()
+        bench.add("a", 2, max_tokens=1)
+        bench.step(EOS)
+        assert bench.outputs["a"][0].finish_reason == "stop"
+
+    def test_the_context_is_an_end(self):
+        bench = Bench(limits={"max_model_len": 5})
+        bench.add("a", 3, max_tokens=2)
+        bench.add("b", 3, max_tokens=9)
+        bench.step()
+        bench.step()
+        assert [bench.outputs[name][-1].finish_reason for name in "ab"] == ["length", "length"]
+
+    def test_a_lone_request_that_outgrows_the_pool_ends_by_length(self):
+        bench = Bench(num_blocks=4)
+        bench.add("a", 5, max_tokens=50)
+        while bench.scheduler.num_unfinished:
+            bench.step()
+        assert sum(len(output.new_token_ids) for output in bench.outputs["a"]) == 12 + 1 - 5
+        assert bench.outputs["a"][-1].finish_reason == "length"
+        assert bench.scheduler.stats().preemptions == 0
+        bench.scheduler.check_integrity()
+
+
+class TestPreemption:
+    def test_the_last_in_line_goes_and_comes_back_with_all_its_tokens(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        bench.add("a", 7)
+        bench.add("b", 7)
+        bench.step()
+        bench.step()
+        assert bench.running == "ab"
+        plan = bench.step()
+        assert bench.running == "a"
+        assert counts(plan) == [1]
+        assert bench.scheduler.stats().preemptions == 1
+        while bench.running != "b":
+            plan = bench.step()
+        assert bench.running == "b"
+        (start,) = plan.starts
+        assert start.token_ids.tolist() == [ord("b")] * 7 + [7] * 2
+        assert start.num_prompt == 7
+        assert counts(plan) == [9]
+
+    def test_a_preempted_request_goes_before_those_that_never_ran(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        for name in "abc":
+            bench.add(name, 7)
+        while bench.scheduler.num_unfinished:
+            bench.step()
+        first_ends = [name for name, outputs in bench.outputs.items() if outputs[-1].finish_reason]
+        assert first_ends == ["a", "b", "c"]
+        assert all(len(outputs) == 8 for outputs in bench.outputs.values())
+        bench.scheduler.check_integrity()
+
+    def test_by_priority_the_least_urgent_goes_even_if_it_came_first(self):
+        bench = Bench(num_blocks=6, limits={"policy": "priority", "prefix_caching": False})
+        bench.add("a", 7, priority=9)
+        bench.step()
+        bench.add("b", 7, priority=1)
+        bench.step()
+        bench.step()
+        assert bench.running == "ba"
+        bench.step()
+        assert bench.running == "b"
+
+    def test_priority_decides_who_starts(self):
+        bench = Bench(limits={"policy": "priority", "max_num_seqs": 1})
+        bench.add("a", 2, priority=1, arrival=1.0)
+        bench.add("b", 2, priority=0, arrival=9.0)
+        bench.add("c", 2, priority=1, arrival=0.5)
+        order = []
+        while bench.scheduler.num_unfinished:
+            bench.step()
+            order += bench.running
+        assert "".join(dict.fromkeys(order)) == "bca"
+
+    def test_a_newcomer_leaves_a_block_for_each_running_request(self):
+        bench = Bench(num_blocks=5, limits={"prefix_caching": False})
+        bench.add("a", 4)
+        bench.add("b", 12)
+        assert counts(bench.step()) == [4]
+        assert bench.running == "a"
+
+
+class TestPrefix:
+    def test_requests_of_one_step_share_their_prefix(self):
+        bench = Bench(limits={"max_num_batched_tokens": 32})
+        bench.add("a", list(range(1, 11)))
+        bench.add("b", list(range(1, 11)))
+        plan = bench.step()
+        assert counts(plan) == [10, 2]
+        assert plan.context.tolist() == [0, 8]
+        assert plan.block_tables[0].tolist() == [[1, 2, 3], [1, 2, 4]]
+        assert [bench.outputs[name][0].num_cached_tokens for name in "ab"] == [0, 8]
+        stats = bench.scheduler.stats()
+        assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
+
+    def test_generated_pages_are_found_too(self):
+        bench = Bench()
+        bench.add("a", [1, 2, 3], max_tokens=6)
+        while bench.scheduler.num_unfinished:
+            bench.step()
+        bench.add("b", [1, 2, 3, *[7] * 6, 9])
+        assert bench.step().context.tolist() == [8]
+
+    def test_the_page_of_the_uncomputed_last_token_is_not(self):
+        bench = Bench()
+        bench.add("a", [1, 2, 3], max_tokens=5)
+        while bench.scheduler.num_unfinished:
+            bench.step()
+        bench.add("b", [1, 2, 3, *[7] * 5, 9])
+        assert bench.step().context.tolist() == [4]
+
+
+class TestPlanningAhead:
+    def test_the_token_in_flight_is_named_previous(self):
+        bench = Bench()
+        bench.add("a", 3, max_tokens=3)
+        one, two, three = bench.plan(), bench.plan(), None
+        assert two.token_ids.tolist() == [PREVIOUS]
+        assert two.context.tolist() == [3]
+        bench.report(one, 5)
+        three = bench.plan()
+        assert three.token_ids.tolist() == [PREVIOUS]
+        assert bench.scheduler.schedule() is None, "never past max_tokens"
+        bench.report(two, 6)
+        assert bench.scheduler.schedule() is None
+        bench.report(three, 8)
+        assert [output.new_token_ids for output in bench.outputs["a"]] == [[5], [6], [8]]
+        assert bench.outputs["a"][-1].finish_reason == "length"
+
+    def test_a_known_token_is_named_itself(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.report(bench.plan(), 5)
+        assert bench.plan().token_ids.tolist() == [5]
+
+    def test_results_after_the_end_are_dropped(self):
+        bench = Bench()
+        bench.add("a", 3)
+        one, two = bench.plan(), bench.plan()
+        assert len(bench.report(one, EOS)) == 1
+        assert bench.scheduler.num_unfinished == 0
+        assert bench.report(two, 5) == []
+        bench.scheduler.check_integrity()
+
+    def test_row_and_blocks_serve_the_next_while_a_step_is_in_flight(self):
+        bench = Bench(num_blocks=3, limits={"max_num_seqs": 1})
+        bench.add("a", 3)
+        bench.add("b", 3)
+        one, two = bench.plan(), bench.plan()
+        bench.report(one, EOS)
+        three = bench.plan()
+        assert three.rows.tolist() == [0]
+        assert bench.report(two, 5) == []
+        assert bench.report(three, 6)[0].request_id == "b"
+        assert bench.plan().token_ids.tolist() == [6], "the stale result did not touch the row"
+
+    def test_preemption_with_a_token_in_flight(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        bench.add("a", 7)
+        bench.add("b", 7)
+        one, two = bench.plan(), bench.plan()
+        three = bench.plan()
+        assert bench.running == "a"
+        assert counts(three) == [1]
+        bench.scheduler.abort(["a"])
+        assert bench.scheduler.schedule() is None, "b has two tokens in flight"
+        bench.report(one, 5)
+        assert bench.scheduler.schedule() is None
+        assert [output.request_id for output in bench.report(two, 6)] == ["b"]
+        four = bench.plan()
+        assert four.starts[0].token_ids.tolist() == [ord("b")] * 7 + [5, 6]
+        assert bench.report(three) == []
+        bench.report(four, 8)
+        assert [output.new_token_ids for output in bench.outputs["b"]] == [[5], [6], [8]]
+
+    def test_a_preempted_request_can_end_by_its_token_in_flight(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        bench.add("a", 7)
+        bench.add("b", 7)
+        one, two = bench.plan(), bench.plan()
+        bench.report(one)
+        bench.plan()
+        assert bench.running == "a"
+        bench.report(two, [7, EOS])
+        assert bench.outputs["b"][-1].finish_reason == "stop"
+        assert bench.scheduler.stats().waiting == 0
+
+
+class TestAbort:
+    def test_running_waiting_and_unknown(self):
+        bench = Bench(limits={"max_num_seqs": 1})
+        bench.add("a", 3)
+        bench.add("b", 3)
+        plan = bench.plan()
+        bench.scheduler.abort(["a", "b", "nobody", "a"])
+        assert bench.report(plan) == []
+        assert bench.scheduler.num_unfinished == 0
+        bench.scheduler.check_integrity()
+
+    def test_blocks_are_free_at_once(self):
+        bench = Bench()
+        bench.add("a", 9)
+        bench.step()
+        assert bench.scheduler.stats().kv_blocks_used == 3
+        bench.scheduler.abort(["a"])
+        assert bench.scheduler.stats().kv_blocks_used == 0
+
+
+class TestLogprobs:
+    def block(self, *tokens: int) -> TokenLogprobs:
+        ids = np.array([[token, 1] for token in tokens], np.int32)
+        return TokenLogprobs(ids, np.full(ids.shape, -0.5, np.float32), np.arange(1, len(tokens) + 1, dtype=np.int32))
+
+    def test_of_new_tokens(self):
+        bench = Bench()
+        bench.add("a", 3)
+        bench.add("b", 3, rules=SamplingRules(logprobs=1))
+        plan = bench.plan()
+        a, b = bench.report(plan, 7, logprobs={1: self.block(7)})
+        assert a.logprobs is None
+        assert b.logprobs[0].token_ids == [7, 1]
+        assert b.logprobs[0].logprobs == [-0.5, -0.5]
+        assert b.logprobs[0].rank == 1
+
+    def test_of_the_prompt_in_chunks_sent_whole_and_once(self):
+        bench = Bench(limits={"max_num_batched_tokens": 4})
+        bench.add("a", [1, 2, 3, 4, 5, 6], rules=SamplingRules(prompt_logprobs=1))
+        assert bench.report(bench.plan(), prompt_logprobs={0: self.block(2, 3, 4, 5)}) == []
+        (output,) = bench.report(bench.plan(), prompt_logprobs={0: self.block(6)})
+        assert [position.token_ids[0] for position in output.prompt_logprobs] == [2, 3, 4, 5, 6]
+        (output,) = bench.report(bench.plan())
+        assert output.prompt_logprobs is None
+
+
+def test_results_must_come_in_order():
+    bench = Bench()
+    bench.add("a", 3)
+    bench.plan()
+    two = bench.plan()
+    with pytest.raises(RuntimeError, match="expected step 0"):
+        bench.report(two)
