@@ -67,6 +67,7 @@ class _Answer:
         "eager",
         "finish_reason",
         "index",
+        "keeps_stop",
         "logprobs",
         "new_text",
         "new_token_ids",
@@ -94,6 +95,7 @@ class _Answer:
                 min_tokens=params.min_tokens,
             )
         # A final-only answer without stop strings becomes text once, at its end.
+        self.keeps_stop = params.include_stop_str_in_output
         self.eager = request.kind is not _FINAL_ONLY or bool(params.stop_strings)
         self.token_ids: list[int] = []
         self.new_token_ids: list[int] = []
@@ -115,10 +117,11 @@ class _Answer:
 
     def _read(self, detokenizer: Detokenizer) -> bool:
         finished = self.finish_reason is not None
-        if self.eager:
-            self.new_text = detokenizer.append(self.new_token_ids, finished)
-        elif finished:
-            self.new_text = detokenizer.append(self.token_ids, True)
+        if self.eager or finished:
+            spoken = self.new_token_ids if self.eager else self.token_ids
+            if self.finish_reason == "stop" and not self.keeps_stop:
+                spoken = spoken[:-1]  # the stop token ends the text and is no part of it
+            self.new_text = detokenizer.append(spoken, finished)
         stop = detokenizer.stop_hit
         if stop is None:
             return False

@@ -125,6 +125,13 @@ def test_a_stop_string_ends_the_request_in_the_engine(llm: LLM) -> None:
 def test_a_stop_token_is_the_reason(llm: LLM) -> None:
     answer = llm.generate("abc", SamplingParams(stop_token_ids=[ord("f")]), use_tqdm=False)[0].outputs[0]
     assert (answer.finish_reason, answer.stop_reason, answer.token_ids) == ("stop", ord("f"), list(b"def"))
+    assert answer.text == "de"
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_stop_token_is_said_when_asked_for(llm: LLM, kind: RequestOutputKind) -> None:
+    params = SamplingParams(stop_token_ids=[ord("f")], include_stop_str_in_output=True, output_kind=kind)
+    assert llm.generate("abc", params, use_tqdm=False)[0].outputs[0].text.endswith("f")
 
 
 def test_logprobs(llm: LLM) -> None:
