@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 import pagoda
 from pagoda.common.errors import PagodaError
 from pagoda.server.auth import ApiKeyMiddleware
+from pagoda.server.openapi import described
 from pagoda.server.protocol.errors import HttpError, http_error
 from pagoda.server.routes import chat, completion, health, metrics, models
 from pagoda.server.state import ServerState
@@ -33,13 +34,13 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="pagoda",
         version=pagoda.__version__,
-        root_path=config.root_path,
         docs_url="/docs" if docs else None,
         redoc_url="/redoc" if docs else None,
         openapi_url="/openapi.json" if docs else None,
         redirect_slashes=False,
     )
     app.state.server = state
+    app.openapi = lambda: described(app)  # type: ignore[method-assign]
     for module in (chat, completion, models, health, metrics):
         app.include_router(module.router)
     for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):

@@ -142,12 +142,13 @@ def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float
     metrics = Metrics(llm.names[0])
     llm.on_step = metrics.on_step
     state = ServerState(llm, config, metrics)
-    server = _server(create_app(state), config)
+    server = http_server(create_app(state), config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_until_stopped(server, state, listener, began))
 
 
-def _server(app: Any, config: ServerConfig) -> uvicorn.Server:
+def http_server(app: Any, config: ServerConfig) -> uvicorn.Server:
+    """An HTTP server that leaves signals to us. Raises ConfigError for certificates that cannot be used."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -166,7 +167,7 @@ def _server(app: Any, config: ServerConfig) -> uvicorn.Server:
         log_config=None,
         log_level=config.uvicorn_log_level,
         access_log=not config.disable_uvicorn_access_log,
-        root_path="",
+        root_path=config.root_path,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
         ssl_keyfile=config.ssl_keyfile,
@@ -183,10 +184,10 @@ def _server(app: Any, config: ServerConfig) -> uvicorn.Server:
 
 async def _until_stopped(server: uvicorn.Server, state: ServerState, listener: socket.socket, began: float) -> int:
     """Run server and engine side by side; 0 after a signal, 1 after the engine's death."""
-    logger.info("listening on %s, loading %s", _shown(listener, state.config), state.engine.config.model.model)
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop = asyncio.Event()
     _on_signals(server, stop)
+    logger.info("listening on %s, loading %s", _shown(listener, state.config), state.engine.config.model.model)
     stopped = asyncio.ensure_future(stop.wait())
     life = asyncio.ensure_future(_live(state, began))
     try:

@@ -104,10 +104,13 @@ class ChatCompletionRequest(SamplingFields):
 
     def in_own_names(self, error: RequestError) -> RequestError:
         """An error of SamplingParams under the name that the field has in this request."""
-        field = {"logprobs": "top_logprobs"}.get(error.field, error.field)
+        field = {"logprobs": "top_logprobs", "prompt": "messages"}.get(error.field, error.field)
         if field == "max_tokens" and self.max_completion_tokens is not None:
             field = "max_completion_tokens"
-        return RequestError(field, str(error).replace(error.field, field) if field != error.field else str(error))
+        message = str(error)
+        if message.startswith(error.field):
+            message = field + message.removeprefix(error.field)
+        return RequestError(field, message)
 
 
 def _check_message(where: str, message: dict[str, Any]) -> None:

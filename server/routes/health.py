@@ -17,7 +17,8 @@ router = APIRouter(tags=["health"])
 
 
 @router.get("/health", response_model=None)
-@router.api_route("/ping", methods=["GET", "POST"], response_model=None)
+@router.get("/ping", response_model=None)
+@router.post("/ping", response_model=None, include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while the engine is alive and moves, else 503 with the cause."""
     try:

@@ -1,0 +1,107 @@
+import csv
+from pathlib import Path
+
+from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
+from pagoda.common.observe.metrics import FinishedRequest, Metrics
+
+
+def step(*outputs: EngineOutput, **stats: int) -> StepOutputs:
+    return StepOutputs(outputs=list(outputs), stats=EngineStats(**stats))
+
+
+def output(request_id: str, count: int = 1, finish: str | None = None) -> EngineOutput:
+    return EngineOutput(request_id=request_id, new_token_ids=[1] * count, finish_reason=finish)
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    lines = metrics.exposition().decode().splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+def finished(**changes: object) -> FinishedRequest:
+    facts = {
+        "finish_reason": "stop",
+        "arrival": 1.0,
+        "first_token": 2.0,
+        "last_token": 6.0,
+        "prompt_tokens": 7,
+        "cached_tokens": 4,
+        "generation_tokens": 5,
+        "n": 1,
+        "max_tokens": 9,
+    }
+    return FinishedRequest(**(facts | changes))
+
+
+LABELS = '{engine="0",model_name="m"}'
+
+
+def test_names_types_and_labels_are_those_of_dashboards() -> None:
+    metrics = Metrics("m")
+    path = Path(__file__).resolve().parents[2] / "data" / "vllm_metrics.tsv"
+    with path.open(newline="") as file:
+        known = {row["name"]: row for row in csv.DictReader(file, delimiter="\t")}
+    for family in metrics.registry.collect():
+        if not family.name.startswith("vllm:"):
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert known[name]["type"] == family.type
+        labels = set(known[name]["labels"].split(",")) - {"le"}
+        assert all(set(sample.labels) - {"le"} == labels for sample in family.samples if "created" not in sample.name)
+
+
+def test_steps_are_counted() -> None:
+    metrics = Metrics("m")
+    metrics.on_step(step(output("a"), output("b"), running=2, waiting=1, last_step_tokens=9, kv_blocks_total=10))
+    metrics.on_step(
+        step(output("a", 2), running=2, kv_blocks_used=5, kv_blocks_total=10, prefix_queries=8, prefix_hits=4)
+    )
+    found = values(metrics)
+    assert found[f"vllm:generation_tokens_total{LABELS}"] == 4
+    assert found[f"vllm:iteration_tokens_total_sum{LABELS}"] == 9
+    assert found[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 1
+    assert found[f"vllm:num_requests_running{LABELS}"] == 2
+    assert found[f"vllm:num_requests_waiting{LABELS}"] == 0
+    assert found[f"vllm:kv_cache_usage_perc{LABELS}"] == 0.5
+    assert found[f"vllm:prefix_cache_hits_total{LABELS}"] == 4
+
+
+def test_sequences_that_vanish_are_forgotten() -> None:
+    metrics = Metrics("m")
+    for number in range(1000):
+        metrics.on_step(step(output(str(number)), running=1))
+    assert len(metrics._last_tokens) < 100
+    metrics.on_step(step(output("z"), running=1))
+    metrics.on_step(step(output("z", finish="stop"), running=0))
+    assert "z" not in metrics._last_tokens
+
+
+def test_finished_requests_are_timed() -> None:
+    metrics = Metrics("m")
+    metrics.on_first_token(arrival=1.0, first_token=2.0, prompt_tokens=7, cached_tokens=4)
+    metrics.on_finish(finished())
+    metrics.on_finish(finished(finish_reason="abort", first_token=0.0, last_token=0.0, generation_tokens=0))
+    found = values(metrics)
+    assert found[f"vllm:time_to_first_token_seconds_sum{LABELS}"] == 1
+    assert found[f"vllm:e2e_request_latency_seconds_sum{LABELS}"] == 5
+    assert found[f"vllm:request_decode_time_seconds_sum{LABELS}"] == 4
+    assert found[f"vllm:request_time_per_output_token_seconds_sum{LABELS}"] == 1
+    assert found[f"vllm:prompt_tokens_total{LABELS}"] == 7
+    assert found[f"vllm:prompt_tokens_cached_total{LABELS}"] == 4
+    assert found['vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"}'] == 1
+    assert found['vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"}'] == 1
+
+
+def test_two_servers_in_one_process_do_not_share() -> None:
+    one, two = Metrics("m"), Metrics("m")
+    one.on_step(step(output("a"), running=1))
+    assert values(two)[f"vllm:generation_tokens_total{LABELS}"] == 0
+
+
+def test_cache_facts() -> None:
+    metrics = Metrics("m")
+    metrics.set_cache_info({"block_size": 16, "enable_prefix_caching": True})
+    assert 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0"} 1.0' in (
+        metrics.exposition().decode()
+    )

@@ -1,0 +1,236 @@
+"""Request bodies: every field of the interface is honoured or refused by name, and nothing else is there."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.common.errors import RequestError
+from pagoda.server.outputs import Logprob
+from pagoda.server.protocol.base import parse
+from pagoda.server.protocol.chat import ChatCompletionRequest
+from pagoda.server.protocol.completion import CompletionRequest
+from pagoda.server.protocol.logprobs import LOWEST, TokenNames, chat_logprobs
+from pagoda.server.protocol.sampling import SamplingFields
+from pagoda.server.protocol.usage import StreamOptions
+
+TYPES: dict[str, Any] = {
+    "CompletionRequest": CompletionRequest,
+    "ChatCompletionRequest": ChatCompletionRequest,
+    "StreamOptions": StreamOptions,
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "CompletionRequest": {"prompt": "a"},
+    "ChatCompletionRequest": {"messages": [{"role": "user", "content": "a"}]},
+    "StreamOptions": {},
+}
+ODD: dict[str, Any] = {
+    "truncation_side": "right",
+    "mm_payload": "nope",
+    "length_penalty": 2.0,
+    "tool_choice": "auto",
+    "routed_experts_prompt_start": 3,
+}
+"""Values that are not the default, for fields where {"x": 1} is not enough."""
+
+VACUOUS = {"parallel_tool_calls"}
+"""True of every answer whatever its value, as long as tools are refused."""
+
+
+def rows() -> list[dict[str, str]]:
+    path = Path(__file__).resolve().parents[1] / "data" / "request_fields.tsv"
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def read(schema: str, **fields: Any) -> Any:
+    return parse(TYPES[schema], json.dumps(NEEDED[schema] | fields).encode())
+
+
+def default_of(row: dict[str, str]) -> Any:
+    text = row["default"].replace('""', '"').removeprefix('""').strip('"')
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda r: f"{r['schema']}.{r['field']}")
+def test_every_field_is_known_and_its_default_passes(row: dict[str, str]) -> None:
+    schema, name = row["schema"], row["field"]
+    assert name in TYPES[schema].model_fields
+    if row["required"] == "n":
+        default = default_of(row)
+        if name not in NEEDED[schema]:
+            read(schema, **{name: default})
+            if "null" in row["type"]:
+                read(schema, **{name: None})
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda r: f"{r['schema']}.{r['field']}")
+def test_every_field_is_honoured_or_refused_by_name(row: dict[str, str]) -> None:
+    """A field that nothing reads must be one that is refused when set."""
+    schema, name = row["schema"], row["field"]
+    extra = TYPES[schema].model_fields[name].json_schema_extra
+    if isinstance(extra, dict) and extra.get("unsupported"):
+        with pytest.raises(RequestError) as error:
+            read(schema, **{name: ODD.get(name, {"x": 1})})
+        assert error.value.field == name
+        return
+    root = Path(__file__).resolve().parents[2] / "server"
+    source = "".join(path.read_text() for folder in ("protocol", "routes") for path in (root / folder).glob("*.py"))
+    uses = source.count(f".{name}") + source.count(f'"{name}",')
+    assert uses or name in VACUOUS, f"{name} is accepted and read nowhere"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "field"),
+    [
+        ("CompletionRequest", {"temperature": "hot"}, "temperature"),
+        ("CompletionRequest", {"max_tokens": 1.5}, "max_tokens"),
+        ("CompletionRequest", {"max_tokens": True}, "max_tokens"),
+        ("CompletionRequest", {"seed": 2**63}, "seed"),
+        ("CompletionRequest", {"priority": -(2**63) - 1}, "priority"),
+        ("CompletionRequest", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ("CompletionRequest", {"cache_salt": ""}, "cache_salt"),
+        ("CompletionRequest", {"cache_salt": "x" * 1025}, "cache_salt"),
+        ("CompletionRequest", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ("CompletionRequest", {"stop": [1]}, "stop[0]"),
+        ("CompletionRequest", {"top_k": 10**40}, "top_k"),
+        ("CompletionRequest", {"stream_options": {"include_use": True}}, "stream_options.include_use"),
+        ("CompletionRequest", {"best_of": 2}, "best_of"),
+        ("CompletionRequest", {"suffix": "x"}, "suffix"),
+        ("ChatCompletionRequest", {"messages": []}, "messages"),
+        ("ChatCompletionRequest", {"messages": "hi"}, "messages"),
+        ("ChatCompletionRequest", {"messages": [1]}, "messages[0]"),
+        ("ChatCompletionRequest", {"tools": [{"type": "function"}]}, "tools"),
+        ("ChatCompletionRequest", {"tool_choice": "auto"}, "tool_choice"),
+        ("ChatCompletionRequest", {"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_refused_values_name_their_field(schema: str, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        read(schema, **fields)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+def test_numbers_that_are_not_finite(value: bytes) -> None:
+    with pytest.raises(RequestError) as error:
+        parse(CompletionRequest, b'{"prompt": "a", "temperature": ' + value + b"}")
+    assert error.value.field == "temperature"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"nul", b"[" * 100_000])
+def test_malformed_json(raw: bytes) -> None:
+    with pytest.raises(RequestError) as error:
+        parse(CompletionRequest, raw)
+    assert "JSON" in str(error.value)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"1", b'"a"', b"null"])
+def test_not_an_object(raw: bytes) -> None:
+    with pytest.raises(RequestError, match="JSON object"):
+        parse(CompletionRequest, raw)
+
+
+def test_the_nearest_field_is_named() -> None:
+    with pytest.raises(RequestError, match="did you mean 'temperature'"):
+        read("CompletionRequest", temprature=1.0)
+
+
+@pytest.mark.parametrize("prompt", [None, [], 1, {}, ["a", 1], [[1], "a"], [[]], [True], [1.5], [[1], [True]]])
+def test_prompts_that_are_none(prompt: Any) -> None:
+    with pytest.raises(RequestError) as error:
+        _ = read("CompletionRequest", prompt=prompt).prompts
+    assert error.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ],
+)
+def test_chat_fields_that_do_not_go_together(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        read("ChatCompletionRequest", **fields).check()
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+        ({"temperature": 101.0}, "temperature"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+    ],
+)
+def test_sampling_errors_in_the_requests_own_names(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        read("ChatCompletionRequest", **fields).params({})
+    assert error.value.field == field
+
+
+def test_all_sampling_fields_arrive() -> None:
+    values: dict[str, Any] = {
+        "n": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["x"],
+        "stop_token_ids": [1],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "truncate_prompt_tokens": 8,
+        "logit_bias": {"5": 1.0},
+        "allowed_token_ids": [1, 2],
+        "bad_words": ["y"],
+        "prompt_logprobs": 1,
+        "logprobs": 3,
+        "max_tokens": 9,
+    }
+    params = read("CompletionRequest", **values).params({})
+    assert {name: getattr(params, name) for name in values} == values | {"logit_bias": {5: 1.0}}
+    untested = set(SamplingFields.model_fields) & set(vars(params)) - set(values)
+    unsupported = {n for n in untested if SamplingFields.model_fields[n].json_schema_extra}
+    assert untested == unsupported
+
+
+def test_defaults_of_the_model_fill_what_is_left_out() -> None:
+    defaults = {"temperature": 0.3, "top_k": 5, "max_tokens": 77}
+    params = read("ChatCompletionRequest", top_k=9).params(defaults)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 9, 77)
+    assert read("CompletionRequest").params({}).max_tokens == 16
+    assert read("CompletionRequest", max_tokens=None).params({}).max_tokens is None
+
+
+def test_minus_infinity_is_written_as_a_number() -> None:
+    entries = chat_logprobs([{3: Logprob(float("-inf"), 9)}], 1, TokenNames(None, as_ids=False))
+    assert entries[0]["logprob"] == LOWEST
+    assert entries[0]["token"] == "token_id:3"

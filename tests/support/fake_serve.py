@@ -1,0 +1,22 @@
+"""`pagoda serve` with a fake engine process; the model's name says how it behaves (see fake_engine)."""
+
+import sys
+from typing import Any
+
+from support.byte_text import byte_tokenizer
+from support.fake_engine import PROGRAM
+
+from pagoda.server import cli, serve
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.process_client import ProcessClient
+
+
+def start_fake(config: Any, *, in_process: bool) -> ProcessClient:
+    return ProcessClient(config, PROGRAM)
+
+
+if __name__ == "__main__":
+    serve.start_engine = start_fake
+    assert AsyncLLM.__init__.__kwdefaults__ is not None
+    AsyncLLM.__init__.__kwdefaults__["open_text"] = lambda _: byte_tokenizer()
+    sys.exit(cli.main(["serve", *sys.argv[1:]]))

@@ -1,0 +1,117 @@
+"""The real HTTP server over a fake engine, in a thread, on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+from support.byte_text import byte_tokenizer
+from support.fake_engine import build
+
+from pagoda.common.config.server import ServerConfig
+from pagoda.common.observe.metrics import Metrics
+from pagoda.server.app import create_app
+from pagoda.server.args import AsyncEngineArgs
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.serve import bind, http_server
+from pagoda.server.state import ServerState
+from pagoda.server.thread_client import ThreadClient
+
+TEXT = byte_tokenizer()
+
+
+class LiveServer:
+    """A server that listens. `state` belongs to the server's own event loop; read it, do not change it."""
+
+    def __init__(self, model: str, config: ServerConfig, ready: bool, **engine: Any) -> None:
+        engine.setdefault("served_model_name", ["fake"])
+        engine_config = AsyncEngineArgs(model, **engine).create_engine_config()
+        metrics = Metrics("fake")
+        self.llm = AsyncLLM(
+            engine_config,
+            client=ThreadClient(engine_config, build),
+            open_text=lambda model: None if model.skip_tokenizer_init else TEXT,
+            wait=False,
+            on_step=metrics.on_step,
+        )
+        self._config, self._metrics, self._ready = config, metrics, ready
+        self._listener = bind(config)
+        self.port = 0 if config.uds else self._listener.getsockname()[1]
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        self._listener.close()
+
+    def call(self, work: Any) -> Any:
+        """Run a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Status and parsed body; `body` is sent as it is when it is bytes."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection.request(method, path, raw, {"content-type": "application/json"} | (headers or {}))
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        kind = response.headers.get("content-type", "")
+        return response.status, json.loads(text) if kind.startswith("application/json") and text else text
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        return self.request("GET", path, None, headers)
+
+    def raw(self, method: str, path: str, body: Any) -> socket.socket:
+        """A connection on which a request was sent and nothing was read."""
+        text = json.dumps(body).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n"
+        connection.sendall(head.encode() + text)
+        return connection
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.state = ServerState(self.llm, self._config, self._metrics)
+        if self._ready:
+            await self.state.wait_until_ready()
+        self._server = http_server(create_app(self.state), self._config)
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+        self._started.set()
+        await serving
+        self.llm.shutdown()
+
+
+@contextmanager
+def live_server(model: str = "fake", *, ready: bool = True, engine: Any = None, **config: Any) -> Iterator[LiveServer]:
+    """A running server; `config` are fields of ServerConfig, `engine` of AsyncEngineArgs."""
+    settings = {"port": 0, "uvicorn_log_level": "warning"} | config
+    server = LiveServer(model, ServerConfig(**settings), ready, **(engine or {}))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
