@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pagoda.common.engine.step import StepPlan, StepResult
 
 Weight = tuple[str, npt.NDArray[np.generic]]
-"""A canonical parameter name (see common.models.shapes) and its values; bfloat16 through ml_dtypes."""
+"""A canonical parameter name (see common.models.shapes) and its values; bfloat16 tagged as in common.weights.narrow."""
 
 
 class PendingResult(Protocol):

@@ -17,7 +17,7 @@ from pagoda.server.flags import FlagParser
 
 PACKAGES: Final = (
     *("torch", "triton", "jax", "jaxlib", "libtpu", "flax", "transformers", "tokenizers", "safetensors", "gguf"),
-    *("numpy", "ml_dtypes", "pydantic", "msgspec", "pyzmq", "fastapi", "starlette", "uvicorn", "uvloop", "httptools"),
+    *("numpy", "pydantic", "msgspec", "pyzmq", "fastapi", "starlette", "uvicorn", "uvloop", "httptools"),
     *("prometheus-client", "jinja2"),
 )
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.common.models.spec import Activation, Norm, Router
+from pagoda.common.weights import narrow
 
-_BITS_OF = {
-    np.dtype(ml_dtypes.bfloat16): (np.uint16, torch.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
-    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
+_NARROW = {
+    narrow.BFLOAT16: torch.bfloat16,
+    narrow.FLOAT8_E4M3FN: torch.float8_e4m3fn,
+    narrow.FLOAT8_E5M2: torch.float8_e5m2,
 }
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -39,9 +39,8 @@ def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
     """A tensor over the same memory. A read-only array (a mapped file) gives a tensor that must not be written."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        if array.dtype in _BITS_OF:
-            bits, dtype = _BITS_OF[array.dtype]
-            return torch.from_numpy(array.view(bits)).view(dtype)
+        if array.dtype in _NARROW:
+            return torch.from_numpy(narrow.bits(array)).view(_NARROW[array.dtype])
         return torch.from_numpy(array)
 
 

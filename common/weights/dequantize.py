@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.weights.mapped import as_array
+from pagoda.common.weights.narrow import BFLOAT16
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -131,7 +131,7 @@ _PLAIN: dict[BlockType, np.dtype[Any]] = {
     BlockType(26, "I32", 1, 4): np.dtype("<i4"),
     BlockType(27, "I64", 1, 8): np.dtype("<i8"),
     BlockType(28, "F64", 1, 8): np.dtype("<f8"),
-    BlockType(30, "BF16", 1, 2): np.dtype(ml_dtypes.bfloat16),
+    BlockType(30, "BF16", 1, 2): BFLOAT16,
 }
 _KERNELS: dict[BlockType, Callable[[Bytes, Floats], None]] = {
     BlockType(2, "Q4_0", 32, 18): _q4_0,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.mapped import NamedTensor
+from pagoda.common.weights.narrow import to_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Layout:
         if inner in self.interleaved:
             array = _half_split(array, config[self.interleaved[inner]])
         if self.minus_one and target.endswith("norm.weight"):
-            array = array.astype(np.float32) - np.float32(1)
+            array = to_float32(array) - np.float32(1)
         if inner in self.transposed and array.ndim == 2:
             array = array.T
         if "{e}" in target:

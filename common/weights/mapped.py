@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagoda.common.errors import ModelError, WeightError
 
 NamedTensor = tuple[str, npt.NDArray[np.generic]]
-"""A checkpoint's own name for a tensor and its values; bfloat16 and float8 through ml_dtypes."""
+"""A checkpoint's own name for a tensor and its values; bfloat16 and float8 tagged as in `narrow`."""
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

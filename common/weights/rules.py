@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import Param
+from pagoda.common.weights.narrow import dtype_name
 
 Array = npt.NDArray[Any]
 
@@ -119,7 +120,8 @@ class _PartialStack:
             reason = "came twice" if number < len(self.values) else f"but there are {len(self.values)}"
             raise WeightError(f"tensor {name}: part {number} {reason}")
         if tensor.dtype != self.values.dtype:
-            raise WeightError(f"tensor {name}: dtype {tensor.dtype}, but parts before it have {self.values.dtype}")
+            got, kept = dtype_name(tensor.dtype), dtype_name(self.values.dtype)
+            raise WeightError(f"tensor {name}: dtype {got}, but parts before it have {kept}")
         self.values[number] = tensor
         self._waiting.remove(number)
         return not self._waiting

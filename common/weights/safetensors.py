@@ -13,11 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
+from pagoda.common.weights import narrow
 from pagoda.common.weights.mapped import as_array, map_file
 
 _LENGTH_BYTES = 8
@@ -37,12 +37,12 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
     "C64": np.dtype("<c8"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "BF16": narrow.BFLOAT16,
+    "F8_E4M3": narrow.FLOAT8_E4M3FN,
+    "F8_E5M2": narrow.FLOAT8_E5M2,
+    "F8_E4M3FNUZ": narrow.FLOAT8_E4M3FNUZ,
+    "F8_E5M2FNUZ": narrow.FLOAT8_E5M2FNUZ,
+    "F8_E8M0": narrow.FLOAT8_E8M0FNU,
 }
 
 

@@ -17,11 +17,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
+from pagoda.common.weights import narrow
 from pagoda.common.weights.mapped import map_file
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -37,9 +37,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "bfloat16": narrow.BFLOAT16,
+    "float8_e4m3fn": narrow.FLOAT8_E4M3FN,
+    "float8_e5m2": narrow.FLOAT8_E5M2,
 }
 _STORAGES = {
     "BoolStorage": "bool",

@@ -11,18 +11,27 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagoda.backends.reference import ops
 from pagoda.common.models.spec import Norm, Router
+from pagoda.common.weights import narrow
+
+KINDS = {
+    np.float32: np.float32,
+    np.float16: np.float16,
+    ml_dtypes.bfloat16: narrow.BFLOAT16,
+    ml_dtypes.float8_e4m3fn: narrow.FLOAT8_E4M3FN,
+    ml_dtypes.float8_e5m2: narrow.FLOAT8_E5M2,
+}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", KINDS)
 def test_to_torch_keeps_values_and_memory(dtype: type):
-    array = np.array([[0.5, -2.0], [3.0, 0.0]], dtype=dtype)
+    array = np.array([[0.5, -2.0], [3.0, 0.0]], dtype=dtype).view(KINDS[dtype])
     tensor = ops.to_torch(array)
     assert tensor.float().tolist() == [[0.5, -2.0], [3.0, 0.0]]
     assert tensor.data_ptr() == array.ctypes.data
 
 
 def test_to_torch_takes_transposed_and_read_only_arrays():
-    array = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)
+    array = np.arange(6).astype(ml_dtypes.bfloat16).view(narrow.BFLOAT16).reshape(2, 3)
     array.flags.writeable = False
     assert ops.to_torch(array.T).float().tolist() == [[0, 3], [1, 4], [2, 5]]
 

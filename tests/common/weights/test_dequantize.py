@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.common.weights.dequantize import block_type, dequantize, stored_dtype
+from pagoda.common.weights.narrow import to_float32
 
 DEQUANTISABLE = sorted(gguf.quants._type_traits, key=int)
 OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)
@@ -33,7 +34,7 @@ def test_equals_the_gguf_package(kind: Type, shape: tuple[int, int]) -> None:
         got = dequantize(data.reshape(-1), known, (shape[0], shape[1] * known.elements))
     assert got.shape == expected.shape
     assert got.dtype == stored_dtype(known)
-    got = got.astype(np.float32)
+    got = to_float32(got)
     # NaN compares by being NaN: which of its bit patterns an operation yields is the processor's choice.
     same = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
     assert same.all()

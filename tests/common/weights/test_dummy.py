@@ -8,6 +8,7 @@ import pytest
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
 from pagoda.common.weights.dummy import dummy_weights
+from pagoda.common.weights.narrow import dtype_name, to_float32
 
 NORM = Norm(1e-5, kind="layer", bias=True)
 LAYER = Layer(Attention(4, 2, 8, 0.3, Rope(1e4, 8), qk_norm=Norm(1e-5)), Mlp(64, "silu", True), Norms(NORM, None, NORM))
@@ -19,8 +20,8 @@ def test_every_parameter_once_in_its_shape_and_range(dtype: str) -> None:
     weights = list(dummy_weights(PARAMS, dtype=dtype))
     assert [name for name, _ in weights] == list(PARAMS)
     for name, array in weights:
-        assert (array.shape, array.dtype.name) == (PARAMS[name].shape, dtype)
-        values = array.astype(np.float32)
+        assert (array.shape, dtype_name(array.dtype)) == (PARAMS[name].shape, dtype)
+        values = to_float32(array)
         assert np.abs(values - (1 if "norm" in name and not name.endswith("_bias") else 0)).max() < 0.2, name
         assert values.std() > 0.005, name
 

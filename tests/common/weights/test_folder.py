@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.narrow import dtype_name, to_float32
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(1)}
 
@@ -39,8 +40,8 @@ def _check(folder: Path, load_format: str = "auto") -> None:
     tensors = dict(checkpoint.tensors())
     assert sorted(tensors) == ["a", "b", "c"]
     for name, tensor in TENSORS.items():
-        assert tensors[name].dtype.name == str(tensor.dtype).removeprefix("torch.")
-        np.testing.assert_array_equal(tensors[name].astype(np.float32), tensor.float().numpy())
+        assert dtype_name(tensors[name].dtype) == str(tensor.dtype).removeprefix("torch.")
+        np.testing.assert_array_equal(to_float32(tensors[name]), tensor.float().numpy())
     assert checkpoint.num_tensors == 3
     assert checkpoint.num_bytes == sum(array.nbytes for array in tensors.values()) == 24 + 8 + 4
     assert checkpoint.config() == {"model_type": "x", "vocab_size": 3}
