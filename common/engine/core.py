@@ -64,6 +64,8 @@ class EngineCore:
         while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
             self._pending.append((plan, self._backend.execute(plan)))
         if not self._pending:
+            if self._scheduler.num_unfinished:
+                raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
             return StepOutputs(stats=self.stats)
         plan, pending = self._pending.popleft()
         return self._scheduler.update(plan, pending.result())

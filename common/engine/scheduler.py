@@ -104,11 +104,6 @@ class Scheduler:
         """Requests running or waiting."""
         return len(self._requests)
 
-    @property
-    def has_flights(self) -> bool:
-        """True while a planned step was not reported."""
-        return bool(self._flights)
-
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """A snapshot."""
         total = self.kv.pool.num_blocks - 1

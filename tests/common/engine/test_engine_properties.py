@@ -161,7 +161,7 @@ class Engine(RuleBasedStateMachine):
 
 
 Engine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -236,6 +236,15 @@ class TestPreemption:
         assert start.num_prompt == 7
         assert counts(plan) == [9]
 
+    def test_no_one_starts_in_a_step_that_preempts(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False, "long_prefill_token_threshold": 4})
+        bench.add("a", 7)
+        bench.add("b", 7)
+        for _ in range(3):
+            assert len(bench.step().rows) == 2
+        assert counts(bench.step()) == [1]
+        assert counts(bench.step()) == [1, 4]
+
     def test_a_preempted_request_goes_before_those_that_never_ran(self):
         bench = Bench(num_blocks=6, limits={"prefix_caching": False})
         for name in "abc":
@@ -289,6 +298,15 @@ class TestPrefix:
         assert [bench.outputs[name][0].num_cached_tokens for name in "ab"] == [0, 8]
         stats = bench.scheduler.stats()
         assert (stats.prefix_queries, stats.prefix_hits) == (20, 8)
+
+    def test_pages_of_an_unfinished_prompt_are_found_even_those_of_this_step(self):
+        bench = Bench(limits={"long_prefill_token_threshold": 4})
+        bench.add("a", list(range(1, 17)))
+        bench.step()
+        bench.add("b", list(range(1, 17)))
+        plan = bench.step()
+        assert plan.context.tolist() == [4, 8]
+        assert plan.block_tables[0].tolist() == [[1, 2, 0], [1, 2, 3]]
 
     def test_generated_pages_are_found_too(self):
         bench = Bench()
