@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import pagoda
-from pagoda.backends import registry
+from pagoda.backends.registry import explain
 from pagoda.common.config.env import VARIABLES
 from pagoda.server.flags import FlagParser
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:<20}{value}")
         print()
     print("[backends]")
-    print(registry.explain())
+    print(explain())
     return 0
 
 

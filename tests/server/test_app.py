@@ -1,6 +1,7 @@
 """The application over a real socket: errors, keys, health, limits, clients that leave, engines that die."""
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +243,31 @@ def test_a_dying_engine_fails_requests_with_the_cause(stream: bool) -> None:
         status, answer = server.get("/health")
         assert status == 503
         assert "the device is gone" in answer["error"]["message"]
+
+
+def test_a_bug_is_not_shown_to_clients(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: Any) -> None:
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr(server.state, "model_name", bug)
+    status, answer = server.post("/v1/completions", TEXT)
+    assert status == 500
+    assert answer["error"]["message"].startswith("internal error")
+    monkeypatch.undo()
+    serves(server)
+
+
+def test_requests_are_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pagoda")
+    with live_server(enable_log_requests=True, max_log_len=40) as server:
+        logging.getLogger("pagoda").addHandler(caplog.handler)
+        try:
+            server.post("/v1/completions", TEXT | {"prompt": "b" * 50, "user": "me"})
+        finally:
+            logging.getLogger("pagoda").removeHandler(caplog.handler)
+    assert "b" * 20 in caplog.text
+    assert "b" * 50 not in caplog.text
+    assert "user 'me'" in caplog.text
 
 
 def test_without_a_tokenizer() -> None:
