@@ -93,7 +93,9 @@ class SamplingFields(Body):
     stream_interval: Any = unsupported(harmless=(1,))
 
     def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
-        """Params that stream deltas. `defaults`: the model's, for fields left out. `own`: the caller's additions.
+        """Params whose outputs are deltas: many in a stream, else one at the end, which wakes this process once.
+
+        `defaults`: the model's, for fields left out. `own`: the caller's additions.
 
         Raises RequestError naming a field outside its bounds.
         """
@@ -103,4 +105,5 @@ class SamplingFields(Body):
             raise RequestError(
                 "prompt_logprobs", "prompt_logprobs are not available in a stream; leave one of them out"
             )
-        return SamplingParams.from_optional(**values, output_kind=RequestOutputKind.DELTA)
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams.from_optional(**values, output_kind=kind)
