@@ -30,5 +30,5 @@ def mix(x: Tensor) -> Tensor:
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """float32 [R, n]: noise of tokens int32 [R, n] or [n] under row keys int32 [R] (bits of uint32)."""
     bits = mix(keys[:, None] ^ (token_ids * _signed(TOKEN_STRIDE)))
-    uniform = (_shift(bits, 8).to(torch.float32) + 0.5) * 2.0**-24
+    uniform = (_shift(bits, 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

@@ -86,6 +86,7 @@ def noise_keys(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -
 def gumbel(keys: U32, token_ids: U32) -> npt.NDArray[np.float32]:
     """float32 [S, n]: Gumbel noise of the given tokens. `keys` uint32 [S], `token_ids` uint32 [S, n] or [n]."""
     bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
-    uniform = ((bits >> np.uint32(8)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
+    # 23 bits and a half fit float32, so that the result is never 1, whose noise would be infinite.
+    uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     noise: npt.NDArray[np.float32] = -np.log(-np.log(uniform))
     return noise
