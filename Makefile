@@ -26,7 +26,7 @@ $(MODEL): tools/smollm2.py
 	touch $@
 
 serve: $(VENV)/.cpu $(MODEL)
-	$(BIN)/pagoda serve $(MODEL) --served-model-name smollm2 --port $(PORT)
+	$(BIN)/pagoda serve $(MODEL) --served-model-name smollm2 --generation-config $(MODELS) --port $(PORT)
 
 test: lint types unit
 
