@@ -155,6 +155,12 @@ async def test_an_idle_engine_that_is_killed_is_noticed(started: Started) -> Non
     assert "SIGTERM" in str(llm.dead_error)
 
 
+async def until_unhealthy(llm: AsyncLLM) -> None:
+    while True:
+        await llm.check_health()
+        await asyncio.sleep(0.05)
+
+
 async def test_silence_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = started.llm()
     await llm.check_health()
@@ -162,10 +168,7 @@ async def test_silence_is_not_health(started: Started, monkeypatch: pytest.Monke
     pid = started.clients[0].pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineDeadError, match="has not answered"):
-        async with asyncio.timeout(GRACE):
-            while True:
-                await llm.check_health()
-                await asyncio.sleep(0.05)
+        await asyncio.wait_for(until_unhealthy(llm), GRACE)
     os.kill(pid, signal.SIGCONT)
 
 
@@ -173,14 +176,8 @@ async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.
     llm = started.llm("fake:hang")
     task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
     monkeypatch.setattr(engine_client, "STALL_SECONDS", 0.5)
-
-    async def until_unhealthy() -> None:
-        while True:
-            await llm.check_health()
-            await asyncio.sleep(0.05)
-
     with pytest.raises(EngineDeadError, match="in one step"):
-        await asyncio.wait_for(until_unhealthy(), GRACE)
+        await asyncio.wait_for(until_unhealthy(llm), GRACE)
     llm.shutdown(timeout=0.1)  # by force: it does not listen
     with pytest.raises(EngineDeadError):
         await task
