@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test lint types unit test-slow bench format clean
+.PHONY: serve test lint types unit bench format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -40,10 +40,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.server
 
 unit: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -m "not slow" --cov --cov-report=term
-
-test-slow: $(VENV)/.dev $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest -m slow
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest --cov --cov-report=term
 
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)
