@@ -14,15 +14,26 @@ from pagoda.common.models.spec import ModelSpec, Rope
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin [T, dim/2] for the tokens of one step."""
+    """Rotates heads by the positions of one step's tokens; channel i of the first `dim` pairs with i + dim/2.
+
+    cos and sin [T, 1, dim], ready to multiply: sin carries the sign of its half. Channels from `dim` on stand still.
+    """
 
     cos: Tensor
     sin: Tensor
     dim: int
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """X [T, n, H] -> [T, n, H]."""
+        if self.dim == x.shape[-1]:
+            return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
+        turning, still = x[..., : self.dim], x[..., self.dim :]
+        turned = torch.addcmul(turning * self.cos, turning.roll(self.dim // 2, -1), self.sin)
+        return torch.cat((turned, still), -1)
+
 
 class RotaryTables:
-    """Float64-made tables [max_len, dim/2] in the compute dtype, one pair per distinct Rope."""
+    """Float64-made tables [max_len, 1, dim] in the compute dtype, one pair per distinct Rope."""
 
     def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
         positions = np.arange(max_len)
@@ -30,7 +41,8 @@ class RotaryTables:
         for rope in {layer.mixer.rope for layer in spec.layers} - {None}:
             assert rope is not None
             cos, sin = cos_sin(rope, max_len, positions)
-            self._tables[rope] = torch.from_numpy(cos).to(dtype), torch.from_numpy(sin).to(dtype)
+            both = np.concatenate([cos, cos], -1)[:, None], np.concatenate([-sin, sin], -1)[:, None]
+            self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)
 
     def at(self, positions: Tensor) -> dict[Rope | None, Rotation | None]:
         """The rotation of each Rope at positions int64 [T]; None maps to None."""

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.batch import Batch, Sequence, Span
+from pagoda.backends.reference.batch import Batch, Span
 from pagoda.backends.reference.cache import LayerCache
 from pagoda.backends.reference.layout import AttentionParams
-from pagoda.backends.reference.ops import apply_rope, norm, softcap
+from pagoda.backends.reference.ops import norm, softcap
 from pagoda.backends.reference.rotary import Rotation
 from pagoda.common.models.spec import Attention
 
@@ -31,17 +31,23 @@ class AttentionMixer:
         projected = self.params.qkv(x).view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         heads = self._normalise(projected[:, : spec.heads + spec.kv_heads])
         if rotation is not None:
-            heads = apply_rope(heads, rotation.cos, rotation.sin, rotation.dim)
+            heads = rotation(heads)
         queries, keys = heads[:, : spec.heads], heads[:, spec.heads :]
         group = batch.groups[cache.group]
         cache.keys.index_copy_(1, group.write_slots, keys.transpose(0, 1))
         cache.values.index_copy_(1, group.write_slots, projected[:, spec.heads + spec.kv_heads :].transpose(0, 1))
-        out = torch.empty(x.shape[0], spec.heads * spec.head_dim, dtype=x.dtype)
-        for sequence, span in zip(batch.sequences[: batch.num_decodes], group.spans):
-            self._decode(queries, out, sequence, span, cache)
-        for sequence, span in zip(batch.sequences[batch.num_decodes :], group.spans[batch.num_decodes :]):
-            self._prefill(queries, out, sequence, span, cache)
-        return self.params.out(out)
+        return self.params.out(self._attend_all(queries, batch, group.spans, cache))
+
+    def _attend_all(self, queries: Tensor, batch: Batch, spans: tuple[Span, ...], cache: LayerCache) -> Tensor:
+        """Queries [T, N, H] -> [T, N*H], sequence by sequence."""
+        if len(queries) == 1:
+            return self._decode(queries[0], spans[0], cache).view(1, -1)
+        out = torch.empty(len(queries), self.spec.heads * self.spec.head_dim, dtype=queries.dtype)
+        for sequence, span in zip(batch.sequences[: batch.num_decodes], spans):
+            out[sequence.begin] = self._decode(queries[sequence.begin], span, cache)
+        for sequence, span in zip(batch.sequences[batch.num_decodes :], spans[batch.num_decodes :]):
+            out[sequence.begin : sequence.end] = self._prefill(queries[sequence.begin : sequence.end], span, cache)
+        return out
 
     def _normalise(self, heads: Tensor) -> Tensor:
         """QK norm of heads [T, N+K, H], when the layer has one."""
@@ -53,20 +59,17 @@ class AttentionMixer:
             return torch.cat([norm(h.flatten(1), spec.qk_norm, w).view(h.shape) for h, w in parts], dim=1)
         return torch.cat([norm(h, spec.qk_norm, w) for h, w in parts], dim=1)
 
-    def _decode(self, queries: Tensor, out: Tensor, sequence: Sequence, span: Span, cache: LayerCache) -> None:
-        """One query token: the heads of a group are the rows of one product, the whole span is visible."""
+    def _decode(self, query: Tensor, span: Span, cache: LayerCache) -> Tensor:
+        """One query token [N, H] -> [N*H]; the heads of a group are the rows of one product."""
         spec = self.spec
-        q = queries[sequence.begin].view(1, spec.kv_heads, self.group, spec.head_dim)
-        o = self._attend(q, span.read(cache.keys)[None], span.read(cache.values)[None], span)
-        out[sequence.begin] = o.reshape(-1)
+        q = query.view(1, spec.kv_heads, self.group, spec.head_dim)
+        return self._attend(q, span.read(cache.keys)[None], span.read(cache.values)[None], span).reshape(-1)
 
-    def _prefill(self, queries: Tensor, out: Tensor, sequence: Sequence, span: Span, cache: LayerCache) -> None:
-        """Several query tokens: each sees the span up to itself, within the window."""
-        q = queries[sequence.begin : sequence.end].transpose(0, 1)[None]
+    def _prefill(self, queries: Tensor, span: Span, cache: LayerCache) -> Tensor:
+        """Several query tokens [T, N, H] -> [T, N*H]: each sees the span up to itself, within the window."""
         keys = span.read(cache.keys).repeat_interleave(self.group, 0)[None]
         values = span.read(cache.values).repeat_interleave(self.group, 0)[None]
-        o = self._attend(q, keys, values, span)
-        out[sequence.begin : sequence.end] = o[0].transpose(0, 1).flatten(1)
+        return self._attend(queries.transpose(0, 1)[None], keys, values, span)[0].transpose(0, 1).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """Softmax attention; q [1, n, T, H], k and v [1, n, C, H]; visibility from the span."""
