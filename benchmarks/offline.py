@@ -9,6 +9,7 @@ nothing from the other. Prints one JSON line: medians, and the ratio of each rou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -38,11 +39,18 @@ class Worker:
         self.pause()
 
     def pause(self) -> None:
-        os.killpg(self.process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        """To every process of the session: engines put their workers into process groups of their own."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                if os.getsid(int(entry.name)) == self.process.pid:
+                    os.kill(int(entry.name), number)
 
     def run(self, requests: int, inputs: int, outputs: int) -> float:
         """Output tokens per second."""
-        os.killpg(self.process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         self.process.stdin.write(f"{requests} {inputs} {outputs}\n")
         self.process.stdin.flush()
         seconds = float(self.process.stdout.readline())
@@ -50,14 +58,15 @@ class Worker:
         return requests * outputs / seconds
 
     def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
 
-def measure(workers: dict[str, Worker], rounds: int) -> dict:
+def measure(workers: dict[str, Worker], cases: list[str], rounds: int) -> dict:
     found: dict = {}
     for worker in workers.values():
         worker.run(2, 16, 8)
-    for case, shape in CASES.items():
+    for case in cases:
+        shape = CASES[case]
         runs: dict[str, list[float]] = {name: [] for name in workers}
         for _ in range(rounds):
             for name, worker in workers.items():
@@ -81,12 +90,13 @@ def main() -> None:
     parser.add_argument("--peer-model", help="the same weights as a Hugging Face folder; default: --model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     workers = {"pagoda": Worker(sys.executable, "pagoda", args.peer_model or args.model, args.dtype)}
     try:
         if args.peer_python:
             workers["vllm"] = Worker(args.peer_python, "vllm", args.peer_model or args.model, args.dtype)
-        print(json.dumps(measure(workers, args.rounds)))
+        print(json.dumps(measure(workers, args.cases, args.rounds)))
     finally:
         for worker in workers.values():
             worker.close()
