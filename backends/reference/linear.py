@@ -17,8 +17,8 @@ from pagoda.backends.reference.numerics import Numerics
 
 Linear = Callable[[Tensor], Tensor]
 
-FEW_TOKENS: Final = 4
-"""Up to here a product is bound by reading the weights, so narrow weights win even where they are emulated."""
+FEW_TOKENS: Final = 16
+"""Up to here a product is bound by reading the weights, so half the bytes win."""
 
 _PACK_HINT: Final = 64
 """Tokens that oneDNN should choose the packed layout for."""
@@ -57,21 +57,26 @@ class PackedLinear:
 
 
 class WidenedLinear:
-    """Narrow weights on a processor that computes wide: a float32 copy, prepacked, serves batches.
+    """Narrow weights on a processor that computes in float32: a float32 copy, prepacked, serves batches.
 
-    Few tokens are bound by memory, so they go through the narrow weights, which are half the bytes.
+    Few tokens are bound by reading the weights, so they go through a float16 copy, half the bytes, which the
+    processor widens as it reads. Activations are float32 on both ways.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, numerics: Numerics) -> None:
-        wide_bias = None if bias is None else bias.to(numerics.compute)
-        self.wide = PackedLinear(weight.to(numerics.compute), wide_bias)
-        wide_output = weight.shape[0] >= 2 * weight.shape[1]
-        self.weight = weight.t().contiguous().t() if wide_output else weight  # the faster order for one token
-        self.bias = wide_bias
+        wide, wide_bias = weight.to(numerics.compute), None if bias is None else bias.to(numerics.compute)
+        self.many = PackedLinear(wide, wide_bias)
+        self.few = torch.ops.quantized.linear_prepack_fp16(wide, wide_bias) if _float16_holds(wide) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """X [T, in] -> [T, out]."""
-        if x.shape[0] > FEW_TOKENS:
-            return self.wide(x)
-        out = F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
-        return out if self.bias is None else out + self.bias
+        if self.few is None or x.shape[0] > FEW_TOKENS:
+            return self.many(x)
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.few)
+
+
+def _float16_holds(wide: Tensor) -> bool:
+    """True when float16 changes no weight by more than its subnormal step, 6e-8 (a large one would overflow)."""
+    if not {"fbgemm", "x86"} & set(torch.backends.quantized.supported_engines):
+        return False
+    return bool((wide.half().float() - wide).abs().max() <= 6e-8)
