@@ -160,7 +160,7 @@ def http_server(app: Any, config: ServerConfig) -> uvicorn.Server:
 
     settings = uvicorn.Config(
         app,
-        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        loop="auto" if sys.platform != "win32" else "asyncio",
         http="httptools",
         ws="none",
         lifespan="off",
