@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -160,7 +159,7 @@ def http_server(app: Any, config: ServerConfig) -> uvicorn.Server:
 
     settings = uvicorn.Config(
         app,
-        loop="auto" if sys.platform != "win32" else "asyncio",
+        loop="auto",
         http="httptools",
         ws="none",
         lifespan="off",
