@@ -1,23 +1,27 @@
 """Logical parameters -> physical ones: q, k, v in one product, gate and up in one, everything prepacked.
 
-Streams: a layer is packed as soon as its last parameter has come, so the plain weights of one layer at a time are held.
+Streams: a layer is packed as soon as its last parameter has come, so the weights of few layers at a time are held.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagoda.backends.reference.linear import Linear, PlainLinear, linear
-from pagoda.backends.reference.numerics import Numerics
+from pagoda.backends.reference.numerics import Numerics, thread_count
 from pagoda.backends.reference.ops import to_torch
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe
+from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,108 +82,146 @@ class ModelParams:
 
 
 class Packer:
-    """Takes the stream of canonical weights and builds ModelParams."""
+    """Takes the stream of canonical weights and builds ModelParams; threads pack while the next weights are read."""
 
     def __init__(self, spec: ModelSpec, numerics: Numerics) -> None:
         self.spec, self.numerics = spec, numerics
         self._waiting = params(spec)
         self._held: dict[str, Tensor] = {}
-        self._layers: dict[int, LayerParams] = {}
-        self._missing = [0] * len(spec.layers)
         self._bytes = 0
-        for name in self._waiting:
-            if name.startswith("layers."):
-                self._missing[int(name.split(".")[1])] += 1
+        self._head = "embed" if spec.tied else "head"
+        self._missing = Counter(self._unit(name) for name in self._waiting)
 
     def pack(self, weights: Iterable[Weight]) -> ModelParams:
         """Consume the stream. Raises WeightError naming a parameter that is unknown, repeated, misshapen or missing."""
+        threads = thread_count()
+        try:
+            with ThreadPoolExecutor(threads, "pagoda-pack", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                return self._pack(weights, pool, at_once=2 * threads)
+        finally:
+            torch.set_num_threads(threads)  # part of that setting is the process's, not the thread's
+
+    def _pack(self, weights: Iterable[Weight], pool: ThreadPoolExecutor, at_once: int) -> ModelParams:
+        """`at_once`: how many layers may be in work, so that a fast reader does not fill the memory."""
+        head: Future[Linear] | None = None
+        layers: dict[str, Future[LayerParams]] = {}
         for name, array in weights:
-            param = self._waiting.pop(name, None)
-            if param is None:
-                raise WeightError(f"parameter {name} is unknown or came twice")
-            if array.shape != param.shape:
-                raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
-            self._held[name] = to_torch(array).to(self.numerics.weights)
-            self._bytes += param.size * self.numerics.weights.itemsize
-            if name.startswith("layers."):
-                index = int(name.split(".")[1])
-                self._missing[index] -= 1
-                if self._missing[index] == 0:
-                    self._layers[index] = self._layer(f"layers.{index}", self.spec.layers[index])
+            self._accept(name, array)
+            unit = self._unit(name)
+            self._missing[unit] -= 1
+            if self._missing[unit] or unit == "top":
+                continue
+            if unit == "head":
+                head = pool.submit(linear, self._held[self._head], self._held.pop("head_bias", None), self.numerics)
+                continue
+            working = [layer for layer in layers.values() if not layer.done()]
+            if len(working) >= at_once:
+                wait(working, return_when=FIRST_COMPLETED)
+            parts = Parts(
+                {key: self._held.pop(key) for key in list(self._held) if key.startswith(f"{unit}.")}, self.numerics
+            )
+            layers[unit] = pool.submit(parts.layer, unit, self.spec.layers[int(unit.removeprefix("layers."))])
         if self._waiting:
             raise WeightError(
                 f"the checkpoint lacks {len(self._waiting)} parameters, first {next(iter(self._waiting))}"
             )
-        return self._model()
+        assert head is not None, "every model has a head"
+        ready = tuple(layers[f"layers.{index}"].result() for index in range(len(self.spec.layers)))
+        return self._model(ready, head.result())
 
-    def _take(self, name: str) -> Tensor:
+    def _unit(self, name: str) -> str:
+        """What is packed together with the parameter: its layer, the head, or what remains to the end."""
+        if name.startswith("layers."):
+            return ".".join(name.split(".")[:2])
+        return "head" if name in (self._head, "head_bias") else "top"
+
+    def _accept(self, name: str, array: npt.NDArray[np.generic]) -> None:
+        param = self._waiting.pop(name, None)
+        if param is None:
+            raise WeightError(f"parameter {name} is unknown or came twice")
+        if array.shape != param.shape:
+            raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
+        self._held[name] = to_torch(array).to(self.numerics.weights)
+        self._bytes += param.size * self.numerics.weights.itemsize
+
+    def _model(self, layers: tuple[LayerParams, ...], head: Linear) -> ModelParams:
+        top = Parts(self._held, self.numerics)
+        has_projection = "embed_in" in self._held
+        return ModelParams(
+            embed=top.take("embed"),
+            positions=top.wide("positions"),
+            embed_in=top.linear("embed_in") if has_projection else None,
+            embed_out=top.linear("embed_out") if has_projection else None,
+            layers=layers,
+            final_norm=top.norm("final_norm"),
+            head=head,
+            num_bytes=self._bytes,
+        )
+
+
+class Parts:
+    """Named tensors, taken one by one and made ready."""
+
+    def __init__(self, held: dict[str, Tensor], numerics: Numerics) -> None:
+        self._held, self._numerics = held, numerics
+
+    def take(self, name: str) -> Tensor:
+        """A parameter as it came."""
         return self._held.pop(name)
 
-    def _wide(self, name: str) -> Tensor | None:
+    def wide(self, name: str) -> Tensor | None:
         """A small parameter in the compute dtype, or None when the model has none of that name."""
         held = self._held.pop(name, None)
-        return None if held is None else held.to(self.numerics.compute)
+        return None if held is None else held.to(self._numerics.compute)
 
-    def _linear(self, *names: str) -> Linear:
+    def linear(self, *names: str) -> Linear:
         """One product for several parameters with the same input, outputs one after another."""
-        weights = [self._take(name) for name in names]
+        weights = [self.take(name) for name in names]
         biases = [self._held.pop(f"{name}_bias", None) for name in names]
         present = [bias for bias in biases if bias is not None]
         return linear(
             torch.cat(weights) if len(weights) > 1 else weights[0].clone(),
             torch.cat(present) if present else None,
-            self.numerics,
+            self._numerics,
         )
 
-    def _norm(self, name: str) -> NormParams | None:
-        weight = self._wide(name)
-        return None if weight is None else NormParams(weight, self._wide(f"{name}_bias"))
+    def norm(self, name: str) -> NormParams | None:
+        """A norm's weight and bias, or None."""
+        weight = self.wide(name)
+        return None if weight is None else NormParams(weight, self.wide(f"{name}_bias"))
 
-    def _layer(self, prefix: str, layer: Layer) -> LayerParams:
-        places = {place: self._norm(f"{prefix}.norms.{place}") for place in NORM_PLACES}
+    @torch.inference_mode()
+    def layer(self, prefix: str, layer: Layer) -> LayerParams:
+        """All of one layer. Runs in a thread of the pool."""
+        places = {place: self.norm(f"{prefix}.norms.{place}") for place in NORM_PLACES}
         return LayerParams(
-            mixer=self._attention(f"{prefix}.mixer", layer.mixer),
+            mixer=self._attention(f"{prefix}.mixer"),
             ffn=self._moe(f"{prefix}.ffn", layer.ffn)
             if isinstance(layer.ffn, Moe)
             else self._mlp(f"{prefix}.ffn", layer.ffn),
             norms={place: held for place, held in places.items() if held is not None},
         )
 
-    def _attention(self, prefix: str, mixer: Attention) -> AttentionParams:
+    def _attention(self, prefix: str) -> AttentionParams:
         return AttentionParams(
-            qkv=self._linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
-            out=self._linear(f"{prefix}.o"),
-            q_norm=self._wide(f"{prefix}.q_norm"),
-            k_norm=self._wide(f"{prefix}.k_norm"),
+            qkv=self.linear(f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"),
+            out=self.linear(f"{prefix}.o"),
+            q_norm=self.wide(f"{prefix}.q_norm"),
+            k_norm=self.wide(f"{prefix}.k_norm"),
         )
 
     def _mlp(self, prefix: str, mlp: Mlp) -> MlpParams:
         inner = (f"{prefix}.gate", f"{prefix}.up") if mlp.gated else (f"{prefix}.up",)
-        return MlpParams(self._linear(*inner), self._linear(f"{prefix}.down"))
+        return MlpParams(self.linear(*inner), self.linear(f"{prefix}.down"))
 
     def _moe(self, prefix: str, moe: Moe) -> MoeParams:
-        stacked = {name: self._take(name) for name in list(self._held) if name.startswith(f"{prefix}.experts.")}
+        stacked = {name: self.take(name) for name in list(self._held) if name.startswith(f"{prefix}.experts.")}
         experts = []
         for index in range(moe.experts):
             self._held.update({name: tensor[index] for name, tensor in stacked.items()})
             experts.append(self._mlp(f"{prefix}.experts", moe.expert))
-        router = PlainLinear(self._take(f"{prefix}.router").to(self.numerics.compute), None)
+        router = PlainLinear(self.take(f"{prefix}.router").to(self._numerics.compute), None)
         return MoeParams(router, tuple(experts))
-
-    def _model(self) -> ModelParams:
-        embed = self._take("embed")
-        head = embed if self.spec.tied else self._take("head")
-        has_projection = "embed_in" in self._held
-        return ModelParams(
-            embed=embed,
-            positions=self._wide("positions"),
-            embed_in=self._linear("embed_in") if has_projection else None,
-            embed_out=self._linear("embed_out") if has_projection else None,
-            layers=tuple(self._layers[index] for index in range(len(self.spec.layers))),
-            final_norm=self._norm("final_norm"),
-            head=linear(head, self._held.pop("head_bias", None), self.numerics),
-            num_bytes=self._bytes,
-        )
 
 
 NORM_PLACES = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")

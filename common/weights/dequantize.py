@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.errors import WeightError
 from pagoda.common.weights.mapped import as_array
 from pagoda.common.weights.narrow import BFLOAT16
 
@@ -147,18 +148,17 @@ _KNOWN = {kind.number: kind for kind in (*_PLAIN, *_KERNELS)}
 
 
 def block_type(number: int) -> BlockType | None:
-    """The type ggml gives this number; None for an unknown one."""
+    """The type ggml gives this number; None for an unknown one. Raises WeightError when telling needs `gguf`."""
     if number in _KNOWN:
         return _KNOWN[number]
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
+    gguf = _gguf(number)
     try:
-        kind = GGMLQuantizationType(number)
+        kind = gguf.GGMLQuantizationType(number)
     except ValueError:
         return None
-    if kind not in GGML_QUANT_SIZES:
+    if kind not in gguf.GGML_QUANT_SIZES:
         return None
-    elements, size = GGML_QUANT_SIZES[kind]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
     return BlockType(number, kind.name, elements, size)
 
 
@@ -186,9 +186,22 @@ def dequantize(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> npt.NDAr
 
 
 def _foreign(kind: BlockType) -> Callable[[Bytes, Floats], None]:
-    from gguf import GGMLQuantizationType, quants
+    gguf = _gguf(kind.number)
+    foreign = gguf.GGMLQuantizationType(kind.number)
 
     def kernel(blocks: Bytes, out: Floats) -> None:
-        out[...] = quants.dequantize(blocks, GGMLQuantizationType(kind.number))
+        out[...] = gguf.quants.dequantize(blocks, foreign)
 
     return kernel
+
+
+def _gguf(number: int) -> Any:
+    """The package that knows the less common types."""
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError:
+        raise WeightError(
+            f"ggml type {number} is read with the gguf package, which is not installed: pip install 'pagoda[gguf]'"
+        ) from None
+    return gguf

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
 
+from pagoda.common.errors import WeightError
 from pagoda.common.weights.dequantize import block_type, dequantize, stored_dtype
 from pagoda.common.weights.narrow import to_float32
 
@@ -64,3 +67,10 @@ def test_empty_tensor() -> None:
 
 def test_unknown_number() -> None:
     assert block_type(9999) is None
+
+
+def test_a_less_common_type_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(WeightError, match=r"ggml type 23 .*pagoda\[gguf\]"):
+        block_type(int(Type.IQ4_XS))
+    assert block_type(int(Type.Q4_K)) is not None
