@@ -6,172 +6,116 @@ A default, help text, choice or parser is stated once, in common/config. Knows n
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-import msgspec
-
-from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.model import ModelConfig
-from pagoda.common.config.scheduler import SchedulerConfig
-from pagoda.common.errors import ConfigError
-from pagoda.server.compat_flags import COMPAT, Compat
-from pagoda.server.flags import add_options
+from pagoda.common.config.sources import Settled, Sourced, from_environment, from_file, from_keywords, settle
+from pagoda.common.config.table import ENGINE_GROUPS, ENGINE_SETTINGS, Setting, build
+from pagoda.server.flags import add_settings, given
 
-_GROUPS: dict[str, type[Any]] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One configuration field as a keyword argument and a flag."""
-
-    group: str
-    field: str
-    name: str
-    hint: Any
-    default: Any
-    choices: tuple[str, ...] | None
-    parse: Callable[[str], Any] | None
-
-    @property
-    def option(self) -> str:
-        """`--its-flag`."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def plain(self) -> Any:
-        """The type without None."""
-        if get_origin(self.hint) not in (Union, UnionType):
-            return self.hint
-        rest = [each for each in get_args(self.hint) if each is not NoneType]
-        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 (built at run time)
-
-    def convert(self, value: Any) -> Any:
-        """A keyword's value as the configuration wants it; None means the default. Raises ConfigError."""
-        if value is None:
-            return self.default
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if get_origin(self.plain) is tuple and isinstance(value, str):
-            value = (value,)
-        if get_origin(self.plain) is Literal and not isinstance(value, str):
-            value = str(value).removeprefix("torch.")  # a torch.dtype, without importing torch
-        try:
-            if self.parse is not None and not isinstance(value, bool):
-                value = self.parse(str(value))
-            return msgspec.convert(value, self.hint)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise ConfigError(self.option, f"{value!r}: {error}{self._hint_of_choices()}") from None
-
-    def _hint_of_choices(self) -> str:
-        return f"; choose from {', '.join(self.choices)}" if self.choices else ""
-
-
-def _settings() -> Iterator[Setting]:
-    for group, config in _GROUPS.items():
-        hints = get_type_hints(config)
-        for each in dataclasses.fields(config):
-            meta, hint = each.metadata, hints[each.name]
-            yield Setting(
-                group=group,
-                field=each.name,
-                name=(meta["flag"] or each.name).replace("-", "_"),
-                hint=hint,
-                default=each.default if each.default_factory is dataclasses.MISSING else each.default_factory(),
-                choices=tuple(meta["choices"]) if meta["choices"] else _literal_choices(hint),
-                parse=meta["parse"],
-            )
-
-
-def _literal_choices(hint: Any) -> tuple[str, ...] | None:
-    return get_args(hint) if get_origin(hint) is Literal else None
-
-
-SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()}
+logger = logging.getLogger(__name__)
 
 
 class EngineArgs:
     """Every engine setting under vLLM's name: `EngineArgs(model="...", max_model_len=4096)`.
 
-    One attribute per entry of SETTINGS. Raises ConfigError for a value that cannot be used and TypeError, naming the
-    nearest match, for a keyword that does not exist.
+    One attribute per entry of ENGINE_SETTINGS; what is not given comes from the environment, then from the defaults.
+    Raises ConfigError for a value that cannot be used and TypeError, naming the nearest match, for a keyword that does
+    not exist.
     """
 
     model: str
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
-        for name, value in settings.items():
-            if name not in SETTINGS:
-                _check_compat(type(self).__name__, name, value)
-        settings["model"] = model
-        for name, setting in SETTINGS.items():
-            setattr(self, name, setting.convert(settings.get(name)))
+        for name in settings:
+            if name not in ENGINE_SETTINGS:
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}{nearest(name, tuple(ENGINE_SETTINGS))}")
+        keywords = from_keywords(ENGINE_SETTINGS, {**settings, "model": model})
+        self._take(settle(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
+
+    def _take(self, settled: Settled) -> None:
+        for note in settled.notes:
+            logger.warning("%s", note)
+        for name, value in settled.values.items():
+            setattr(self, name, value)
+        self._sources = settled.sources
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Setting -> who set it, for those that are not at their default."""
+        return self._sources
 
     def create_engine_config(self) -> EngineConfig:
         """The frozen configuration. Raises ConfigError naming the flag."""
+        values = {name: getattr(self, name) for name in ENGINE_SETTINGS}
         groups = {
-            group: config(**{s.field: getattr(self, s.name) for s in SETTINGS.values() if s.group == group})
-            for group, config in _GROUPS.items()
+            attribute: build(config, values, ENGINE_SETTINGS.values()) for attribute, config in ENGINE_GROUPS.items()
         }
         return EngineConfig(**groups)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add every engine flag to a parser, in one help section per group."""
-        for group, config in _GROUPS.items():
-            add_options(parser.add_argument_group(group), config)
-        section = parser.add_argument_group("accepted at these values only")
-        for compat in COMPAT.values():
-            if compat.flag:
-                _add_compat(section, compat)
+        """Add every engine flag to a parser, in one help section per group, and --config."""
+        add_settings(parser, ENGINE_SETTINGS.values())
+        add_config_file(parser)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Take the engine's part out of parsed arguments. Raises ConfigError."""
-        given = vars(args)
-        dests = {setting.name: setting.field for setting in SETTINGS.values()} | {name: name for name in COMPAT}
-        return cls(**{name: given[dest] for name, dest in dests.items() if dest in given})
+        return cls.from_settled(settle_all(args, ENGINE_SETTINGS))
+
+    @classmethod
+    def from_settled(cls, settled: Settled) -> Self:
+        """The arguments that flags, file and environment came to."""
+        self = cls.__new__(cls)
+        self._take(settled)
+        return self
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
+        return type(other) is type(self) and self._values() == other._values()
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        changed = {n: getattr(self, n) for n, s in SETTINGS.items() if getattr(self, n) != s.default or n == "model"}
+        changed = {n: v for n, v in self._values().items() if v != ENGINE_SETTINGS[n].default or n == "model"}
         if changed.get("hf_token"):
             changed["hf_token"] = "***"
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ENGINE_SETTINGS}
 
 
 class AsyncEngineArgs(EngineArgs):
     """The settings of AsyncLLM; the same as EngineArgs."""
 
 
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """`--config FILE.yaml`, which every command with engine settings takes."""
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file of settings, keyed by flag without the dashes in front. Flags are stronger than the file, the "
+        "file than the environment.",
+    )
+
+
+def settle_all(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> Settled:
+    """What flags, `--config` and the environment come to. Raises ConfigError."""
+    known = {name: setting for table in tables for name, setting in table.items()}
+    flags = {name: Sourced(value, "flag") for name, value in given(args, known.values()).items()}
+    path = getattr(args, "config", None)
+    file = from_file(path, known) if path is not None else {}
+    return settle(known, flags, file, from_environment(tables))
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean x?`, or nothing when no name is close."""
     match = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
-
-
-def _check_compat(owner: str, name: str, value: Any) -> None:
-    if name not in COMPAT:
-        raise TypeError(f"{owner} has no setting {name!r}{nearest(name, (*SETTINGS, *COMPAT))}")
-    COMPAT[name].check(value)
-
-
-def _add_compat(parser: argparse._ArgumentGroup, compat: Compat) -> None:
-    kind = type(compat.accepted[0])
-    values = ", ".join(str(value) for value in compat.accepted)
-    common: dict[str, Any] = {"dest": compat.name, "default": None, "help": f"{values}: {compat.reason}."}
-    if kind is bool:
-        parser.add_argument(compat.option, *compat.aliases, action=argparse.BooleanOptionalAction, **common)
-    else:
-        parser.add_argument(compat.option, *compat.aliases, type=kind, **common)

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Final, Self
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.model import ModelConfig
 from pagoda.common.engine.messages import EngineStats, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
@@ -88,7 +87,7 @@ class AsyncLLM:
         wait: bool = True,
         on_step: Callable[[StepOutputs], None] | None = None,
         client: EngineClient | None = None,
-        open_text: Callable[[ModelConfig], Tokenizer | None] = open_tokenizer,
+        open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
         self.config = config
         self.stats = EngineStats()
@@ -119,7 +118,7 @@ class AsyncLLM:
 
     def _finish_start(self) -> None:
         try:
-            self._tokenizer = self._open_text(self.config.model)
+            self._tokenizer = self._open_text(self.config)
             info = self._client.wait_ready()
         except BaseException:
             self._client.close()

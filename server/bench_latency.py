@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     llm = start_llm(args)
     params = sampling_params(args)
     try:
-        prompts = random_prompts(llm, args.batch_size, args.input_len, args.seed)
+        prompts = random_prompts(llm, args.batch_size, args.input_len, llm.llm_engine.config.model.seed)
 
         def batch() -> float:
             began = time.perf_counter()

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     check_positive(args, "input_len", "output_len", "n", "num_prompts")
     llm = start_llm(args)
     try:
-        prompts = random_prompts(llm, args.num_prompts, args.input_len, args.seed)
+        prompts = random_prompts(llm, args.num_prompts, args.input_len, llm.llm_engine.config.model.seed)
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling_params(args))
         elapsed = time.perf_counter() - began

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Protocol
 
-from pagoda.common.errors import PagodaError
+from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.server.flags import FlagParser
 
 USAGE_ERROR: Final = 2
@@ -56,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch("pagoda", COMMANDS, words)
     except PagodaError as error:
+        if "--log-error-stack" in words:
+            traceback.print_exc()
         print(f"pagoda: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

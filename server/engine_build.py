@@ -21,6 +21,7 @@ from pagoda.backends.registry import BackendModule, choose_backend, load_backend
 from pagoda.common.backend import Backend, Weight
 from pagoda.common.config.defaults import Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.load import LoadConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache, kv_layout
@@ -71,11 +72,11 @@ def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
     name = choose_backend(config.model.backend)
     importing = _import(name)
     with phases("open checkpoint"):
-        checkpoint = _open(config.model)
+        checkpoint = _open(config.model, config.load)
         hf_config = checkpoint.config()
         spec, family = spec_from_config(hf_config)
         dtype = _dtype(config.model.dtype, hf_config)
-    weights = Prefetch(_weights(config.model, checkpoint, spec, family, dtype), READ_AHEAD_BYTES)
+    weights = Prefetch(_weights(config, checkpoint, spec, family, dtype), READ_AHEAD_BYTES)
     try:
         with phases(f"import {name}"):
             module = importing.result()
@@ -144,17 +145,17 @@ def _assemble(
     return BuiltEngine(EngineCore(backend, layout, limits, num_blocks), backend, info)
 
 
-def _open(model: ModelConfig) -> Checkpoint:
+def _open(model: ModelConfig, load: LoadConfig) -> Checkpoint:
     return open_checkpoint(
-        model.model, model.load_format, revision=model.revision, token=model.hf_token, download_dir=model.download_dir
+        model.model, load.load_format, revision=model.revision, token=model.hf_token, download_dir=load.download_dir
     )
 
 
 def _weights(
-    model: ModelConfig, checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: str
+    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: str
 ) -> Iterator[Weight]:
-    if model.load_format == "dummy":
-        return dummy_weights(params(spec), model.seed, dtype)
+    if config.load.load_format == "dummy":
+        return dummy_weights(params(spec), config.model.seed, dtype)
     return family.weights(params(spec), with_progress(checkpoint.tensors(), checkpoint.num_bytes))
 
 

@@ -71,7 +71,7 @@ class Generation:
             await self._end(ending)
 
     async def _start(self) -> list[RequestStream]:
-        if self._state.config.enable_log_requests:
+        if self._state.engine.config.observability.enable_log_requests:
             self._log()
         return [
             await self._llm.add_request(meter.request_id, prompt, self._params, self._priority)

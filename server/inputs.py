@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.errors import RequestError
@@ -56,16 +57,17 @@ class PreparedRequest:
     arrival: float  # monotonic seconds
 
 
-def open_tokenizer(config: ModelConfig) -> Tokenizer | None:
+def open_tokenizer(whole: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
+    config = whole.model
     if config.skip_tokenizer_init:
         return None
-    token, downloads = config.hf_token, config.download_dir
+    token, downloads = config.hf_token, whole.load.download_dir
     if config.tokenizer is not None:
         revision = config.tokenizer_revision or config.revision
         return load_tokenizer(config.tokenizer, revision=revision, token=token, download_dir=downloads)
     path = resolve_model(
-        config.model, config.load_format, revision=config.revision, token=token, download_dir=downloads
+        config.model, whole.load.load_format, revision=config.revision, token=token, download_dir=downloads
     )
     return load_tokenizer(_lone_gguf(path) or path)
 

@@ -36,11 +36,11 @@ class LLMEngine:
         usage: Usage = "llm",
         *,
         build: Callable[[EngineConfig, Usage], BuiltEngine] = build_engine,
-        open_text: Callable[[EngineConfig], Tokenizer | None] | None = None,
+        open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
         self.config = config
         with ThreadPoolExecutor(1, "pagoda-tokenizer") as reader:
-            reading = reader.submit(open_text, config) if open_text else reader.submit(open_tokenizer, config.model)
+            reading = reader.submit(open_text, config)
             self._built = build(config, usage)
             self.tokenizer = reading.result()
         self.info: EngineInfo = self._built.info

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -20,12 +19,13 @@ from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.env import API_KEY, LOG_LEVEL
+from pagoda.common.config.env import LOG_LEVEL
 from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, build
 from pagoda.common.errors import ConfigError
-from pagoda.server.args import AsyncEngineArgs
+from pagoda.server.args import AsyncEngineArgs, settle_all
 from pagoda.server.engine_client import start_engine
-from pagoda.server.flags import FlagParser, add_options, from_namespace
+from pagoda.server.flags import FlagParser, add_settings
 
 if TYPE_CHECKING:
     import uvicorn
@@ -43,7 +43,7 @@ def add_arguments(parser: FlagParser) -> None:
     """MODEL, the engine's flags, and the server's."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
     AsyncEngineArgs.add_cli_args(parser)
-    add_options(parser.add_argument_group("server"), ServerConfig)
+    add_settings(parser, SERVER_SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,20 +66,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """What the flags and the environment ask for. Raises ConfigError."""
-    given = vars(args).copy()
-    tag = given.pop("model_tag", None)
-    stated = given.get("model")
-    if tag is not None:
-        if stated not in (None, tag, EngineConfig().model.model):
-            raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
-        given["model"] = tag
-    config = from_namespace(ServerConfig, args)
-    if not config.api_key and (key := API_KEY.read()) is not None:
-        config = dataclasses.replace(config, api_key=(key,))
-    for field in dataclasses.fields(ServerConfig):
-        given.pop(field.name, None)
-    return AsyncEngineArgs.from_cli_args(argparse.Namespace(**given)).create_engine_config(), config
+    """What flags, file and environment ask for. Raises ConfigError."""
+    settled = settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS)
+    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
+    server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
+    if server.enable_log_outputs and not engine.observability.enable_log_requests:
+        raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
+    return engine, server
+
+
+def name_model(args: argparse.Namespace) -> argparse.Namespace:
+    """Arguments with the positional MODEL as --model. Raises ConfigError when both are there and differ."""
+    tag = getattr(args, "model_tag", None)
+    if tag is None:
+        return args
+    stated = getattr(args, "model", tag)
+    if stated != tag:
+        raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
+    return argparse.Namespace(**{**vars(args), "model": tag})
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -212,7 +216,8 @@ async def _live(state: ServerState, began: float) -> None:
     info = state.engine.info
     logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
     logger.info("ready after %.1f s: %s", time.monotonic() - began, _phases(info.phases))
-    statistics = None if state.config.disable_log_stats else asyncio.ensure_future(state.log_stats())
+    quiet = state.engine.config.observability.disable_log_stats
+    statistics = None if quiet else asyncio.ensure_future(state.log_stats())
     try:
         raise await state.until_dead()
     finally:

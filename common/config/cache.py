@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal
 
 from pagoda.common.config.numbers import human_readable_int
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
+
+_NO_MAMBA: Final = "no model served here has such a state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +19,47 @@ class CacheConfig:
     block_size: int | None = option(None, "Tokens per KV block; default: what the backend prefers.")
     gpu_memory_utilization: float = option(0.9, "Share of device memory to use; on CPU the KV cache has its own flag.")
     kv_cache_memory_bytes: int | None = option(
-        None, "Bytes of KV cache; takes precedence over the share.", parse=human_readable_int
+        None, "Bytes of KV cache (1g, 1G); takes precedence over the share.", parse=human_readable_int
+    )
+    swap_space: float = option(
+        4.0, "GiB of host memory for preempted requests.", no_effect="preempted requests are recomputed, not swapped"
+    )
+    cache_dtype: str = option(
+        "auto",
+        "Numbers of the KV cache.",
+        flag="kv-cache-dtype",
+        refused="the KV cache holds the activations' numbers; use auto",
     )
     num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, whatever fits.")
     enable_prefix_caching: bool | None = option(
         None, "Keep the KV of finished prompts for requests that share a beginning."
+    )
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "builtin", "xxhash", "xxhash_cbor"] = option(
+        "sha256",
+        "Hash of prefix blocks.",
+        no_effect="blocks are always named by SHA-256 over a fixed byte form, the same in every process",
+    )
+    cpu_offload_gb: float = option(
+        0.0, "GiB of weights kept in host memory.", refused="the CPU backend's weights are in host memory; use 0"
+    )
+    calculate_kv_scales: bool = option(
+        False, "Find the scales of a float8 KV cache.", no_effect="there is no float8 KV cache to scale"
+    )
+    kv_sharing_fast_prefill: bool = option(
+        False, "Skip prefill of layers that share KV.", no_effect="no model served here shares KV between layers"
+    )
+    mamba_cache_dtype: Literal["auto", "float32", "float16"] = option(
+        "auto", "Numbers of Mamba's caches.", no_effect=_NO_MAMBA
+    )
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "float16"] = option(
+        "auto", "Numbers of Mamba's state.", no_effect=_NO_MAMBA
+    )
+    mamba_block_size: int | None = option(None, "Tokens per block of Mamba's cache.", no_effect=_NO_MAMBA)
+    kv_offloading_size: float | None = option(
+        None, "GiB of host memory for KV blocks.", refused="KV blocks stay on the device; raise --kv-cache-memory-bytes"
+    )
+    kv_offloading_backend: str | None = option(
+        None, "Where KV blocks are offloaded.", no_effect="it matters with --kv-offloading-size only"
     )
 
     def __post_init__(self) -> None:

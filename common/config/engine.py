@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda.common.config.attention import AttentionConfig
 from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.compilation import CompilationConfig
+from pagoda.common.config.extension import ExtensionConfig
+from pagoda.common.config.load import LoadConfig
+from pagoda.common.config.lora import LoRAConfig
 from pagoda.common.config.model import ModelConfig
+from pagoda.common.config.multimodal import MultiModalConfig
+from pagoda.common.config.observability import ObservabilityConfig
+from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.config.scheduler import SchedulerConfig
+from pagoda.common.config.structured_outputs import StructuredOutputsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +23,17 @@ class EngineConfig:
     """What the user asked for."""
 
     model: ModelConfig = ModelConfig()
+    load: LoadConfig = LoadConfig()
+    attention: AttentionConfig = AttentionConfig()
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
+    multimodal: MultiModalConfig = MultiModalConfig()
+    lora: LoRAConfig = LoRAConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    compilation: CompilationConfig = CompilationConfig()
+    extension: ExtensionConfig = ExtensionConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pagoda.common.config.numbers import human_readable_int_or_auto
+from pagoda.common.config.numbers import human_readable_int_or_auto, json_object
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
@@ -14,26 +15,103 @@ DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The model and how it is read."""
+    """The model: its files, its numbers, its names."""
 
-    model: str = option("HuggingFaceTB/SmolLM2-135M-Instruct", "A local folder, a .gguf file, or a hub id.")
+    model: str = option(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "A local folder, a .gguf file, a hub id, or hub id:QUANT for GGUF.",
+    )
+    runner: Literal["auto", "generate", "pooling", "draft"] = option(
+        "auto", "What the model is for.", refused="only text generation is served; use generate", accepts=("generate",)
+    )
+    convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
+        "auto", "Make a pooling model of it.", refused="only text generation is served; use none", accepts=("none",)
+    )
     tokenizer: str | None = option(None, "Folder, file or hub id of the tokenizer, when it is not the model's own.")
-    revision: str | None = option(None, "Branch, tag or commit of the hub repository.")
-    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer's hub repository.")
-    hf_token: str | None = option(None, "Token for gated hub repositories.")
-    download_dir: str | None = option(None, "Where hub downloads are kept; default: the hub's own cache.")
-    load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy"] = option(
-        "auto", "Format of the weights; auto looks at the files, dummy makes random ones."
+    tokenizer_mode: str = option(
+        "auto",
+        "Kind of tokenizer.",
+        refused="tokenizer.json and the tokenizers in GGUF files are read; use auto",
+        accepts=("hf",),
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run code that comes with a model.",
+        no_effect="no code of a repository is ever run; models are data here",
     )
     dtype: DType = option("auto", "Numbers of weights and activations; auto takes the checkpoint's.")
     seed: int = option(0, "Seed of requests that bring none.")
+    hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead of the model's.")
+    revision: str | None = option(None, "Branch, tag or commit of the hub repository.")
+    code_revision: str | None = option(
+        None, "Branch, tag or commit of the repository's code.", no_effect="no code of a repository is ever run"
+    )
+    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer's hub repository.")
     max_model_len: int | None = option(
-        None, "Longest prompt plus answer, in tokens; default: what the model states.", parse=human_readable_int_or_auto
+        None,
+        "Longest prompt plus answer, in tokens (1k = 1000, 1K = 1024); auto or nothing: what model and memory allow.",
+        parse=human_readable_int_or_auto,
+    )
+    quantization: str | None = option(
+        None,
+        "How the weights are quantised.",
+        aliases=("-q",),
+        refused="only what a GGUF file itself carries is read; serve a GGUF file of the model, or unquantised weights",
+        accepts=("gguf",),
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.")
-    served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is echoed.")
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
+        "raw_logprobs", "What logprobs hold: logprobs or logits, before or after penalties, masks and temperature."
+    )
+    disable_sliding_window: bool = option(
+        False, "No sliding windows: the longest sequence is cut to the window, and every layer attends to all of it."
+    )
+    disable_cascade_attn: bool = option(False, "No cascade attention.", no_effect="there is no cascade attention")
     skip_tokenizer_init: bool = option(False, "Serve token ids only; load no tokenizer.")
+    enable_prompt_embeds: bool = option(
+        False, "Take embeddings as prompts.", refused="prompts are text or token ids; drop it"
+    )
+    served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is echoed.")
+    config_format: str = option(
+        "auto", "Format of the model's configuration.", refused="config.json is read; use hf or auto", accepts=("hf",)
+    )
+    hf_token: str | None = option(
+        None,
+        "Token for gated hub repositories; without a word: the one that is stored.",
+        optional_value="stored",
+    )
+    hf_overrides: Mapping[str, Any] = option(
+        {}, "JSON whose keys replace those of config.json; nested objects are merged.", parse=json_object
+    )
+    pooler_config: Mapping[str, Any] = option(
+        {},
+        "How pooling models pool.",
+        parse=json_object,
+        no_effect="only text generation is served",
+    )
+    logits_processor_pattern: str | None = option(
+        None, "Names of logits processors that requests may use.", refused="requests cannot bring code; drop it"
+    )
     generation_config: str = option("auto", "Folder of generation_config.json; auto: the model's; vllm: none.")
+    override_generation_config: Mapping[str, Any] = option(
+        {}, "JSON over the generation config (auto, or a folder), or in place of it (vllm).", parse=json_object
+    )
+    enable_sleep_mode: bool = option(
+        False, "Let the engine free its memory on request.", refused="the CPU backend cannot sleep; drop it"
+    )
+    model_impl: str = option(
+        "auto",
+        "Whose model code.",
+        refused="models are specs of pagoda's own; use auto",
+        accepts=("vllm", "pagoda"),
+    )
+    override_attention_dtype: str | None = option(
+        None, "Numbers of attention.", refused="attention computes in the activations' numbers; set --dtype"
+    )
+    logits_processors: tuple[str, ...] = option((), "Logits processors by qualified name, run on every request.")
+    io_processor_plugin: str | None = option(
+        None, "Plugin that turns requests and answers.", refused="it is for pooling models, which are not served"
+    )
     backend: str = option("auto", "Device backend: reference, torch_cuda, jax_tpu; auto picks by platform.")
 
     def __post_init__(self) -> None:

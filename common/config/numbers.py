@@ -1,8 +1,10 @@
-"""Numbers as people write them on a command line."""
+"""Values as people write them on a command line: numbers with a suffix, JSON."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -27,3 +29,14 @@ def human_readable_int_or_auto(text: str) -> int | None:
     if text.strip().lower() in {"auto", "-1"}:
         return None
     return human_readable_int(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError on anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON object is needed, not {type(found).__name__}")
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
@@ -18,6 +18,9 @@ def json_list(text: str) -> tuple[str, ...]:
     if not all(isinstance(item, str) for item in items):
         raise ValueError(f"{text}: a list of strings is needed")
     return tuple(items)
+
+
+_NO_TOOLS: Final = "tool calls are not in this version; put the tools into the prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,40 @@ class ServerConfig:
     ssl_cert_reqs: int = option(0, "Client certificates: 0 none, 1 optional, 2 required.")
     disable_fastapi_docs: bool = option(False, "Serve no /docs, /redoc and /openapi.json.")
     disable_frontend_multiprocessing: bool = option(False, "Run the engine in the server's own process.")
-    disable_log_stats: bool = option(False, "Do not log engine statistics every ten seconds.")
-    enable_log_requests: bool = option(False, "Log each generation request.")
     max_log_len: int | None = option(None, "Most characters or token ids of a prompt in the log; default: all.")
     enable_prompt_tokens_details: bool = option(False, "Report cached prompt tokens in `usage`.")
     enable_force_include_usage: bool = option(False, "Report usage at the end of every stream.")
     return_tokens_as_token_ids: bool = option(False, "Write tokens in logprobs as token_id:N.")
     enable_request_id_headers: bool = option(False, "Answer with an X-Request-Id header.")
+    enable_log_outputs: bool = option(False, "Log each answer too; needs --enable-log-requests.")
+    log_config_file: str | None = option(None, "JSON for logging.config.dictConfig, in place of the usual logging.")
+    log_error_stack: bool = option(False, "Show the traceback of an error that ends the command, or fails a request.")
+    enable_server_load_tracking: bool = option(False, "Count running requests and answer GET /load.")
+    enable_tokenizer_info_endpoint: bool = option(False, "Answer GET /tokenizer_info.")
+    chat_template_content_format: Literal["auto", "string", "openai"] = option(
+        "auto",
+        "Content of messages as the template gets it: text, or a list of parts; auto looks at the template.",
+    )
+    middleware: tuple[str, ...] = option((), "ASGI middleware by qualified name: a class or an async function.")
+    enable_ssl_refresh: bool = option(False, "Load key and certificate again when their files change.")
+    api_server_count: int = option(
+        1, "HTTP processes.", aliases=("-asc",), refused="one process serves HTTP; start more servers for more"
+    )
+    headless: bool = option(False, "An engine without HTTP.", refused="there are no other nodes to be a part of")
+    lora_modules: tuple[str, ...] = option(
+        (), "LoRA adapters, name=path.", refused="LoRA adapters are not in this version; serve the merged weights"
+    )
+    enable_auto_tool_choice: bool = option(False, "Let the model choose tools.", refused=_NO_TOOLS)
+    tool_call_parser: str | None = option(None, "Parser of tool calls.", refused=_NO_TOOLS)
+    tool_parser_plugin: str = option("", "File or module that adds tool parsers.", refused=_NO_TOOLS)
+    tool_server: str | None = option(None, "Server of built-in tools.", refused=_NO_TOOLS)
+    exclude_tools_when_tool_choice_none: bool = option(
+        False, "Show the template no tools when none may be called.", no_effect="a request with tools is refused"
+    )
+    h11_max_incomplete_event_size: int = option(
+        4194304, "Largest header, for h11.", no_effect="another HTTP parser is used; --max-body-bytes bounds requests"
+    )
+    h11_max_header_count: int = option(256, "Most headers, for h11.", no_effect="another HTTP parser is used")
     shutdown_timeout: float = option(0.0, "Seconds that running requests get to finish after SIGTERM; 0: none.")
     max_body_bytes: int = option(32 * 2**20, "Largest request body.")
 
@@ -64,6 +94,8 @@ class ServerConfig:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
             raise ConfigError(missing, "TLS needs both --ssl-keyfile and --ssl-certfile")
+        if self.enable_ssl_refresh and self.ssl_certfile is None:
+            raise ConfigError("--enable-ssl-refresh", "there is no certificate; give --ssl-keyfile and --ssl-certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
         if not 0.0 <= self.shutdown_timeout < float("inf"):

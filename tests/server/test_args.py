@@ -1,33 +1,23 @@
-import argparse
-import dataclasses
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
-from pagoda.common.config.scheduler import SchedulerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.args import SETTINGS, AsyncEngineArgs, EngineArgs
-from pagoda.server.compat_flags import COMPAT
+from pagoda.server.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.flags import FlagParser
 
 
 def parse(*flags: str) -> EngineConfig:
-    parser = EngineArgs.add_cli_args(argparse.ArgumentParser(exit_on_error=False))
+    parser = EngineArgs.add_cli_args(FlagParser())
     return EngineArgs.from_cli_args(parser.parse_args(list(flags))).create_engine_config()
 
 
 def test_defaults_are_those_of_the_configuration() -> None:
     assert EngineArgs().create_engine_config() == EngineConfig()
     assert parse() == EngineConfig()
-
-
-def test_every_configuration_field_is_a_setting() -> None:
-    fields = [f.name for c in (ModelConfig, CacheConfig, SchedulerConfig) for f in dataclasses.fields(c)]
-    assert sorted(s.field for s in SETTINGS.values()) == sorted(fields)
-    assert not set(SETTINGS) & set(COMPAT)
 
 
 def test_keywords_reach_the_configuration() -> None:
@@ -71,7 +61,6 @@ def test_python_conveniences() -> None:
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"tensor_parallel_size": True}, "--tensor-parallel-size"),
-        ({"trust_remote_code": True}, "--trust-remote-code"),
         ({"speculative_config": {"method": "ngram"}}, "--speculative-config"),
     ],
 )
@@ -87,17 +76,17 @@ def test_unknown_keyword_names_the_nearest() -> None:
 
 
 def test_settings_without_effect_are_accepted() -> None:
-    args = EngineArgs(tensor_parallel_size=1, enforce_eager=True, quantization=None, trust_remote_code=False)
+    args = EngineArgs(tensor_parallel_size=1, quantization=None, trust_remote_code=False)
     assert args.create_engine_config() == EngineConfig()
-    assert parse("-tp", "1", "--enforce-eager") == EngineConfig()
+    assert parse("-tp", "1", "--enforce-eager").compilation.enforce_eager
     with pytest.raises(ConfigError, match="--tensor-parallel-size: 2 is not supported"):
         parse("--tensor-parallel-size", "2")
 
 
 def test_bad_flag_text_is_explained() -> None:
-    with pytest.raises(argparse.ArgumentError, match="--max-model-len"):
+    with pytest.raises(ConfigError, match="--max-model-len"):
         parse("--max-model-len", "1.5K")
-    with pytest.raises(argparse.ArgumentError, match="--dtype"):
+    with pytest.raises(ConfigError, match="--dtype"):
         parse("--dtype", "float63")
 
 

@@ -127,11 +127,11 @@ def test_an_unknown_architecture_lists_the_known_ones(folder: Path) -> None:
 
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer"):
-        open_tokenizer(args(folder, skip_tokenizer_init=False).create_engine_config().model)
-    assert open_tokenizer(args(folder).create_engine_config().model) is None
+        open_tokenizer(args(folder, skip_tokenizer_init=False).create_engine_config())
+    assert open_tokenizer(args(folder).create_engine_config()) is None
 
 
 def test_a_folder_with_one_gguf_file_has_its_tokenizer_in_it(tmp_path: Path) -> None:
     (tmp_path / "some.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"some\.gguf"):
-        open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config().model)
+        open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config())

@@ -36,7 +36,7 @@ class LiveServer:
         self.llm = AsyncLLM(
             engine_config,
             client=ThreadClient(engine_config, build),
-            open_text=lambda model: None if model.skip_tokenizer_init else TEXT,
+            open_text=lambda config: None if config.model.skip_tokenizer_init else TEXT,
             wait=False,
             on_step=metrics.on_step,
         )

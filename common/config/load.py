@@ -1,0 +1,40 @@
+"""Where the weights come from and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagoda.common.config.numbers import json_object
+from pagoda.common.config.option import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """How a checkpoint is found, fetched and read."""
+
+    load_format: str = option(
+        "auto",
+        "Format of the weights: auto looks at the files, dummy makes random ones.",
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+    )
+    download_dir: str | None = option(None, "Where hub downloads are kept; default: the hub's own cache.")
+    safetensors_load_strategy: Literal["lazy", "eager"] = option(
+        "lazy", "lazy maps files into memory; eager reads each whole, which network file systems like better."
+    )
+    ignore_patterns: tuple[str, ...] = option(
+        ("original/**/*",), "Names or patterns of files in a hub repository that are not fetched."
+    )
+    model_loader_extra_config: Mapping[str, Any] = option(
+        {},
+        "Settings for the loader of the load format.",
+        parse=json_object,
+        refused="none of the loaders here takes extra settings; drop it",
+    )
+    use_tqdm_on_load: bool = option(True, "Show a progress bar while weights load (on a terminal only).")
+    pt_load_map_location: str = option(
+        "cpu",
+        "Device that torch .bin files are unpickled onto.",
+        no_effect="torch .bin files are read without unpickling, straight into host memory",
+    )

@@ -1,0 +1,34 @@
+"""What is counted, traced and shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pagoda.common.config.option import option
+
+_NO_TRACES: Final = "traces are not in this version; scrape /metrics instead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilityConfig:
+    """Metrics and traces."""
+
+    disable_log_stats: bool = option(False, "Do not log engine statistics every ten seconds.")
+    enable_log_requests: bool = option(False, "Log each generation request.")
+    show_hidden_metrics_for_version: str | None = option(
+        None, "Show metrics hidden since this version.", no_effect="no metric is hidden here"
+    )
+    otlp_traces_endpoint: str | None = option(None, "Collector of OpenTelemetry traces.", refused=_NO_TRACES)
+    collect_detailed_traces: str | None = option(None, "Modules to trace in detail.", refused=_NO_TRACES)
+    kv_cache_metrics: bool = option(
+        False, "Count how long KV blocks live.", refused="KV block lifetimes are not counted; use kv_cache_usage_perc"
+    )
+    kv_cache_metrics_sample: float = option(0.01, "Share counted.", no_effect="it matters with --kv-cache-metrics only")
+    cudagraph_metrics: bool = option(False, "Count graph replays.", no_effect="this version captures no graphs")
+    enable_layerwise_nvtx_tracing: bool = option(
+        False, "Mark layers for Nsight.", no_effect="no backend of this version runs where Nsight looks"
+    )
+    enable_mfu_metrics: bool = option(
+        False, "Report the share of peak FLOP/s.", refused="peak FLOP/s of a CPU are not known; use tokens/s"
+    )

@@ -1,0 +1,80 @@
+"""More than one device. This version runs on one; what would spread work says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pagoda.common.config.numbers import json_object
+from pagoda.common.config.option import option
+
+_ONE_DEVICE: Final = "this version runs a model on one device; use 1, and start one server per device for more"
+_ONE_ENGINE: Final = "this version has no data parallelism; start one server per device behind a load balancer"
+_DP_ONLY: Final = "it matters with data parallelism only, and this version runs one engine"
+_TP_ONLY: Final = "it matters with several devices only, and this version runs on one"
+_EP_ONLY: Final = "it matters with experts spread over devices only, and this version runs on one"
+_DBO_ONLY: Final = "it matters with --enable-dbo only"
+_NODE_ONLY: Final = "it matters with several nodes only, and this version runs on one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How a model is spread over devices and nodes."""
+
+    distributed_executor_backend: str | None = option(
+        None,
+        "How workers are started: mp, ray, uni, external_launcher.",
+        refused="one device needs no distributed workers; use uni, or drop the flag",
+        accepts=("uni", "mp"),
+    )
+    tensor_parallel_size: int = option(1, "Devices that share each layer.", aliases=("-tp",), refused=_ONE_DEVICE)
+    pipeline_parallel_size: int = option(1, "Devices that share the stack.", aliases=("-pp",), refused=_ONE_DEVICE)
+    decode_context_parallel_size: int = option(1, "Groups per context.", aliases=("-dcp",), refused=_ONE_DEVICE)
+    prefill_context_parallel_size: int = option(1, "Groups per prefill.", aliases=("-pcp",), refused=_ONE_DEVICE)
+    data_parallel_size: int = option(1, "Engines that share the requests.", aliases=("-dp",), refused=_ONE_ENGINE)
+    data_parallel_rank: int | None = option(
+        None, "This engine's rank.", aliases=("-dpn",), refused=_ONE_ENGINE, accepts=(0,)
+    )
+    data_parallel_start_rank: int | None = option(
+        None, "First rank on this node.", aliases=("-dpr",), refused=_ONE_ENGINE, accepts=(0,)
+    )
+    data_parallel_size_local: int | None = option(
+        None, "Engines on this node.", aliases=("-dpl",), refused=_ONE_ENGINE, accepts=(1,)
+    )
+    data_parallel_address: str | None = option(None, "The head node's address.", aliases=("-dpa",), no_effect=_DP_ONLY)
+    data_parallel_rpc_port: int | None = option(None, "Port of the ranks.", aliases=("-dpp",), no_effect=_DP_ONLY)
+    data_parallel_backend: Literal["mp", "ray"] = option("mp", "Launcher.", aliases=("-dpb",), no_effect=_DP_ONLY)
+    data_parallel_hybrid_lb: bool = option(False, "Balance local ranks only.", aliases=("-dph",), refused=_ONE_ENGINE)
+    data_parallel_external_lb: bool = option(False, "Balance nothing.", aliases=("-dpe",), refused=_ONE_ENGINE)
+    enable_expert_parallel: bool = option(False, "Spread experts.", aliases=("-ep",), no_effect=_EP_ONLY)
+    all2all_backend: str | None = option(None, "Exchange of tokens between experts.", no_effect=_EP_ONLY)
+    enable_dbo: bool = option(False, "Overlap two micro-batches.", refused="there is no communication to hide; drop it")
+    ubatch_size: int = option(0, "Micro-batches.", no_effect=_DBO_ONLY)
+    dbo_decode_token_threshold: int = option(32, "Tokens from which decode splits.", no_effect=_DBO_ONLY)
+    dbo_prefill_token_threshold: int = option(512, "Tokens from which prefill splits.", no_effect=_DBO_ONLY)
+    disable_nccl_for_dp_synchronization: bool = option(False, "Synchronise ranks on the host.", no_effect=_DP_ONLY)
+    enable_eplb: bool = option(False, "Rebalance experts while serving.", no_effect=_EP_ONLY)
+    eplb_config: Mapping[str, Any] = option(
+        {}, "Settings of the expert balancer as JSON.", parse=json_object, no_effect=_EP_ONLY
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = option(
+        "linear", "Which experts go to which rank.", no_effect=_EP_ONLY
+    )
+    max_parallel_loading_workers: int | None = option(None, "Workers that load at once.", no_effect=_TP_ONLY)
+    ray_workers_use_nsight: bool = option(False, "Profile Ray workers.", no_effect="there are no Ray workers")
+    disable_custom_all_reduce: bool = option(False, "Reduce with NCCL.", no_effect=_TP_ONLY)
+    worker_cls: str = option(
+        "auto",
+        "Class of the worker.",
+        refused="backends stand in place of workers; name one with --backend",
+    )
+    worker_extension_cls: str = option(
+        "", "Class mixed into the worker.", refused="there is no worker class to extend; use --additional-config"
+    )
+    master_addr: str = option("127.0.0.1", "Rendezvous address.", no_effect=_NODE_ONLY)
+    master_port: int = option(29501, "Rendezvous port.", no_effect=_NODE_ONLY)
+    nnodes: int = option(1, "Nodes.", aliases=("-n",), refused="this version runs on one node; use 1")
+    node_rank: int = option(0, "This node's number.", aliases=("-r",), refused="this version runs on one node; use 0")
+    dcp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_TP_ONLY)
+    cp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_TP_ONLY)

@@ -1,0 +1,178 @@
+"""The one table of settings: a row per configuration field, which is a keyword, a flag, a YAML key and a variable.
+
+Everything that lists settings reads it: the parsers, the help, `--explain-config`, the documentation, the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from pagoda.common.config.deprecated import DeprecatedConfig
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.option import Option
+from pagoda.common.config.server import ServerConfig
+from pagoda.common.errors import ConfigError
+
+_SWITCH_WORDS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One configuration field. `group`: the class that holds it; `name`: its keyword and YAML key."""
+
+    group: str
+    field: str
+    name: str
+    hint: Any
+    default: Any
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """`--its-flag`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every spelling, the full one first."""
+        return (self.flag, *self.option.aliases)
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return "PAGODA_" + self.name.upper()
+
+    @property
+    def plain(self) -> Any:
+        """The type without None."""
+        if get_origin(self.hint) not in (Union, UnionType):
+            return self.hint
+        rest = [each for each in get_args(self.hint) if each is not NoneType]
+        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 (built at run time)
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The values there are, when they can be listed."""
+        return self.option.choices or (get_args(self.plain) if get_origin(self.plain) is Literal else None)
+
+    @property
+    def is_switch(self) -> bool:
+        """True when the flag takes no word: `--x` and `--no-x`."""
+        return self.plain is bool
+
+    @property
+    def is_list(self) -> bool:
+        """True when the flag takes several words."""
+        return get_origin(self.plain) is tuple
+
+    @property
+    def is_json(self) -> bool:
+        """True when the value is a JSON object, which dotted flags may write piecewise."""
+        return get_origin(self.plain) is Mapping
+
+    def convert(self, value: Any) -> Any:
+        """A keyword's value as the configuration wants it; None means the default. Raises ConfigError."""
+        if value is None:
+            return self.default
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if self.is_list and isinstance(value, str) and self.option.parse is None:
+            value = (value,)
+        if get_origin(self.plain) is Literal and not isinstance(value, str):
+            value = str(value).removeprefix("torch.")  # a torch.dtype, without importing torch
+        return self._checked(value, value, strict=True)
+
+    def convert_text(self, text: str | list[str]) -> Any:
+        """What a flag, a variable or a YAML scalar says, in words. Raises ConfigError."""
+        if self.hint is not self.plain and text in ("", "None", ["None"]):
+            return None
+        value: Any = text
+        if self.is_list and isinstance(text, str):
+            value = [text]
+        if self.is_switch and isinstance(text, str):
+            value = _SWITCH_WORDS.get(text.lower(), text)
+        if self.is_list and self.option.parse is not None:
+            value = [each for word in value for each in self._parsed(word)]
+        return self._checked(value, text, strict=False)
+
+    def _checked(self, value: Any, said: Any, *, strict: bool) -> Any:
+        if self.option.parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
+            value = self._parsed(value)
+        try:
+            value = msgspec.convert(value, self.hint, strict=strict)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise ConfigError(self.flag, f"{_said(said)}: {error}{self._hint_of_choices()}") from None
+        if self.option.choices and value is not None and value not in self.option.choices:
+            raise ConfigError(self.flag, f"{_said(said)} is no choice{self._hint_of_choices()}")
+        return value
+
+    def _parsed(self, value: Any) -> Any:
+        assert self.option.parse is not None
+        try:
+            return self.option.parse(str(value))
+        except ValueError as error:
+            raise ConfigError(self.flag, f"{_said(value)}: {error}") from None
+
+    def _hint_of_choices(self) -> str:
+        return f"; choose from {', '.join(map(str, self.choices))}" if self.choices else ""
+
+    def note(self, value: Any) -> str | None:
+        """What the user should hear about a converted value, or None. Raises ConfigError when it is refused."""
+        option = self.option
+        if option.deprecated is not None:
+            return f"{self.flag} is deprecated; use {option.deprecated}"
+        if option.status == "implemented" or value == self.default:
+            return None
+        if option.status == "no effect":
+            return f"{self.flag} has no effect: {option.why}"
+        if any(value == each and type(value) is type(each) for each in option.accepts):
+            return None
+        raise ConfigError(self.flag, f"{_said(value)} is not supported: {option.why}")
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        value = " ".join(map(str, value))
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def settings_of(config: type[Any]) -> Iterator[Setting]:
+    """A configuration class's settings."""
+    hints = get_type_hints(config)
+    for each in dataclasses.fields(config):
+        option: Option = each.metadata["option"]
+        yield Setting(
+            group=config.__name__,
+            field=each.name,
+            name=(option.flag or each.name).replace("-", "_"),
+            hint=hints[each.name],
+            default=each.default if each.default_factory is dataclasses.MISSING else each.default_factory(),
+            option=option,
+        )
+
+
+def table(*configs: type[Any]) -> dict[str, Setting]:
+    """Settings by name."""
+    return {setting.name: setting for config in configs for setting in settings_of(config)}
+
+
+ENGINE_GROUPS: Final[dict[str, type[Any]]] = get_type_hints(EngineConfig)
+"""EngineConfig's attribute -> its class."""
+
+ENGINE_SETTINGS: Final = table(*ENGINE_GROUPS.values(), DeprecatedConfig)
+SERVER_SETTINGS: Final = table(ServerConfig)
+
+DOCUMENTED_GROUPS: Final = (*ENGINE_GROUPS.values(), DeprecatedConfig, ServerConfig)
+"""Every class with flags of its own, in the order that help and documentation show."""
+
+
+def build(config: type[Any], values: Mapping[str, Any], settings: Iterable[Setting]) -> Any:
+    """A configuration class from values by setting name."""
+    return config(**{s.field: values[s.name] for s in settings if s.group == config.__name__ and s.name in values})
