@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FENCE = ("<!-- figures: written by benchmarks/readme.py -->", "<!-- end of figures -->")
-PARTS = ("offline", "startup", "scheduler", "install")
+PARTS = ("offline", "startup", "scheduler", "install", "tests")
 
 
 def run(script: str, *args: str) -> dict:
@@ -61,6 +61,8 @@ def main() -> None:
         results["scheduler"] = run("scheduler_cost.py")
     if "install" in args.only:
         results["install"] = run("install_size.py")
+    if "tests" in args.only:
+        results["tests"] = run("fresh_clone.py")
     path = HERE / "results" / f"{results['machine']['date']}-{results['machine']['commit']}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
@@ -98,11 +100,12 @@ def table(results: dict, source: Path) -> str:
         theirs = found.get("vllm", {}).get("median", "not measured")
         ratio = found.get("ratio", {}).get("median", "")
         lines.append(f"| {name} | {found['pagoda']['median']} | {theirs} | {ratio} | >= 1.5 |")
-    scheduler, install = results["scheduler"], results["install"]
+    scheduler, install, tests = results["scheduler"], results["install"], results["tests"]
     lines += [
         f"| `pagoda serve`, from command to first streamed token | {results['startup']['median']} s | | | <= 8 s |",
         f"| schedule + update per decode step, 256 running, no model | {scheduler['sum_ms']} ms | | | <= 1.0 ms |",
         f"| base install, no extras | {install['base_install_mb']} MB | | | <= 150 MB |",
+        f"| `make test` in a fresh clone ({tests['passed']} tests) | {tests['seconds'] / 60:.1f} min | | | <= 20 min |",
     ]
     return "\n".join(lines)
 
