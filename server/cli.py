@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Protocol
 
+from pagoda.common.config.option import Status
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.server.flags import FlagParser
 
@@ -31,24 +32,60 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: the module that does it, or more sub-commands."""
+    """A sub-command: the module that does it, or more sub-commands.
+
+    `refused`: why there is none, and what to do instead. `deprecated`: what to use instead.
+    """
 
     help: str
     module: str = ""
     commands: Mapping[str, Command] | None = None
+    refused: str = ""
+    deprecated: str = ""
+
+    @property
+    def status(self) -> Status:
+        """What becomes of it here."""
+        inner = [each.status for each in (self.commands or {}).values()]
+        return "refused" if self.refused or (inner and set(inner) == {"refused"}) else "implemented"
 
 
+_NO_SWEEP: Final = (
+    "a shell loop does it: for n in 1 4 16; do pagoda bench serve --max-concurrency $n --save-result; done"
+)
+_NO_PLOTS: Final = "plot the JSON files of `bench serve --save-result` with the tool of your choice"
+
+SWEEP: Final = {
+    "serve": Command("Measure a server over combinations of settings.", refused=_NO_SWEEP),
+    "serve_sla": Command("Find the load that still meets a target.", refused=_NO_SWEEP),
+    "plot": Command("Plot a sweep.", refused=_NO_PLOTS),
+    "plot_pareto": Command("Plot the best trade-offs of a sweep.", refused=_NO_PLOTS),
+}
 BENCH: Final = {
     "latency": Command("Time batches of requests, end to end.", "pagoda.server.bench_latency"),
+    "serve": Command("Load a running server; measure throughput and latency.", "pagoda.server.bench_serve"),
     "throughput": Command("Measure tokens per second over many requests.", "pagoda.server.bench_throughput"),
+    "startup": Command("Time a server from its command to its first token.", "pagoda.server.bench_startup"),
+    "sweep": Command("Repeat `bench serve` over settings.", commands=SWEEP),
 }
 COMMANDS: Final = {
     "serve": Command("Start the OpenAI-compatible HTTP server for a model.", "pagoda.server.serve"),
     "chat": Command("Chat with a running server.", "pagoda.server.chat"),
     "complete": Command("Complete text with a running server.", "pagoda.server.complete"),
     "bench": Command("Measure an engine.", commands=BENCH),
+    "run-batch": Command("Answer a file of requests.", "pagoda.server.run_batch"),
     "collect-env": Command("Print what a bug report should say about this machine.", "pagoda.server.collect_env"),
 }
+MODULES: Final = {
+    "pagoda.server.api_server": Command(
+        "The server as a module.", "pagoda.server.api_server", deprecated="pagoda serve MODEL"
+    ),
+    "pagoda.server.demo_api_server": Command(
+        "A small server with POST /generate.",
+        refused="its /generate is no standard; use pagoda serve and /v1/completions",
+    ),
+}
+"""What `python -m` starts elsewhere (vllm.entrypoints.openai.api_server, vllm/entrypoints/api_server.py)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +121,9 @@ def _dispatch(program: str, commands: Mapping[str, Command], words: list[str]) -
         print(f"{program}: error: no command {words[0]!r}{hint}", file=sys.stderr)
         return USAGE_ERROR
     name = f"{program} {words[0]}"
+    if command.refused:
+        print(f"{name}: error: not in this version: {command.refused}", file=sys.stderr)
+        return USAGE_ERROR
     if command.commands is not None:
         return _dispatch(name, command.commands, words[1:])
     module: CommandModule = import_module(command.module)
@@ -94,8 +134,13 @@ def _dispatch(program: str, commands: Mapping[str, Command], words: list[str]) -
 
 def _help(program: str, commands: Mapping[str, Command]) -> str:
     width = max(map(len, commands))
-    lines = [f"usage: {program} [-h] [-v] COMMAND ...", ""]
-    lines += [f"  {name:<{width}}  {command.help}" for name, command in commands.items()]
+    lines = [f"usage: {program} [-h] [-v] COMMAND ..."]
+    for title, refused in (("", False), ("not in this version:", True)):
+        found = [(name, each) for name, each in commands.items() if (each.status == "refused") == refused]
+        rows = [
+            f"  {name:<{width}}  {each.help}" + (f" ({each.refused})" if each.refused else "") for name, each in found
+        ]
+        lines += ["", *([title] if title else []), *rows] if rows else []
     return "\n".join([*lines, "", f"{program} COMMAND --help tells more about one of them."])
 
 

@@ -1,0 +1,32 @@
+"""Which settings each command takes. The parsers, the help and the documentation of commands read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pagoda.common.config.batch import ANSWER_SETTINGS, BatchConfig
+from pagoda.common.config.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
+from pagoda.common.config.client import ChatConfig, ClientConfig
+from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
+
+OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
+    "serve": SERVER_SETTINGS,
+    "run-batch": {**table(BatchConfig), **{name: SERVER_SETTINGS[name] for name in ANSWER_SETTINGS}},
+    "bench latency": table(LatencyConfig),
+    "bench throughput": table(ThroughputConfig),
+    "bench startup": table(StartupConfig),
+    "bench serve": table(ServeLoadConfig),
+    "chat": table(ClientConfig, ChatConfig),
+    "complete": table(ClientConfig),
+}
+"""Command -> its settings by name, besides the engine's."""
+
+WITH_ENGINE: Final = ("serve", "run-batch", "bench latency", "bench throughput", "bench startup")
+"""Commands that start an engine, and take its settings from flags, --config and the environment."""
+
+COMMAND_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
+    name: {**ENGINE_SETTINGS, **own} if name in WITH_ENGINE else own for name, own in OWN_SETTINGS.items()
+}
+"""Command -> all its settings by name. Those without an engine read flags alone: what the environment says about a
+server here, its key above all, is not for the server that they talk to."""
