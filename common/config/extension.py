@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagoda.common.config.numbers import json_object
+from pagoda.common.config.numbers import json_object, names
 from pagoda.common.config.option import option
 
 _NO_TRANSFER: Final = "prefill and decode run in one engine here; drop it"
@@ -33,6 +33,9 @@ class ExtensionConfig:
     )
     additional_config: Mapping[str, Any] = option(
         {}, "JSON that plugins find in the configuration; the engine itself reads nothing in it.", parse=json_object
+    )
+    plugins: tuple[str, ...] | None = option(
+        None, "Names of installed plugins to load; default: all of them.", parse=names
     )
     aggregate_engine_logging: bool = option(
         False, "One log line for all engines.", no_effect="there is one engine, so its line is the sum"

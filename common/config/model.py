@@ -52,6 +52,9 @@ class ModelConfig:
         "Longest prompt plus answer, in tokens (1k = 1000, 1K = 1024); auto or nothing: what model and memory allow.",
         parse=human_readable_int_or_auto,
     )
+    allow_long_max_model_len: bool = option(
+        False, "Let --max-model-len exceed the model's positions; answers beyond them may be poor."
+    )
     quantization: str | None = option(
         None,
         "How the weights are quantised.",

@@ -40,3 +40,8 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"a JSON object is needed, not {type(found).__name__}")
     return found
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -55,7 +55,6 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = option(False, "Write tokens in logprobs as token_id:N.")
     enable_request_id_headers: bool = option(False, "Answer with an X-Request-Id header.")
     enable_log_outputs: bool = option(False, "Log each answer too; needs --enable-log-requests.")
-    log_config_file: str | None = option(None, "JSON for logging.config.dictConfig, in place of the usual logging.")
     log_error_stack: bool = option(False, "Show the traceback of an error that ends the command, or fails a request.")
     enable_server_load_tracking: bool = option(False, "Count running requests and answer GET /load.")
     enable_tokenizer_info_endpoint: bool = option(False, "Answer GET /tokenizer_info.")
@@ -84,6 +83,8 @@ class ServerConfig:
     )
     h11_max_header_count: int = option(256, "Most headers, for h11.", no_effect="another HTTP parser is used")
     shutdown_timeout: float = option(0.0, "Seconds that running requests get to finish after SIGTERM; 0: none.")
+    keep_alive_on_engine_death: bool = option(False, "Stay up when the engine dies, and answer every request with 503.")
+    server_dev_mode: bool = option(False, "Answer POST /reset_prefix_cache, for development.")
     max_body_bytes: int = option(32 * 2**20, "Largest request body.")
 
     def __post_init__(self) -> None:
