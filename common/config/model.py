@@ -113,7 +113,7 @@ class ModelConfig:
     )
     logits_processors: tuple[str, ...] = option((), "Logits processors by qualified name, run on every request.")
     io_processor_plugin: str | None = option(
-        None, "Plugin that turns requests and answers.", refused="it is for pooling models, which are not served"
+        None, "Plugin that turns requests and answers.", refused="it is for pooling models, which are not served; drop it"
     )
     backend: str = option("auto", "Device backend: reference, torch_cuda, jax_tpu; auto picks by platform.")
 
