@@ -10,12 +10,16 @@ import difflib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
+from pagoda.common.config import env
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.sources import Settled, Sourced, from_environment, from_file, from_keywords, settle
 from pagoda.common.config.table import ENGINE_GROUPS, ENGINE_SETTINGS, Setting, build
 from pagoda.server.flags import add_settings, given
+
+_WITH_VARIABLE: Final = frozenset(name for settings in COMMAND_SETTINGS.values() for name in settings)
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class EngineArgs:
         self._take(settle(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
 
     def _take(self, settled: Settled) -> None:
-        for note in settled.notes:
+        for note in (*env.notes(settings=_WITH_VARIABLE), *settled.notes):
             logger.warning("%s", note)
         for name, value in settled.values.items():
             setattr(self, name, value)

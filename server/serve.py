@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.env import LOG_LEVEL
+from pagoda.common.config.env import LOGGING_LEVEL
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, build
 from pagoda.common.errors import ConfigError
@@ -140,7 +140,7 @@ def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float
     from pagoda.server.app import create_app
     from pagoda.server.state import ServerState
 
-    handlers = setup_logging(LOG_LEVEL.read() or "INFO").handlers
+    handlers = setup_logging(LOGGING_LEVEL.read() or "INFO").handlers
     logging.getLogger("uvicorn").handlers[:] = handlers
     metrics = Metrics(llm.names[0])
     llm.on_step = metrics.on_step

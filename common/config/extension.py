@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagoda.common.config.numbers import json_object, names
+from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import option
 
 _NO_TRANSFER: Final = "prefill and decode run in one engine here; drop it"
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
