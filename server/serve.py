@@ -19,10 +19,12 @@ from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.env import LOGGING_LEVEL
+from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, build
 from pagoda.common.errors import ConfigError
+from pagoda.common.observe.logs import configure
 from pagoda.server.args import AsyncEngineArgs, settle_all
 from pagoda.server.engine_client import start_engine
 from pagoda.server.flags import FlagParser, add_settings
@@ -49,7 +51,9 @@ def add_arguments(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
     began = time.monotonic()
-    engine_config, config = configurations(args)
+    settled = settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS)
+    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    engine_config, config = configured(settled)
     listener = bind(config)
     client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
     try:
@@ -67,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """What flags, file and environment ask for. Raises ConfigError."""
-    settled = settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS)
+    return configured(settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS))
+
+
+def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
+    """The two configurations that the settings make. Raises ConfigError."""
     engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
     server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
     if server.enable_log_outputs and not engine.observability.enable_log_requests:
@@ -135,13 +143,10 @@ def _remove_stale(path: str) -> None:
 
 
 def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float) -> int:
-    from pagoda.common.observe.logs import setup_logging
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
     from pagoda.server.state import ServerState
 
-    handlers = setup_logging(LOGGING_LEVEL.read() or "INFO").handlers
-    logging.getLogger("uvicorn").handlers[:] = handlers
     metrics = Metrics(llm.names[0])
     llm.on_step = metrics.on_step
     state = ServerState(llm, config, metrics)
@@ -219,7 +224,11 @@ async def _live(state: ServerState, began: float) -> None:
     quiet = state.engine.config.observability.disable_log_stats
     statistics = None if quiet else asyncio.ensure_future(state.log_stats())
     try:
-        raise await state.until_dead()
+        death = await state.until_dead()
+        if not state.config.keep_alive_on_engine_death:
+            raise death
+        logger.error("the engine died: %s; the server stays up, because of --keep-alive-on-engine-death", death)
+        await asyncio.Event().wait()
     finally:
         if statistics is not None:
             statistics.cancel()
