@@ -13,6 +13,7 @@ from typing import Final, Self
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineStats, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
@@ -89,6 +90,8 @@ class AsyncLLM:
         client: EngineClient | None = None,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
+        if client is None:
+            configure_unless_done(config.logging)
         self.config = config
         self.stats = EngineStats()
         self.on_step = on_step

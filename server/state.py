@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import Final
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError, EngineDeadError
@@ -15,8 +14,6 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.protocol.errors import ModelNotFoundError, UnavailableError
-
-STATS_SECONDS: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +91,10 @@ class ServerState:
         )
 
     async def log_stats(self) -> None:
-        """Log a line about the engine every ten seconds, for ever."""
+        """Log a line about the engine every so many seconds, for ever."""
         before = self.metrics.totals()
         while True:
-            await asyncio.sleep(STATS_SECONDS)
+            await asyncio.sleep(self._llm.config.observability.log_stats_interval)
             now = self.metrics.totals()
             line = stats_line(before, now, self._llm.stats)
             if line is not None:
