@@ -118,9 +118,7 @@ def from_environment(
     found: dict[str, Sourced] = {}
     known = {name: setting for table in tables for name, setting in table.items()}
     for variable in env.VARIABLES:
-        if variable.becomes is None or (text := variable.read(source)) is None:
-            continue
-        for name, value in variable.settings(text).items():
+        for name, value in variable.settings(source).items():
             if name in known:
                 found[name] = Sourced(known[name].convert(value), f"environment {variable.spelling(source)}")
     for name, setting in known.items():

@@ -71,7 +71,7 @@ def test_bad_values_name_the_flag(settings: dict[str, object], flag: str) -> Non
 
 
 def test_unknown_keyword_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match=r"'max_modellen'; did you mean 'max_model_len'"):
+    with pytest.raises(TypeError, match=r"'max_modellen'; did you mean max_model_len\?"):
         AsyncEngineArgs(max_modellen=3)
 
 
