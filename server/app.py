@@ -17,7 +17,7 @@ from pagoda.common.errors import PagodaError
 from pagoda.server.auth import ApiKeyMiddleware
 from pagoda.server.openapi import described
 from pagoda.server.protocol.errors import HttpError, http_error
-from pagoda.server.routes import chat, completion, health, metrics, models
+from pagoda.server.routes import chat, completion, dev, health, metrics, models
 from pagoda.server.state import ServerState
 from pagoda.server.stream import ClientLeftError, encode_json
 
@@ -43,6 +43,8 @@ def create_app(state: ServerState) -> FastAPI:
     app.openapi = lambda: described(app)  # type: ignore[method-assign]
     for module in (chat, completion, models, health, metrics):
         app.include_router(module.router)
+    if config.server_dev_mode:
+        app.include_router(dev.router)
     for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     if config.api_key:

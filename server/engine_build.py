@@ -33,6 +33,7 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.dummy import dummy_weights
 from pagoda.common.weights.progress import with_progress
+from pagoda.server.affinity import pinned
 from pagoda.server.prefetch import Prefetch
 from pagoda.server.wire import EngineInfo
 
@@ -68,6 +69,11 @@ class _Phases:
 
 def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
+    with pinned(config.runtime.cores):
+        return _build(config, usage)
+
+
+def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
     phases = _Phases()
     name = choose_backend(config.model.backend)
     importing = _import(name)

@@ -51,7 +51,7 @@ class RuntimeConfig:
     )
     cpu_omp_threads_bind: str = option(
         "auto",
-        "Cores that the CPU backend's threads are pinned to, such as 0-3,8, one thread per physical core of them; "
+        "Cores that the CPU backend's threads are pinned to, such as 0-3,8; "
         "auto, all, nobind: any core this process may use.",
         parse=core_list,
     )
