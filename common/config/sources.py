@@ -120,19 +120,20 @@ def from_environment(
     for variable in env.VARIABLES:
         for name, value in variable.settings(source).items():
             if name in known:
-                found[name] = Sourced(known[name].convert(value), f"environment {variable.spelling(source)}")
+                found[name] = _from_variable(known[name], variable.spelling(source), value)
     for name, setting in known.items():
         text = source.get(setting.variable)
-        if text:
-            found[name] = Sourced(_from_variable(setting, text), f"environment {setting.variable}")
+        if text and not env.is_service_link(setting.variable, text):
+            found[name] = _from_variable(setting, setting.variable, text)
     return found
 
 
-def _from_variable(setting: Setting, text: str) -> Any:
+def _from_variable(setting: Setting, variable: str, said: Any) -> Sourced:
     try:
-        return setting.convert_variable(text)
+        value = setting.convert_variable(said) if isinstance(said, str) else setting.convert(said)
     except ConfigError as error:
-        raise ConfigError(setting.variable, str(error)) from None
+        raise ConfigError(variable, str(error)) from None
+    return Sourced(value, f"environment {variable}")
 
 
 def from_file(path: str, table: Mapping[str, Setting]) -> dict[str, Sourced]:
