@@ -90,6 +90,7 @@ class InputProcessor:
         self._info = info
         self._tokenizer = tokenizer
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self._reads_extra_args = bool(config.logits_processors)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
         main = tokenizer.eos_token_id if tokenizer is not None else None
         if main is None and info.eos_token_ids:
@@ -164,6 +165,8 @@ class InputProcessor:
                 raise RequestError(
                     name, f"{name} {asked} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
                 )
+        if params.extra_args and not self._reads_extra_args:
+            raise RequestError("extra_args", "nothing here reads extra_args: there are no --logits-processors")
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, which is switched off (skip_tokenizer_init)")
 

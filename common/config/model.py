@@ -111,7 +111,9 @@ class ModelConfig:
     override_attention_dtype: str | None = option(
         None, "Numbers of attention.", refused="attention computes in the activations' numbers; set --dtype"
     )
-    logits_processors: tuple[str, ...] = option((), "Logits processors by qualified name, run on every request.")
+    logits_processors: tuple[str, ...] = option(
+        (), "Logits processors by qualified name, package.module.Class, or by entry point, run on every request."
+    )
     io_processor_plugin: str | None = option(
         None, "Plugin that turns requests and answers.", refused="it is for pooling models, which are not served; drop it"
     )

@@ -29,6 +29,8 @@ _OWN_KEYWORDS: Final = frozenset(
         "unk_token",
         "return_dict",
         "return_tensors",
+        "content_format",
+        "special_tokens",
         "raise_exception",
         "strftime_now",
     }
@@ -102,15 +104,11 @@ class ChatCompletionRequest(SamplingFields):
         except RequestError as error:
             raise self.in_own_names(error) from None
 
-    def in_own_names(self, error: RequestError) -> RequestError:
-        """An error of SamplingParams under the name that the field has in this request."""
-        field = {"logprobs": "top_logprobs", "prompt": "messages"}.get(error.field, error.field)
+    def own_name(self, field: str) -> str:
+        """The name of a SamplingParams field in this request."""
         if field == "max_tokens" and self.max_completion_tokens is not None:
-            field = "max_completion_tokens"
-        message = str(error)
-        if message.startswith(error.field):
-            message = field + message.removeprefix(error.field)
-        return RequestError(field, message)
+            return "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(field, super().own_name(field))
 
 
 def _check_message(where: str, message: dict[str, Any]) -> None:
