@@ -34,6 +34,7 @@ from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.dummy import dummy_weights
 from pagoda.common.weights.progress import with_progress
 from pagoda.server.affinity import pinned
+from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.prefetch import Prefetch
 from pagoda.server.wire import EngineInfo
 
@@ -75,6 +76,7 @@ def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
 
 def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
     phases = _Phases()
+    load_general_plugins(config)
     name = choose_backend(config.model.backend)
     importing = _import(name)
     with phases("open checkpoint"):
@@ -116,11 +118,12 @@ def _assemble(
     weights: Prefetch,
 ) -> BuiltEngine:
     facts = module.CAPABILITIES
+    sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     limits = resolve_limits(
         config, device=facts.device, usage=usage, block_size=facts.block_size, model_max_len=spec.max_positions
     )
     layout = kv_layout(spec, limits.block_size)
-    backend = module.create(spec, limits=limits, layout=layout, cache=config.cache, dtype=dtype)
+    backend = module.create(spec, limits=limits, layout=layout, cache=config.cache, dtype=dtype, sampling=sampling)
     try:
         with phases("load weights"):
             backend.load(weights)
@@ -148,7 +151,7 @@ def _assemble(
         memory=str(memory),
         phases=tuple(phases.seconds),
     )
-    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks), backend, info)
+    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks, make_scheduler), backend, info)
 
 
 def _open(model: ModelConfig, load: LoadConfig) -> Checkpoint:

@@ -45,14 +45,24 @@ class EngineClient(Protocol):
 
 
 def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
-    """Start an engine for `config`, in a thread of this process or in a process of its own."""
+    """Start an engine for `config`, in a thread of this process or in a process of its own.
+
+    General plugins run in both processes; the engine itself runs them in its own. Raises ConfigError for a broken one.
+    """
     if in_process:
         from pagoda.server.thread_client import ThreadClient
 
         return ThreadClient(config)
+    from pagoda.server.plugins import load_general_plugins
     from pagoda.server.process_client import ProcessClient
 
-    return ProcessClient(config)
+    client = ProcessClient(config)
+    try:
+        load_general_plugins(config)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 class Supervisor:

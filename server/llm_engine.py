@@ -48,7 +48,7 @@ class LLMEngine:
         self.info: EngineInfo = self._built.info
         self._core = self._built.core
         self.inputs = InputProcessor(config.model, self.info, self.tokenizer)
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, config.scheduler.stream_interval)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
