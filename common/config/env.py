@@ -26,15 +26,22 @@ def _sets(setting: str) -> Callable[[str], Mapping[str, Any]]:
     return lambda text: {setting: text}
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("not a number") from None
+
+
 def _kv_cache(text: str) -> Mapping[str, Any]:
-    gib = float(text)
+    gib = _number(text)
     if not 0 <= gib < 2**20:
         raise ValueError("not a number of GiB")
     return {"kv_cache_memory_bytes": int(gib * 2**30)} if gib else {}
 
 
 def _interval(text: str) -> Mapping[str, Any]:
-    return {"log_stats_interval": text} if float(text) > 0 else {}
+    return {"log_stats_interval": text} if _number(text) > 0 else {}
 
 
 def _ours(name: str, help: str, setting: str = "", becomes: Callable[[str], Mapping[str, Any]] | None = None) -> EnvVar:

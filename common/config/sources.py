@@ -18,7 +18,7 @@ from pagoda.common.errors import ConfigError
 class Sourced:
     """A value and who said it: `flag`, `keyword`, `file x.yaml`, `environment NAME`.
 
-    `said_as`: the older flag that stood for this setting; empty when the setting was named itself.
+    `said_as`: the older flag or variable that stood for this setting; empty when the setting was named itself.
     """
 
     value: Any
@@ -133,7 +133,7 @@ def _from_variable(setting: Setting, variable: str, said: Any) -> Sourced:
         value = setting.convert_variable(said) if isinstance(said, str) else setting.convert(said)
     except ConfigError as error:
         raise ConfigError(variable, str(error)) from None
-    return Sourced(value, f"environment {variable}")
+    return Sourced(value, f"environment {variable}", "" if variable == setting.variable else variable)
 
 
 def from_file(path: str, table: Mapping[str, Setting]) -> dict[str, Sourced]:
