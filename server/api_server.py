@@ -10,7 +10,7 @@ from pagoda.server import cli
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Warn, then serve; the exit status."""
-    print(f"{cli.MODULES[__spec__.name].deprecated} replaces this deprecated spelling", file=sys.stderr)
+    print("this spelling is deprecated; use pagoda serve MODEL", file=sys.stderr)
     return cli.main(["serve", *(sys.argv[1:] if argv is None else argv)])
 
 

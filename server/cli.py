@@ -77,15 +77,17 @@ COMMANDS: Final = {
     "collect-env": Command("Print what a bug report should say about this machine.", "pagoda.server.collect_env"),
 }
 MODULES: Final = {
-    "pagoda.server.api_server": Command(
-        "The server as a module.", "pagoda.server.api_server", deprecated="pagoda serve MODEL"
+    "python -m vllm.entrypoints.openai.api_server": Command(
+        "The server as a module; here python -m pagoda.server.api_server.",
+        "pagoda.server.api_server",
+        deprecated="pagoda serve MODEL",
     ),
-    "pagoda.server.demo_api_server": Command(
-        "A small server with POST /generate.",
-        refused="its /generate is no standard; use pagoda serve and /v1/completions",
+    "vllm/entrypoints/api_server.py": Command(
+        "A demonstration server with POST /generate.",
+        refused="it speaks no standard API; use pagoda serve MODEL and POST /v1/completions",
     ),
 }
-"""What `python -m` starts elsewhere (vllm.entrypoints.openai.api_server, vllm/entrypoints/api_server.py)."""
+"""Modules that elsewhere are started like commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ ANSWER_SETTINGS: Final = (
     "port",
     "response_role",
     "chat_template",
+    "default_chat_template_kwargs",
     "chat_template_content_format",
     "trust_request_chat_template",
     "enable_prompt_tokens_details",

@@ -10,15 +10,17 @@ from pagoda.common.config.bench import LatencyConfig, ServeLoadConfig, StartupCo
 from pagoda.common.config.client import ChatConfig, ClientConfig
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 
+_EVERYWHERE: Final = {"log_error_stack": SERVER_SETTINGS["log_error_stack"]}
+
 OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "serve": SERVER_SETTINGS,
     "run-batch": {**table(BatchConfig), **{name: SERVER_SETTINGS[name] for name in ANSWER_SETTINGS}},
-    "bench latency": table(LatencyConfig),
-    "bench throughput": table(ThroughputConfig),
-    "bench startup": table(StartupConfig),
-    "bench serve": table(ServeLoadConfig),
-    "chat": table(ClientConfig, ChatConfig),
-    "complete": table(ClientConfig),
+    "bench latency": table(LatencyConfig) | _EVERYWHERE,
+    "bench throughput": table(ThroughputConfig) | _EVERYWHERE,
+    "bench startup": table(StartupConfig) | _EVERYWHERE,
+    "bench serve": table(ServeLoadConfig) | _EVERYWHERE,
+    "chat": table(ClientConfig, ChatConfig) | _EVERYWHERE,
+    "complete": table(ClientConfig) | _EVERYWHERE,
 }
 """Command -> its settings by name, besides the engine's."""
 
