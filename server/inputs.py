@@ -59,15 +59,18 @@ class PreparedRequest:
 
 def open_tokenizer(whole: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
-    config = whole.model
+    config, load = whole.model, whole.load
     if config.skip_tokenizer_init:
         return None
-    token, downloads = config.hf_token, whole.load.download_dir
-    if config.tokenizer is not None:
-        revision = config.tokenizer_revision or config.revision
-        return load_tokenizer(config.tokenizer, revision=revision, token=token, download_dir=downloads)
+    own = config.tokenizer is None or config.tokenizer == config.model
     path = resolve_model(
-        config.model, whole.load.load_format, revision=config.revision, token=token, download_dir=downloads
+        config.model if config.tokenizer is None else config.tokenizer,
+        load.load_format if own else "dummy",
+        weights=False,
+        revision=config.tokenizer_revision or (config.revision if own else None),
+        token=config.hf_token,
+        download_dir=load.download_dir,
+        ignore_patterns=load.ignore_patterns,
     )
     return load_tokenizer(_lone_gguf(path) or path)
 
