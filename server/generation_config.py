@@ -66,8 +66,11 @@ def _sampling(found: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in sampling.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"generation_config.json: {key} is {value!r}, not a number; try --generation-config vllm")
-    if "max_new_tokens" in sampling:
-        sampling["max_tokens"] = sampling.pop("max_new_tokens")
+    longest = sampling.pop("max_new_tokens", None)
+    if longest is not None:
+        if type(longest) is not int or longest < 1:
+            raise ModelError(f"generation_config.json: max_new_tokens is {longest}, not a positive number of tokens")
+        sampling["max_tokens"] = longest
     return sampling
 
 

@@ -92,6 +92,7 @@ class InputProcessor:
     def __init__(self, config: ModelConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._longest_answer: int | None = info.sampling_defaults.get("max_tokens")  # the generation config's cap
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else config.max_logprobs
         self._reads_extra_args = bool(config.logits_processors)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
@@ -163,6 +164,11 @@ class InputProcessor:
             raise RequestError("prompt", f"token id {bad} is out of range; the vocabulary has {vocab} entries")
         if params.max_tokens is None and params.min_tokens > limit - count:
             raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {limit - count} left")
+        if self._longest_answer is not None and params.min_tokens > self._longest_answer:
+            raise RequestError(
+                "min_tokens",
+                f"min_tokens {params.min_tokens} is above what the generation config allows, {self._longest_answer}",
+            )
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if asked is not None and (vocab if asked == -1 else asked) > self._max_logprobs:
                 raise RequestError(
@@ -177,6 +183,7 @@ class InputProcessor:
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
     ) -> list[EngineRequest]:
         room = self._info.max_model_len - len(prompt.token_ids)
+        room = room if self._longest_answer is None else min(room, self._longest_answer)
         eos = frozenset() if params.ignore_eos else self._all_eos
         words = self._bad_words(params)
         seed = self._seeds.getrandbits(63)

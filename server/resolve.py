@@ -24,6 +24,8 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.server.generation_config import Generation, read_generation
 
+__all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
+
 _DTYPES: Final = {"float": "float32", "half": "float16"}
 _SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
 _LATER: Final = {

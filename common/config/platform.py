@@ -46,7 +46,7 @@ class Platform:
 def detect(kind: Kind, world_size: int = 1, *, pci: Path = Path("/sys/bus/pci/devices")) -> Platform:
     """This machine's platform. What cannot be found out stays 0 or empty. `pci`: where the kernel lists devices."""
     try:
-        memory, name = {"cpu": _cpu, "cuda": _gpu, "tpu": lambda: _tpu(pci)}[kind]()
+        memory, name = _tpu(pci) if kind == "tpu" else _gpu() if kind == "cuda" else _cpu()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.debug("the %s does not say what it is (%s); defaults are those of any device", kind, error)
         memory, name = 0, ""
