@@ -80,10 +80,14 @@ class FlagParser(argparse.ArgumentParser):
 
     def page(self) -> Page:
         """Everything there is to help with."""
-        groups = (
-            Group(str(group.title), group.description or "", tuple(map(self._flag, group._group_actions)))
-            for group in self._action_groups
-        )
+        groups = [
+            Group(
+                name=str(each.title),
+                about=(each.description or "").partition("\n")[0],
+                flags=tuple(map(self._flag, each._group_actions)),
+            )
+            for each in self._action_groups
+        ]
         return Page(self.prog, self.description or "", tuple(group for group in groups if group.flags))
 
     def _flag(self, action: argparse.Action) -> Flag:

@@ -56,6 +56,11 @@ class Page:
     about: str
     groups: tuple[Group, ...]
 
+    @property
+    def spellings(self) -> frozenset[str]:
+        """Every flag, in every spelling."""
+        return frozenset(each for group in self.groups for flag in group.flags for each in flag.spellings)
+
 
 def answer(page: Page, what: str) -> str:
     """The part of a page that `--help=what` asks for. Raises ConfigError when there is none."""
@@ -63,7 +68,7 @@ def answer(page: Page, what: str) -> str:
     if not word:
         return overview(page)
     if word == "listgroup":
-        return "\n".join(_groups(page.groups))
+        return "\n".join(_groups(group for group in page.groups if any(flag.setting for flag in group.flags)))
     if word == "all":
         return "\n\n".join(_group(group) for group in page.groups)
     for group in page.groups:
@@ -73,20 +78,23 @@ def answer(page: Page, what: str) -> str:
     flags = [flag for group in page.groups for flag in group.flags]
     for flag in flags:
         if name in flag.names:
-            return _detail(flag, everywhere=any("config" in each.names for each in flags))
+            return _detail(flag, everywhere="--config" in page.spellings)
     return _search(page, name, word)
 
 
 def overview(page: Page) -> str:
     """Usage, the command's own flags, the groups of the others, and how to ask for more."""
-    own = [group for group in page.groups if group.name not in _SHARED]
-    shared = [group for group in page.groups if group.name in _SHARED]
+    own = [group for group in page.groups if not _is_shared(group)]
+    shared = [group for group in page.groups if _is_shared(group)]
     parts = [_usage(page), page.about, *map(_group, own)]
     if shared:
         parts.append("\n".join(["Groups of flags:", *_groups(shared)]))
-    if any("--help" in flag.spellings for group in own for flag in group.flags) and shared:
-        parts.append("\n".join(["More:", *_hints(page.program, shared[-1])]))
+        parts.append("\n".join(["More:", *_hints(page, shared[-1])]))
     return "\n\n".join(part for part in parts if part)
+
+
+def _is_shared(group: Group) -> bool:
+    return group.name in _SHARED and len(group.flags) > 1
 
 
 def _usage(page: Page) -> str:
@@ -99,22 +107,20 @@ def _usage(page: Page) -> str:
     return " ".join(["usage:", page.program, *words, "[--flag VALUE ...]"])
 
 
-def _hints(program: str, group: Group) -> Iterator[str]:
-    name = max(group.flags[0].spellings, key=len).lstrip("-")
-    yield from _columns(
-        [
-            (f"{program} --help={group.name}", "one group"),
-            (f"{program} --help={name}", "one flag"),
-            (f"{program} --help=max", "every flag that says the word"),
-            (f"{program} --help=all", "every flag"),
-            (f"{program} --explain-config", "what each setting comes to, from where, and why"),
-        ],
-        indent=len(program) + 28,
-    )
+def _hints(page: Page, group: Group) -> Iterator[str]:
+    rows = [
+        (f"--help={group.name}", "one group"),
+        (f"--help={group.flags[0].spellings[0].lstrip('-')}", "one flag"),
+        ("--help=max", "every flag that says the word"),
+        ("--help=all", "every flag"),
+    ]
+    if "--explain-config" in page.spellings:
+        rows.append(("--explain-config", "what each setting comes to, where that comes from, and why"))
+    return _columns([(f"{page.program} {words}", about) for words, about in rows], indent=len(page.program) + 30)
 
 
 def _groups(groups: Iterable[Group]) -> list[str]:
-    return list(_columns((group.name, f"{group.about} ({len(group.flags)} flags)".strip()) for group in groups))
+    return list(_columns((group.name, f"{group.about} ({len(group.flags)})".strip()) for group in groups))
 
 
 def _group(group: Group) -> str:
