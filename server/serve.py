@@ -15,7 +15,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.engine import EngineConfig
@@ -30,13 +30,10 @@ from pagoda.server.engine_client import start_engine
 from pagoda.server.flags import FlagParser, add_settings
 
 if TYPE_CHECKING:
-    import uvicorn
-
+    from pagoda.server.http_server import HttpServer
     from pagoda.server.state import ServerState
 
 BACKLOG: Final = 2048
-FLUSH_SECONDS: Final = 2
-"""How long the last answers may take to reach their clients."""
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +142,7 @@ def _remove_stale(path: str) -> None:
 def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float) -> int:
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
+    from pagoda.server.http_server import http_server
     from pagoda.server.state import ServerState
 
     metrics = Metrics(llm.names[0])
@@ -155,42 +153,7 @@ def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float
         return runner.run(_until_stopped(server, state, listener, began))
 
 
-def http_server(app: Any, config: ServerConfig) -> uvicorn.Server:
-    """An HTTP server that leaves signals to us. Raises ConfigError for certificates that cannot be used."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """Leaves signals to us."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    settings = uvicorn.Config(
-        app,
-        loop="auto",
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level=config.uvicorn_log_level,
-        access_log=not config.disable_uvicorn_access_log,
-        root_path=config.root_path,
-        server_header=False,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=config.ssl_cert_reqs,
-    )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError("--ssl-certfile", f"{config.ssl_certfile}: {error.strerror or error}") from None
-    return Server(settings)
-
-
-async def _until_stopped(server: uvicorn.Server, state: ServerState, listener: socket.socket, began: float) -> int:
+async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, began: float) -> int:
     """Run server and engine side by side; 0 after a signal, 1 after the engine's death."""
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop = asyncio.Event()
@@ -241,7 +204,7 @@ async def _first_of(work: Coroutine[Any, Any, None], other: asyncio.Future[None]
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _on_signals(server: uvicorn.Server, stop: asyncio.Event) -> None:
+def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
     """The first signal asks for an end in good order, the second for the end."""
 
     def hear() -> None:
