@@ -19,7 +19,7 @@ from typing import Any, Final, get_args
 
 from pydantic_core import PydanticUndefined
 
-from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.numbers import human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.table import Setting
@@ -30,6 +30,7 @@ from pagoda.server.cli import COMMANDS, MODULES, Command
 from pagoda.server.flags import FlagParser, default_text
 from pagoda.server.openapi import BODIES
 from pagoda.server.protocol.base import Body
+from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import StreamOptions
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -40,13 +41,9 @@ BY_THE_PARSER: Final = {
     "--config": "YAML file of settings; see [configuration](../guides/configuration.md).",
     "--help": "Help: `--help=listgroup`, a group, a flag, or a word to look for.",
     "-v": "The version, of `pagoda` itself.",
+    "--explain-config": "Every value, where it came from and why; nothing is started.",
 }
 """What the command line takes besides settings."""
-
-_MODULES: Final = {
-    "python -m vllm.entrypoints.openai.api_server": "pagoda.server.api_server",
-    "vllm/entrypoints/api_server.py (module)": "pagoda.server.demo_api_server",
-}
 
 _BEGIN: Final = "<!-- interface: written by tools/docs.py -->\n"
 _END: Final = "<!-- end of interface -->"
@@ -116,8 +113,10 @@ def groups() -> dict[str, dict[str, Setting]]:
 
 def flag_statuses() -> dict[str, str]:
     """vLLM's flag -> what becomes of it here."""
-    found = dict.fromkeys(BY_THE_PARSER, "implemented")
+    found = {}
     for row in interface("flags"):
+        if row["flag"] in BY_THE_PARSER:
+            found[row["flag"]] = "implemented"
         for command in row["commands"].split(","):
             setting = COMMAND_SETTINGS.get(command, {}).get(row["flag"][2:].replace("-", "_"))
             if setting is not None:
@@ -134,8 +133,9 @@ def variable_statuses() -> dict[str, str]:
 def command_statuses() -> dict[str, str]:
     """vLLM's command -> what becomes of it here."""
     known = {"vllm": "implemented"} | {f"vllm {name}": command.status for name, command in commands()}
-    known |= {theirs: MODULES[ours].status for theirs, ours in _MODULES.items()}
-    return {row["command"]: known[row["command"]] for row in interface("commands") if row["command"] in known}
+    known |= {name: command.status for name, command in MODULES.items()}
+    names = [row["command"] for row in interface("commands")]
+    return {name: known[name] for name in names if name in known}
 
 
 # --- pages ---
@@ -180,11 +180,12 @@ def _about_groups() -> dict[str, str]:
 
 def _flag_row(setting: Setting) -> tuple[str, ...]:
     default = default_text(setting)
+    elsewhere = any(COMMAND_SETTINGS[name].get(setting.name) == setting for name in WITH_ENGINE)
     return (
         ", ".join(f"`{flag}`" for flag in setting.flags),
         _kind(setting),
         default if default == "nothing" else f"`{default}`",
-        f"`{setting.flag[2:]}` `{setting.variable}`",
+        f"`{setting.flag[2:]}` `{setting.variable}`" if elsewhere else "",
         setting.option.help,
         _status(setting),
     )
@@ -223,14 +224,14 @@ def _environment() -> str:
     )
     for status in STATUSES:
         rows = [_variable_row(variable) for variable in VARIABLES if variable.status == status]
-        if rows:
-            text += f"## {status.capitalize()}\n\n" + _table(("variable", "also", "what it is", "why"), rows) + "\n"
+        head = ("variable", "what it is", *(["why"] if status != "implemented" else []))
+        text += f"## {status.capitalize()}\n\n{_table(head, rows)}\n"
     return text.rstrip("\n") + "\n"
 
 
 def _variable_row(variable: EnvVar) -> tuple[str, ...]:
-    also = ", ".join(f"`{alias}`" for alias in variable.aliases)
-    return f"`{variable.name}`", also, variable.help, variable.why
+    names = ", ".join(f"`{name}`" for name in (variable.name, *variable.aliases))
+    return (names, variable.help) if variable.status == "implemented" else (names, variable.help, variable.why)
 
 
 def _metrics() -> str:
@@ -272,10 +273,15 @@ def _api() -> str:
         + "\nA request field is *honoured* or *refused*: null, the default and empty values pass, any other value is "
         "a 400 that names the field. So is a field that is not listed.\n"
     )
-    for path, body in (*BODIES.items(), ("`stream_options` of both", StreamOptions)):
-        text += f"\n## {body.__name__}\n\n{(body.__doc__ or '').strip()} "
-        text += f"`POST {path}`\n\n" if path.startswith("/") else f"{path}.\n\n"
-        text += _table(("field", "type", "default", "status", "notes"), _field_rows(body))
+    shared = set(SamplingFields.model_fields)
+    for title, body, left_out in (
+        ("Both bodies", SamplingFields, set()),
+        *((f"`POST {path}`", body, shared) for path, body in BODIES.items()),
+        ("`stream_options`", StreamOptions, set()),
+    ):
+        rows = (row for name, row in _field_rows(body) if name not in left_out)
+        text += f"\n## {title}\n\n{(body.__doc__ or '').strip()}\n\n"
+        text += _table(("field", "type", "default", "status", "notes"), rows)
     return text
 
 
@@ -284,24 +290,28 @@ def _route_rows() -> list[tuple[str, str]]:
     for module in pkgutil.iter_modules(routes.__path__):
         router = getattr(import_module(f"{routes.__name__}.{module.name}"), "router", None)
         for route in getattr(router, "routes", ()):
-            about = (route.endpoint.__doc__ or "").strip().partition("\n")[0]
+            about = " ".join((route.endpoint.__doc__ or "").partition("\n\n")[0].split())
             for method in sorted(route.methods):
-                found[f"`{method} {route.path}`"] = about
+                found[f"`{method} {route.path.replace(':path', '')}`"] = about
     return sorted(found.items(), key=lambda row: row[0].split("/", 1)[1])
 
 
-def _field_rows(body: type[Body]) -> Iterator[tuple[str, ...]]:
+def _field_rows(body: type[Body]) -> Iterator[tuple[str, tuple[str, ...]]]:
     properties = body.model_json_schema()["properties"]
     for name, field in body.model_fields.items():
         extra = field.json_schema_extra
         refused = isinstance(extra, dict) and bool(extra.get("unsupported"))
         default = field.get_default(call_default_factory=True)
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.examples or ()) if refused else ""
         yield (
-            f"`{name}`",
-            "" if refused else _json_type(properties[name]),
-            "required" if default is PydanticUndefined else f"`{json.dumps(default)}`",
-            "*refused*" if refused else "honoured",
-            field.description or "",
+            name,
+            (
+                f"`{name}`",
+                "" if refused else _json_type(properties[name]),
+                "required" if default is PydanticUndefined else f"`{json.dumps(default)}`",
+                "*refused*" if refused else "honoured",
+                field.description or (f"{accepted} is accepted too." if accepted else ""),
+            ),
         )
 
 

@@ -201,6 +201,8 @@ def test_formats_of_the_weights(folder: Path) -> None:
     for name, missing in (("auto", "safetensors"), ("safetensors", "safetensors"), ("pt", "bin"), ("gguf", "gguf")):
         with pytest.raises(ModelError, match=missing):
             tiny(folder, "--load-format", name)
+    with pytest.raises(ConfigError, match=r"^--load-format: bitsandbytes is not supported: .*; serve a GGUF file"):
+        tiny(folder, "--load-format", "bitsandbytes")
 
 
 @pytest.mark.setting("--backend")
