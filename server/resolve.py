@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.backends.registry import choose_backend
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.platform import BLOCK_SIZES, KINDS, detect
-from pagoda.common.config.table import ENGINE_GROUPS, settings_of
 from pagoda.common.engine.kv_spec import KvLayout, StateCache, cache_spec, kv_layout
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import Family
@@ -23,6 +22,9 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.server.generation_config import Generation, read_generation
+
+if TYPE_CHECKING:
+    from pagoda.common.config.table import Setting
 
 __all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
 
@@ -43,9 +45,11 @@ logger = logging.getLogger(__name__)
 class Resolved:
     """Everything about an engine that is known before its weights are. `hf_config`: overrides included.
 
-    `rows`: one per engine setting, in the order of the documentation.
+    `derived`: what was settled here and why. `sources`: setting -> who stated it.
     """
 
+    config: EngineConfig
+    sources: Mapping[str, str]
     checkpoint: Checkpoint
     hf_config: Mapping[str, Any]
     spec: ModelSpec
@@ -55,7 +59,19 @@ class Resolved:
     limits: Limits
     layout: KvLayout
     generation: Generation
-    rows: tuple[ResolvedRow, ...]
+    derived: tuple[ResolvedRow, ...]
+
+    @property
+    def rows(self) -> tuple[ResolvedRow, ...]:
+        """One row per engine setting, in the order of the documentation."""
+        from pagoda.common.config.table import ENGINE_GROUPS, settings_of  # 20 ms that an engine need not wait for
+
+        derived = {row.name: row for row in self.derived}
+        return tuple(
+            _row(setting, getattr(getattr(self.config, attribute), setting.field), self.sources, derived)
+            for attribute, group in ENGINE_GROUPS.items()
+            for setting in settings_of(group)
+        )
 
 
 def resolve(
@@ -68,36 +84,39 @@ def resolve(
     """
     backend = choose_backend(config.model.backend)
     checkpoint = open_model(config, weights=weights)
+    _check_quantization(config, checkpoint)
     hf_config = _hf_config(config, checkpoint)
-    spec, family = spec_from_config(hf_config)
-    model = ModelLimits(
-        spec.max_positions,
-        extensible=spec.embedding.positions is None,
-        prefix_caching=not any(isinstance(cache_spec(layer.mixer), StateCache) for layer in spec.layers),
-    )
+    try:
+        spec, family = spec_from_config(hf_config)
+    except ModelError as error:
+        raise ModelError(f"{config.model.model}: {error}") from None
+    model = _model_limits(spec)
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
-    _check_quantization(config, checkpoint)
     world = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    found = resolve_limits(
-        config,
-        platform=detect(KINDS[backend], world),
-        usage=usage,
-        block_size=BLOCK_SIZES[backend],
-        model=model,
-    )
-    hybrid = not config.scheduler.disable_hybrid_kv_cache_manager
-    layout = kv_layout(spec, found.limits.block_size, hybrid=hybrid)
+    platform = detect(KINDS[backend], world)
+    found = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
     dtype, dtype_why = _dtype(config.model.dtype, hf_config)
     generation = read_generation(config.model, checkpoint, hf_config)
-    derived = (
-        *found.rows,
-        ResolvedRow("dtype", dtype, "model", dtype_why),
-        ResolvedRow("backend", backend, "platform default", "the first that can run here"),
-        *_model_rows(config, checkpoint, generation),
+    return Resolved(
+        config=config,
+        sources=sources or {},
+        checkpoint=checkpoint,
+        hf_config=hf_config,
+        spec=spec,
+        family=family,
+        backend=backend,
+        dtype=dtype,
+        limits=found.limits,
+        layout=kv_layout(spec, found.limits.block_size, hybrid=not config.scheduler.disable_hybrid_kv_cache_manager),
+        generation=generation,
+        derived=(
+            *found.rows,
+            ResolvedRow("dtype", dtype, "model", dtype_why),
+            ResolvedRow("backend", backend, "platform default", "the first that can run here"),
+            *_model_rows(config, checkpoint, generation),
+        ),
     )
-    rows = tuple(_rows(config, sources or {}, {row.name: row for row in derived}))
-    return Resolved(checkpoint, hf_config, spec, family, backend, dtype, found.limits, layout, generation, rows)
 
 
 def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
@@ -128,6 +147,14 @@ def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     return overridden(found, model.hf_overrides)
 
 
+def _model_limits(spec: ModelSpec) -> ModelLimits:
+    return ModelLimits(
+        spec.max_positions,
+        extensible=spec.embedding.positions is None,
+        prefix_caching=not any(isinstance(cache_spec(layer.mixer), StateCache) for layer in spec.layers),
+    )
+
+
 def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, ModelLimits]:
     whole = without_windows(spec)
     if whole == spec:
@@ -145,7 +172,7 @@ def _check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
 def _dtype(asked: str, hf_config: Mapping[str, Any]) -> tuple[str, str]:
     """The dtype to run in and why; `auto` is what the checkpoint says, bfloat16 where it says nothing."""
     if asked != "auto":
-        return _DTYPES.get(asked, asked), ""
+        return _DTYPES.get(asked, asked), f"{asked} is {_DTYPES[asked]}" if asked in _DTYPES else ""
     stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
     if stated in _SERVED_DTYPES:
         return str(stated), f"the checkpoint says {stated}"
@@ -165,20 +192,14 @@ def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Genera
         yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
 
 
-def _rows(
-    config: EngineConfig, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]
-) -> Iterator[ResolvedRow]:
-    """Each setting as stated, or as derived where it was left open."""
-    for attribute, group in ENGINE_GROUPS.items():
-        for setting in settings_of(group):
-            value = getattr(getattr(config, attribute), setting.field)
-            stated = sources.get(setting.name) or ("default" if value == setting.default else "keyword")
-            row = derived.get(setting.name)
-            if setting.name == "hf_token" and value is not None:
-                row = ResolvedRow(setting.name, "***", stated, "hidden")
-            if row is None:
-                yield ResolvedRow(setting.name, value, stated, _LATER.get(setting.name, "") if value is None else "")
-            elif stated == "default":
-                yield row
-            else:
-                yield ResolvedRow(setting.name, row.value, stated, row.why if row.value != value else "")
+def _row(setting: Setting, value: Any, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]) -> ResolvedRow:
+    """A setting as stated, or as derived where it was left open."""
+    stated = sources.get(setting.name) or ("default" if value == setting.default else "keyword")
+    row = derived.get(setting.name)
+    if setting.name == "hf_token" and value is not None:
+        return ResolvedRow(setting.name, "***", stated, "hidden")
+    if row is None:
+        return ResolvedRow(setting.name, value, stated, _LATER.get(setting.name, "") if value is None else "")
+    if stated == "default":
+        return row
+    return ResolvedRow(setting.name, row.value, stated, row.why if row.value != value else "")

@@ -22,12 +22,13 @@ from pagoda.backends.reference.sampler import Sampler, token_logprobs
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.platform import BLOCK_SIZES
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.models.spec import ModelSpec
 
-CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=32, prefers_extents=True)
+CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
 
 
 def create(

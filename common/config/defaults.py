@@ -47,7 +47,7 @@ _USES: Final[Mapping[Usage, str]] = {"llm": "the LLM class", "server": "an API s
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model allows. `max_len`: tokens, and `why` so many.
+    """What a model allows. `max_len`: tokens, and `why` so many, as in "it exceeds WHY".
 
     `extensible`: a longer sequence can be computed, if not well (false for tables of learned positions).
     """
@@ -135,16 +135,9 @@ def _max_len(config: EngineConfig, model: ModelLimits) -> int:
     if not model.extensible or not config.model.allow_long_max_model_len:
         beyond = ", or set PAGODA_ALLOW_LONG_MAX_MODEL_LEN=1 to go beyond" if model.extensible else ""
         raise ConfigError(
-            "--max-model-len",
-            f"{stated} exceeds the {model.max_len} positions of the model ({model.why}); "
-            f"use {model.max_len} or less{beyond}",
+            "--max-model-len", f"{stated} exceeds {model.why}, {model.max_len}; use {model.max_len} or less{beyond}"
         )
-    logger.warning(
-        "--max-model-len: %d exceeds the %d positions of the model (%s); answers may be poor beyond them",
-        stated,
-        model.max_len,
-        model.why,
-    )
+    logger.warning("--max-model-len: %d exceeds %s, %d; answers may be poor beyond", stated, model.why, model.max_len)
     return stated
 
 

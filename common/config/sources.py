@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.common.config import env
+from pagoda.common.config.merge import merged as merged
 from pagoda.common.config.nearest import did_you_mean
 from pagoda.common.config.table import Setting
 from pagoda.common.errors import ConfigError
@@ -92,15 +93,6 @@ def _over(upper: Sourced | None, lower: Sourced | None) -> Sourced:
         return upper
     source = upper.source if upper.source == lower.source else f"{upper.source}, {lower.source}"
     return Sourced(merged(lower.value, upper.value), source, upper.said_as)
-
-
-def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """`upper` over `lower`, objects within objects merged too."""
-    found = dict(lower)
-    for key, value in upper.items():
-        below = found.get(key)
-        found[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return found
 
 
 def from_keywords(table: Mapping[str, Setting], keywords: Mapping[str, Any]) -> dict[str, Sourced]:

@@ -110,7 +110,7 @@ def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
     ("more", "error", "words"),
     [
         ({"backend": "simulated"}, ConfigError, "--backend: simulated: not in this version"),
-        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the 128 positions"),
+        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the model's positions, 128; use 128 or less, or set"),
         ({"load_format": "auto"}, ModelError, "no weights|holds no|safetensors"),
     ],
 )
