@@ -8,6 +8,7 @@ from typing import Final
 from pagoda.common.config.batch import ANSWER_SETTINGS, BatchConfig
 from pagoda.common.config.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
 from pagoda.common.config.client import ChatConfig, ClientConfig
+from pagoda.common.config.doctor import DoctorConfig
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 
 _EVERYWHERE: Final = {"log_error_stack": SERVER_SETTINGS["log_error_stack"]}
@@ -21,6 +22,7 @@ OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "bench serve": table(ServeLoadConfig) | _EVERYWHERE,
     "chat": table(ClientConfig, ChatConfig) | _EVERYWHERE,
     "complete": table(ClientConfig) | _EVERYWHERE,
+    "doctor": table(DoctorConfig) | _EVERYWHERE,
 }
 """Command -> its settings by name, besides the engine's."""
 
