@@ -114,13 +114,12 @@ def _is_hub_id(model: str) -> bool:
 def _found(repository: _Repository, choose: Callable[[Sequence[str]], Wanted]) -> Path:
     name = repository.name
     try:
-        import huggingface_hub as hub
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors
     except ImportError:
         raise ModelError(
             f"{name}: no such file or folder, and fetching it from the hub needs: pip install huggingface_hub"
         ) from None
-    if hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return _cached(repository, "HF_HUB_OFFLINE is set")
     try:
         return _downloaded(repository, choose)
