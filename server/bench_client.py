@@ -65,7 +65,7 @@ class Endpoint:
             if not outcome.ended:
                 raise ApiError("the answer is empty")
         except (ApiError, OSError, ValueError, TimeoutError, httptools.HttpParserError) as error:
-            outcome.error = str(error) or type(error).__name__
+            outcome.error = str(getattr(error, "strerror", None) or error) or type(error).__name__
         return outcome
 
     async def _pieces(self, body: Mapping[str, Any]) -> AsyncGenerator[tuple[float, dict[str, Any]], None]:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         settings = Path(folder, "settings.yaml")
         settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML
-        for _ in tqdm(range(load.num_iters_warmup), desc="Warmup starts"):
+        for _ in tqdm(range(load.num_iters_warmup), desc="Warmup starts", disable=not load.num_iters_warmup):
             time_start(settings, load.input_len)
         seconds = [time_start(settings, load.input_len) for _ in tqdm(range(load.num_iters), desc="Measured starts")]
     mean, median = statistics.mean(seconds), statistics.median(seconds)
