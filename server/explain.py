@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from pagoda.common.config.defaults import Usage
+from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.sources import Settled
-from pagoda.common.config.table import ENGINE_GROUPS, ENGINE_SETTINGS, Setting, build
+from pagoda.common.config.table import ENGINE_GROUPS, Setting, build
 from pagoda.server.args import EngineArgs, settle_all
 from pagoda.server.resolve import Resolved, ResolvedRow, resolve
 
@@ -26,13 +27,13 @@ def explain(args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage
 
 
 def _rows(resolved: Resolved, settled: Settled, table: Mapping[str, Setting]) -> Iterator[ResolvedRow]:
-    """The engine's rows, then a row for every setting that is not the engine's; unused old names are left out."""
-    for row in resolved.rows:
-        setting = table.get(row.name)
-        if setting is None or setting.option.deprecated is None or row.name in settled.sources:
-            yield row
-    for name in (name for name in table if name not in ENGINE_SETTINGS):
-        yield ResolvedRow(name, settled.values[name], settled.sources.get(name, "default"), "")
+    """The engine's rows, then one for every other setting of the command; old names only where they were said."""
+    found = {row.name: row for row in resolved.rows}
+    yield from found.values()
+    for name, setting in table.items():
+        said = name in settled.sources
+        if name not in found and (said or setting.config is not DeprecatedConfig):
+            yield ResolvedRow(name, settled.values[name], settled.sources.get(name, "default"), "")
 
 
 def table_text(rows: Iterable[ResolvedRow], table: Mapping[str, Setting]) -> str:

@@ -15,7 +15,7 @@ from pagoda.common.config.nearest import did_you_mean
 from pagoda.common.config.sources import merged
 from pagoda.common.config.table import Setting
 from pagoda.common.errors import ConfigError
-from pagoda.server.help import Flag, Group, Page, answer, default_text, describe, overview
+from pagoda.server.help import Flag, Group, Page, answer, default_text, describe, metavar, overview
 from pagoda.server.spelling import spelled_out
 
 __all__ = ["FlagParser", "Once", "add_settings", "default_text", "describe", "given"]
@@ -172,7 +172,7 @@ def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
     if setting.is_switch:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
-        keywords["metavar"] = _metavar(setting)
+        keywords["metavar"] = metavar(setting)
         if setting.is_json:
             keywords.update(action=_Json, const=setting)
         elif setting.is_list:
@@ -182,12 +182,6 @@ def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
         elif setting.name in _ONCE:
             keywords.update(action=Once)
     parser.add_argument(*setting.flags, **keywords)
-
-
-def _metavar(setting: Setting) -> str:
-    if setting.choices:
-        return "{" + ",".join(map(str, setting.choices)) + "}"
-    return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
 
 
 def given(args: argparse.Namespace, settings: Iterable[Setting]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _OTHER_NAMES: Final = {"vllmconfig": "extensionconfig", "frontend": "serverconfi
 _ORDER: Final = ("implemented", "no effect", "refused")
 _HUMAN: Final = (human_readable_int, human_readable_int_or_auto)
 _INDENT: Final = 30
+_SHORT: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ def _group(group: Group) -> str:
         return 0 if flag.setting is None else _ORDER.index(flag.setting.option.status)
 
     title = f"{group.name}: {group.about}" if group.about else f"{group.name}:"
-    return "\n".join([title, *_columns((_spelled(flag), _text(flag)) for flag in sorted(group.flags, key=rank))])
+    rows = ((_spelled(flag), _text(flag)) for flag in sorted(group.flags, key=rank))
+    return "\n".join([*_wrapped(title, 0), *_columns(rows)])
 
 
 def _search(page: Page, name: str, word: str) -> str:
@@ -199,9 +201,18 @@ def _text(flag: Flag) -> str:
 
 def describe(setting: Setting) -> str:
     """A flag's help: what it is, its default, and what becomes of it here."""
+    choices = f" ({setting.kind})" if setting.choices and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
     status = "" if _status(setting) == "implemented" else f" [{_status(setting)}]"
-    return f"{setting.option.help}{default}{status}"
+    return f"{setting.option.help}{choices}{default}{status}"
+
+
+def metavar(setting: Setting) -> str:
+    """What stands for a flag's value: its choices, where they are short."""
+    choices = "{" + ",".join(map(str, setting.choices or ())) + "}"
+    if setting.choices and len(choices) <= _SHORT:
+        return choices
+    return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
 
 
 def default_text(setting: Setting) -> str:

@@ -216,7 +216,7 @@ def _named(value: Any) -> Any:
 
 def _said(value: Any) -> str:
     if isinstance(value, list | tuple):
-        value = " ".join(map(str, value))
+        value = " ".join(value) if all(isinstance(each, str) for each in value) else list(value)
     return repr(value) if isinstance(value, str) else str(value)
 
 
