@@ -27,6 +27,7 @@ from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dummy import dummy_weights
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.progress import with_progress
+from pagoda.server.affinity import pinned
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.prefetch import Prefetch
 from pagoda.server.resolve import Resolved, open_model, resolve
@@ -59,6 +60,11 @@ class _Phases:
 
 def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
+    with pinned(config.runtime.cores):
+        return _build(config, usage)
+
+
+def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
     phases = _Phases()
     load_general_plugins(config)
     importing = _import(choose_backend(config.model.backend))
