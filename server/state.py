@@ -13,15 +13,19 @@ from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.protocol.chat import fault_of_keywords
 from pagoda.server.protocol.errors import ModelNotFoundError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
 
 class ServerState:
-    """One server. `llm` may still be loading; `stopping` ends all running requests when set."""
+    """One server. `llm` may still be loading; `stopping` ends all running requests when set. Raises ConfigError."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, metrics: Metrics) -> None:
+        fault = fault_of_keywords(config.default_chat_template_kwargs)
+        if fault:
+            raise ConfigError("--default-chat-template-kwargs", f"it {fault}; leave that to the server")
         self.config = config
         self.metrics = metrics
         self.created = int(time.time())

@@ -40,6 +40,14 @@ _OWN_KEYWORDS: Final = frozenset(
 MAX_TEMPLATE_KEYWORDS: Final = 64
 
 
+def fault_of_keywords(keywords: Mapping[str, Any]) -> str:
+    """What is wrong with variables for a chat template; empty when nothing is."""
+    if len(keywords) > MAX_TEMPLATE_KEYWORDS:
+        return f"may have at most {MAX_TEMPLATE_KEYWORDS} entries"
+    own = next((name for name in keywords if name in _OWN_KEYWORDS), None)
+    return "" if own is None else f"may not set {own!r}"
+
+
 class ChatCompletionRequest(SamplingFields):
     """A conversation to continue."""
 
@@ -84,11 +92,9 @@ class ChatCompletionRequest(SamplingFields):
             raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
         for index, message in enumerate(self.messages):
             _check_message(f"messages[{index}]", message)
-        for name in self.chat_template_kwargs or ():
-            if name in _OWN_KEYWORDS:
-                raise RequestError("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
-        if len(self.chat_template_kwargs or ()) > MAX_TEMPLATE_KEYWORDS:
-            raise RequestError("chat_template_kwargs", f"at most {MAX_TEMPLATE_KEYWORDS} entries are allowed")
+        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        if fault:
+            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
 
     @property
     def opens_answer(self) -> bool:

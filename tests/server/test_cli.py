@@ -1,19 +1,18 @@
 """The command line: flags, errors in one line, the terminal clients, and the life and death of `serve`."""
 
 import argparse
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.served import environment, served, wait_ready
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError
@@ -21,8 +20,6 @@ from pagoda.server import bench_latency, bench_throughput, cli, serve
 from pagoda.server.flags import FlagParser
 from pagoda.server.http_client import ApiClient, ApiError
 from pagoda.server.http_server import http_server
-
-TESTS = Path(__file__).resolve().parents[1]
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -278,33 +275,6 @@ def test_bench_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert '"latencies"' in file.read_text()
     with pytest.raises(ConfigError, match="--num-iters"):
         bench(bench_latency, monkeypatch, "--num-iters", "0")
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
-
-
-@contextmanager
-def served(model: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`pagoda serve` over a fake engine, and its address, read from its log."""
-    words = [sys.executable, str(TESTS / "support" / "fake_serve.py"), model, "--port", "0", *flags]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert process.stderr is not None
-        url = ""
-        while not (found := re.search(r"listening on (http://[\d.:]+)", url)):
-            url = process.stderr.readline()
-            assert url, "it ended before it listened"
-        yield process, found.group(1)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_ready(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
-    while "ready after" not in (line := process.stderr.readline()):
-        assert line, "it ended before it was ready"
 
 
 def test_a_signal_ends_it_in_good_order() -> None:
