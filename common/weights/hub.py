@@ -168,25 +168,32 @@ def _downloaded(repository: _Repository, choose: Callable[[Sequence[str]], Wante
 
 def _cached(repository: _Repository, why: str) -> Path:
     """The copy of an earlier download, for a machine that is offline."""
-    import huggingface_hub as hub
-
-    try:
-        folder = Path(
-            hub.snapshot_download(
-                repository.name, revision=repository.revision, cache_dir=repository.cache, local_files_only=True
-            )
-        )
-    except Exception:
+    folder = _snapshot(repository)
+    if folder is None:
         raise ModelError(
             f"{repository.name}: no such folder here, not downloaded before, and {why}; "
             "check the network or give a local folder"
-        ) from None
+        )
     try:
         path = folder / pick_gguf(with_models(folder), repository.quant) if repository.quant else folder
     except ModelError as error:
-        raise ModelError(f"{repository.name}: of an earlier download, for {why}: {error}") from None
+        raise ModelError(f"{repository.name}: {why}, and of an earlier download: {error}") from None
     logger.info("%s: %s; using the earlier download %s", repository.name, why, path)
     return path
+
+
+def _snapshot(repository: _Repository) -> Path | None:
+    """The folder of an earlier download; None when there is none."""
+    import huggingface_hub as hub
+
+    try:
+        found = hub.snapshot_download(
+            repository.name, revision=repository.revision, cache_dir=repository.cache, local_files_only=True
+        )
+    except Exception as error:
+        # Newer clients call a snapshot of some of a repository's files incomplete, and say where it is.
+        found = getattr(error, "snapshot_path", None)
+    return None if found is None else Path(found)
 
 
 def wanted_files(names: Sequence[str], load_format: str, *, quant: str = "", weights: bool = True) -> Wanted:
