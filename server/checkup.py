@@ -85,7 +85,7 @@ def backends(config: DoctorConfig) -> Findings:
     try:
         chosen = choose_backend(config.backend)
     except ConfigError as error:
-        yield Finding("fail", "backend", str(error))
+        yield Finding("fail", "backend", str(error).partition("; here: ")[0])
         chosen = ""
     for entry in BACKENDS:
         obstacle = entry.obstacle()
@@ -96,7 +96,11 @@ def backends(config: DoctorConfig) -> Findings:
         elif obstacle is not None and entry.name != "reference" and entry.has_device():
             yield Finding("warn", "backend", f"{entry.name}: there is a {entry.device}, but: {obstacle}")
         else:
-            yield Finding("ok", "backend", f"{entry.name} is not used: {obstacle or 'another comes first'}")
+            yield Finding(
+                "ok",
+                "backend",
+                f"{entry.name} is not used: {obstacle or (f'{chosen} comes first' if chosen else 'nobody asked')}",
+            )
 
 
 def devices(config: DoctorConfig) -> Findings:
