@@ -13,7 +13,7 @@ import logging
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.batch import BatchConfig
@@ -123,14 +123,17 @@ async def _answer_all(state: ServerState, source: IO[bytes], output: Output) -> 
     statistics = None
     try:
         await state.wait_until_ready()
+        info = state.engine.info
+        logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
         if not state.engine.config.observability.disable_log_stats:
             statistics = asyncio.ensure_future(state.log_stats())
         with tqdm(total=count_requests(source), desc="Batch", unit=" requests", disable=None) as bar:
             total = failed = 0
-            async for line, good in _answers(state, source):
-                output.write(line)
-                total, failed = total + 1, failed + (not good)
-                bar.update()
+            async with contextlib.aclosing(_answers(state, source)) as answers:
+                async for line, good in answers:
+                    output.write(line)
+                    total, failed = total + 1, failed + (not good)
+                    bar.update()
         output.finish()
         if state.engine.errored:
             raise state.engine.dead_error
@@ -141,12 +144,13 @@ async def _answer_all(state: ServerState, source: IO[bytes], output: Output) -> 
         state.engine.shutdown()
 
 
-async def _answers(state: ServerState, source: IO[bytes]) -> Any:
+async def _answers(state: ServerState, source: IO[bytes]) -> AsyncGenerator[tuple[bytes, bool], None]:
     """(answer line, whether it is a good one) for every request, in the order of the source."""
     from pagoda.server.app import create_app
 
     app = create_app(state)
     most = WAITING_PER_RUNNING * state.engine.info.limits.max_num_seqs
+    most = min(most, state.engine.config.scheduler.max_num_queued_reqs or most)
     waiting: deque[asyncio.Task[tuple[bytes, bool]]] = deque()
     try:
         for number, raw in enumerate(source, 1):

@@ -5,6 +5,7 @@ Answers gather beside their place and appear there when all are written.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -100,23 +101,27 @@ class Output:
         return tempfile.NamedTemporaryFile("wb", delete=False, dir=folder, prefix="pagoda-batch-", suffix=".jsonl")
 
     def write(self, line: bytes) -> None:
-        """Add an answer."""
-        self._file.write(line)
+        """Add an answer. Raises OutputError."""
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise self._failed(error) from None
         self._count += 1
 
     def finish(self) -> None:
         """Put all answers in place. Raises OutputError."""
-        self._file.close()
-        if self._placed:
-            return
         try:
+            self._file.close()
             if is_address(self._target):
                 self._upload()
-            else:
+            elif not self._placed:
                 self._move()
         except (OSError, ValueError) as error:
-            raise OutputError(f"{shown(self._target)}: {reason(error)}; the answers are in {self._file.name}") from None
+            raise self._failed(error) from None
         self._placed = True
+
+    def _failed(self, error: Exception) -> OutputError:
+        return OutputError(f"{shown(self._target)}: {reason(error)}; the answers so far are in {self._file.name}")
 
     def _move(self) -> None:
         beside = f"{self._target}.partial"
@@ -146,7 +151,8 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was told when it was
+            self._file.close()
         if self._placed:
             return
         if self._count:

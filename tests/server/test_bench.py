@@ -17,8 +17,10 @@ from support.fake_engine import build as build_fake
 from support.live_server import LiveServer, live_server
 
 from pagoda.common.config.bench import ServeLoadConfig, StartupConfig
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.table import build
 from pagoda.common.errors import ConfigError
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server import bench_latency, bench_serve, bench_startup, bench_throughput, cli
 from pagoda.server.args import EngineArgs
 from pagoda.server.bench_client import Endpoint, Outcome
@@ -31,6 +33,10 @@ from pagoda.server.llm_engine import LLMEngine
 
 TESTS = Path(__file__).resolve().parents[1]
 TEXT = byte_tokenizer()
+
+
+def open_text(config: EngineConfig) -> Tokenizer | None:
+    return None if config.model.skip_tokenizer_init else TEXT
 
 
 class RecordingLLM(LLM):
@@ -49,7 +55,7 @@ def bench(command: str, monkeypatch: pytest.MonkeyPatch, *words: str, status: in
     llms = []
 
     def start(engine_args: EngineArgs) -> LLM:
-        engine = LLMEngine(engine_args.create_engine_config(), build=build_fake, open_text=lambda _: TEXT)
+        engine = LLMEngine(engine_args.create_engine_config(), build=build_fake, open_text=open_text)
         llms.append(RecordingLLM.from_engine(engine))
         return llms[0]
 
@@ -85,7 +91,7 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 def test_throughput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     words = ["--input-len", "8", "--output-len", "4", "--num-prompts", "5", "--n", "2"]
-    words += ["--disable-detokenize", "--output-json"]
+    words += ["--skip-tokenizer-init", "--disable-detokenize", "--output-json"]
     ((prompts, params),) = bench("throughput", monkeypatch, *words, str(file))
     assert len(prompts) == 5
     assert not params.detokenize

@@ -148,6 +148,7 @@ def test_a_refused_command_says_what_to_do(words: list[str], capsys: pytest.Capt
     assert "bench serve" in text
 
 
+@pytest.mark.command("bench")
 def test_help_lists_refused_commands_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--help"]) == 0
     before, _, after = capsys.readouterr().out.partition("not in this version:")

@@ -148,6 +148,9 @@ def test_requests_run_together(batch: Batch, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(inside, "post", watched)
     assert batch.run(*[line(TEXT)] * 30, flags=("--max-num-seqs", "2")) == 0
     assert most == 8  # four waiting or running for each that may run
+    most = 0
+    assert batch.run(*[line(TEXT)] * 30, flags=("--max-num-seqs", "2", "--max-num-queued-reqs", "3")) == 0
+    assert most == 3
 
 
 @pytest.mark.setting("--response-role", "--enable-prompt-tokens-details", "--chat-template")
@@ -297,7 +300,7 @@ def test_a_refused_upload_loses_nothing(batch: Batch, capsys: pytest.CaptureFixt
         assert server.refusals == server.stored == []
     text = capsys.readouterr().err
     (kept,) = staging.iterdir()
-    assert "403 Forbidden; the answers are in " + str(kept) in text
+    assert "403 Forbidden; the answers so far are in " + str(kept) in text
     assert "secret" not in text
     assert json.loads(kept.read_text())["custom_id"] == "x"
 
@@ -345,6 +348,13 @@ def test_a_link_and_a_device_stay_what_they_are(batch: Batch) -> None:
     assert link.is_symlink()
     assert batch.output.read_bytes() == b"1\n"
     assert not Path("/dev/null").is_file()
+
+
+def test_a_full_disk_is_one_line(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert batch.run(*[line(TEXT)] * 200, output="/dev/full") == 1
+    text = capsys.readouterr().err
+    assert "pagoda: error: /dev/full: No space left on device" in text
+    assert "Traceback" not in text
 
 
 def test_an_engine_that_dies_answers_every_line(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
