@@ -1,22 +1,20 @@
-"""The command line: flags, errors in one line, the terminal clients, and the life and death of `serve`."""
+"""The command line: flags, errors in one line, and the life and death of `serve`."""
 
 import argparse
-import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live_server import LiveServer, live_server
+from support.live_server import live_server
 from support.served import environment, served, wait_ready
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import bench_latency, bench_throughput, cli, serve
+from pagoda.server import cli, serve
 from pagoda.server.flags import FlagParser
 from pagoda.server.http_client import ApiClient, ApiError
 from pagoda.server.http_server import http_server
@@ -152,67 +150,6 @@ def test_wrong_chat_template() -> None:
     assert read_chat_template("{{ x }}") == "{{ x }}"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with live_server() as server:
-        yield server
-
-
-def test_chat_and_complete_once(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
-    url = ["--url", f"{server.url}/v1", "--max-tokens", "3"]
-    assert cli.main(["chat", *url, "-q", "a"]) == 0
-    assert capsys.readouterr().out == ";<=\n"
-    assert cli.main(["complete", *url, "-q", "a"]) == 0
-    assert capsys.readouterr().out == "bcd\n"
-
-
-def test_a_conversation_goes_on(
-    server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = iter(["a", "", "b"])
-
-    def typed(prompt: str = "") -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", typed)
-    words = ["chat", "--url", f"{server.url}/v1", "--max-tokens", "2", "--system-prompt", "s"]
-    assert cli.main(words) == 0
-    assert capsys.readouterr().out == ";<\n;<\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "line", "status"),
-    [
-        (["--url", "http://127.0.0.1:1/v1"], "is the server running?", 1),
-        (["--url", "ftp://x"], "--url", 2),
-        (["--model-name", "other"], "404", 1),
-    ],
-)
-def test_client_errors_are_one_line(
-    server: LiveServer, words: list[str], line: str, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = [] if "--url" in words else ["--url", f"{server.url}/v1"]
-    assert cli.main(["chat", *url, *words, "-q", "a"]) == status
-    text = capsys.readouterr().err
-    assert line in text
-    assert text.count("\n") == 1
-
-
-def test_the_key_is_sent() -> None:
-    with live_server(api_key=("k",)) as server:
-        with pytest.raises(ApiError, match="401"):
-            ApiClient(f"{server.url}/v1").models()
-        assert ApiClient(f"{server.url}/v1", "k").models() == ["fake"]
-
-
-def test_an_error_inside_a_stream_is_told() -> None:
-    with live_server("fake:crash") as server, pytest.raises(ApiError, match="the device is gone"):
-        list(ApiClient(f"{server.url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 9}))
-
-
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_API_KEY", "secret")
     assert cli.main(["collect-env"]) == 0
@@ -220,61 +157,6 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     for part in ("[system]", "[packages]", "numpy", "[backends]", "reference"):
         assert part in text
     assert "secret" not in text
-
-
-class FakeLLM:
-    """What the benchmarks need of LLM."""
-
-    def __init__(self) -> None:
-        from support.fake_engine import build
-
-        from pagoda.server.args import EngineArgs
-        from pagoda.server.llm import LLM
-        from pagoda.server.llm_engine import LLMEngine
-
-        config = EngineArgs("fake", skip_tokenizer_init=True).create_engine_config()
-        self.llm = LLM.from_engine(LLMEngine(config, build=build, open_text=lambda _: None))
-
-
-def bench(module: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(module, "start_llm", lambda args: FakeLLM().llm)
-    parser = FlagParser(prog="bench")
-    module.add_arguments(parser)
-    assert module.run(parser.parse_args(["--skip-tokenizer-init", *words])) == 0
-
-
-def test_bench_throughput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    words = ["--input-len", "8", "--output-len", "4", "--num-prompts", "5", "--n", "2", "--output-json", str(file)]
-    bench(bench_throughput, monkeypatch, *words)
-    text = capsys.readouterr().out
-    assert re.search(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s", text)
-    assert "Total num prompt tokens:  40" in text
-    assert "Total num output tokens:  40" in text
-    assert '"num_requests": 5' in file.read_text()
-
-
-def test_bench_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    words = [
-        "--input-len",
-        "4",
-        "--output-len",
-        "2",
-        "--batch-size",
-        "2",
-        "--num-iters",
-        "3",
-        "--num-iters-warmup",
-        "1",
-    ]
-    bench(bench_latency, monkeypatch, *words, "--output-json", str(file))
-    text = capsys.readouterr().out
-    assert "Avg latency: " in text
-    assert "99% percentile latency: " in text
-    assert '"latencies"' in file.read_text()
-    with pytest.raises(ConfigError, match="--num-iters"):
-        bench(bench_latency, monkeypatch, "--num-iters", "0")
 
 
 def test_a_signal_ends_it_in_good_order() -> None:
