@@ -6,14 +6,14 @@ import re
 import shlex
 from pathlib import Path
 
+import interface
 import pytest
-from support.tools import load_tool
 
+import docs
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.server.flags import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = load_tool("docs")
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
@@ -47,7 +47,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    stale = [path.name for path, text in DOCS.pages().items() if not path.is_file() or path.read_text() != text]
+    stale = [path.name for path, text in docs.pages().items() if not path.is_file() or path.read_text() != text]
     assert stale == [], "run `make docs`"
 
 
@@ -55,17 +55,17 @@ def test_the_check_says_which_page_is_stale(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"
-    monkeypatch.setattr(DOCS, "pages", lambda: {page: "new\n"})
-    monkeypatch.setattr(DOCS, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "pages", lambda: {page: "new\n"})
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
-    assert DOCS.main() == 1
+    assert docs.main() == 1
     assert capsys.readouterr().out == "stale: page.md\n"
     assert not page.exists()
     monkeypatch.setattr("sys.argv", ["docs.py"])
-    assert DOCS.main() == 0
+    assert docs.main() == 0
     assert page.read_text() == "new\n"
     monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
-    assert DOCS.main() == 0
+    assert docs.main() == 0
 
 
 def command_lines(document: str) -> list[str]:
@@ -83,9 +83,9 @@ def test_command_lines_in_the_documents_are_understood(document: str) -> None:
 
 
 def parse(words: list[str]) -> None:
-    known = dict(DOCS.commands())
+    known = dict(interface.commands())
     name = " ".join(words[:2]) if words[0] == "bench" else words[0]
-    parser: FlagParser = DOCS.parser_of(known[name])
+    parser: FlagParser = interface.parser_of(known[name])
     rest = words[len(name.split()) :]
     if any(word.startswith("--help") for word in rest):
         with pytest.raises(SystemExit) as ended:

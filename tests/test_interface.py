@@ -14,25 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import interface
 import pytest
-from support.tools import load_tool
 
+import pagoda
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.table import Setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.args import settle_all
-from pagoda.server.cli import MODULES
-from pagoda.server.flags import FlagParser
+from pagoda.server.cli import MODULES, main
 from pagoda.server.serve import name_model
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = load_tool("docs")
 
-FLAGS = DOCS.interface("flags")
-COMMANDS = dict(DOCS.commands())
-SETTINGS = [setting for known in DOCS.groups().values() for setting in known.values()]
-PARSERS: dict[str, FlagParser] = {name: DOCS.parser_of(command) for name, command in COMMANDS.items() if command.module}
+FLAGS = interface.rows("flags")
+COMMANDS = dict(interface.commands())
+SETTINGS = [setting for known in interface.groups().values() for setting in known.values()]
+PARSERS = {name: interface.parser_of(command) for name, command in COMMANDS.items() if command.module}
 VARIABLE_BY_NAME: dict[str, EnvVar] = {name: row for row in VARIABLES for name in (row.name, *row.aliases)}
 
 OF_THE_PARSER = {"help", "config", "explain_config"}
@@ -69,7 +68,7 @@ def spellings(row: dict[str, str]) -> list[str]:
 
 
 def flag_rows() -> list[Any]:
-    rows = [row for row in FLAGS if row["flag"] not in DOCS.BY_THE_PARSER]
+    rows = [row for row in FLAGS if row["flag"] not in interface.BY_THE_PARSER]
     return [pytest.param(row, id=row["flag"]) for row in rows]
 
 
@@ -77,7 +76,7 @@ def flag_rows() -> list[Any]:
 
 
 def test_nothing_was_left_out_of_the_lists() -> None:
-    counts = {name: len(DOCS.interface(name)) for name in ("flags", "env", "commands", "metrics")}
+    counts = {name: len(interface.rows(name)) for name in ("flags", "env", "commands", "metrics")}
     assert counts == {"flags": 252, "env": 100, "commands": 18, "metrics": 35}
 
 
@@ -103,7 +102,7 @@ def test_every_spelling_of_a_flag_is_taken(row: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row["flag"]) for row in FLAGS if row["choices"]])
 def test_every_choice_is_known(row: dict[str, str]) -> None:
-    if row["flag"] in DOCS.BY_THE_PARSER:
+    if row["flag"] in interface.BY_THE_PARSER:
         return
     for setting in settings_of_row(row):
         for choice in row["choices"].split(","):
@@ -124,10 +123,13 @@ def refusal(setting: Setting, value: Any) -> None:
         assert error.setting == setting.flag  # noqa: PT017
 
 
+@pytest.mark.setting("model_tag", "-v")
 def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(DOCS.BY_THE_PARSER) - {row["flag"] for row in FLAGS} == {"--explain-config"}
-    said = vars(PARSERS["serve"].parse_args(["org/name", "--config", "x.yaml"]))
-    assert (said["model_tag"], said["config"]) == ("org/name", "x.yaml")
+    assert set(interface.BY_THE_PARSER) - {row["flag"] for row in FLAGS} == {"--explain-config"}
+    args = PARSERS["serve"].parse_args(["org/name"])
+    assert settle_all(args, COMMAND_SETTINGS["serve"]).values["model"] == "org/name"
+    assert main(["-v"]) == 0
+    assert capsys.readouterr().out == f"{pagoda.__version__}\n"
     for row in FLAGS:
         if row["flag"] == "--help":
             for command in set(row["commands"].split(",")) - {"pagoda"}:
@@ -137,14 +139,14 @@ def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> N
                 assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [row["name"] for row in DOCS.interface("env")])
+@pytest.mark.parametrize("name", [row["name"] for row in interface.rows("env")])
 def test_a_variable_has_one_row(name: str) -> None:
     assert sum(name in (row.name, *row.aliases) for row in VARIABLES) == 1
 
 
-@pytest.mark.parametrize("name", [row["command"] for row in DOCS.interface("commands")])
+@pytest.mark.parametrize("name", [row["command"] for row in interface.rows("commands")])
 def test_a_command_has_a_row(name: str) -> None:
-    assert name in DOCS.command_statuses()
+    assert name in interface.command_statuses()
 
 
 def test_no_two_rows_bear_one_name() -> None:
@@ -181,7 +183,7 @@ def test_a_refusal_says_what_to_do_instead() -> None:
 
 
 def test_most_flags_are_not_refused() -> None:
-    statuses = Counter(DOCS.flag_statuses().values())
+    statuses = Counter(interface.flag_statuses().values())
     assert sum(statuses.values()) == 252
     assert statuses["implemented"] + statuses["no effect"] >= LEAST_WITHOUT_REFUSAL
 
@@ -189,9 +191,9 @@ def test_most_flags_are_not_refused() -> None:
 def test_the_readme_counts_what_the_tables_say() -> None:
     text = (ROOT / "README.md").read_text()
     for kind, found in (
-        ("flags", DOCS.flag_statuses()),
-        ("environment variables", DOCS.variable_statuses()),
-        ("commands", DOCS.command_statuses()),
+        ("flags", interface.flag_statuses()),
+        ("environment variables", interface.variable_statuses()),
+        ("commands", interface.command_statuses()),
     ):
         counts = Counter(found.values())
         cells = [sum(counts.values()), counts["implemented"], counts["no effect"], counts["refused"]]
@@ -214,7 +216,7 @@ def marked(kind: str) -> set[str]:
 def test_implemented_flags_are_seen_by_a_test() -> None:
     seen = marked("setting")
     assert sorted({s.flag for s in SETTINGS if s.option.status == "implemented"} - seen) == []
-    assert sorted(set(DOCS.BY_THE_PARSER) - seen) == []
+    assert sorted(set(interface.BY_THE_PARSER) - seen) == []
 
 
 def test_implemented_variables_are_seen_by_a_test() -> None:
@@ -231,7 +233,7 @@ def test_implemented_commands_are_run_by_a_test() -> None:
 
 
 def test_marks_name_what_there_is() -> None:
-    assert sorted(marked("setting") - {s.flag for s in SETTINGS} - set(DOCS.BY_THE_PARSER)) == []
+    assert sorted(marked("setting") - {s.flag for s in SETTINGS} - set(interface.BY_THE_PARSER)) == []
     assert sorted(marked("variable") - set(VARIABLE_BY_NAME) - {s.variable for s in SETTINGS}) == []
     assert sorted(marked("command") - set(COMMANDS) - set(MODULES)) == []
 

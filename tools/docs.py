@@ -2,12 +2,13 @@
 
 usage: python tools/docs.py            writes what has changed and names it
        python tools/docs.py --check    writes nothing; exit status 1 when a page is stale
+
+What is counted is in interface.py beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import pkgutil
 import sys
@@ -17,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, get_args
 
+import interface
 from pydantic_core import PydanticUndefined
 
 from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
@@ -26,24 +28,14 @@ from pagoda.common.config.table import Setting
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server import routes
-from pagoda.server.cli import COMMANDS, MODULES, Command
-from pagoda.server.flags import FlagParser, default_text
+from pagoda.server.flags import default_text
 from pagoda.server.openapi import BODIES
 from pagoda.server.protocol.base import Body
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import StreamOptions
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-INTERFACE: Final = ROOT / "tests" / "data" / "interface"
 STATUSES: Final = ("implemented", "no effect", "refused")
-BY_THE_PARSER: Final = {
-    "model_tag": "`MODEL`: the model of `serve`, in front of or behind the flags.",
-    "--config": "YAML file of settings; see [configuration](../guides/configuration.md).",
-    "--help": "Help: `--help=listgroup`, a group, a flag, or a word to look for.",
-    "-v": "The version, of `pagoda` itself.",
-    "--explain-config": "Every value, where it came from and why; nothing is started.",
-}
-"""What the command line takes besides settings."""
 
 _BEGIN: Final = "<!-- interface: written by tools/docs.py -->\n"
 _END: Final = "<!-- end of interface -->"
@@ -79,65 +71,6 @@ def pages() -> dict[Path, str]:
     }
 
 
-# --- what there is ---
-
-
-def interface(name: str) -> list[dict[str, str]]:
-    """vLLM's `flags`, `env`, `commands` or `metrics`, a row each."""
-    with (INTERFACE / f"{name}.tsv").open(newline="") as file:
-        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-
-
-def commands(table: Mapping[str, Command] = COMMANDS, prefix: str = "") -> Iterator[tuple[str, Command]]:
-    """`bench latency` and its like, with what stands behind them; parents come first."""
-    for name, command in table.items():
-        yield prefix + name, command
-        yield from commands(command.commands or {}, f"{prefix}{name} ")
-
-
-def parser_of(command: Command) -> FlagParser:
-    """The parser of a command that has a module."""
-    parser = FlagParser(prog="pagoda")
-    import_module(command.module).add_arguments(parser)
-    return parser
-
-
-def groups() -> dict[str, dict[str, Setting]]:
-    """Group -> its settings by name, of every command."""
-    found: dict[str, dict[str, Setting]] = {}
-    for known in COMMAND_SETTINGS.values():
-        for name, setting in known.items():
-            found.setdefault(setting.group, {})[name] = setting
-    return found
-
-
-def flag_statuses() -> dict[str, str]:
-    """vLLM's flag -> what becomes of it here."""
-    found = {}
-    for row in interface("flags"):
-        if row["flag"] in BY_THE_PARSER:
-            found[row["flag"]] = "implemented"
-        for command in row["commands"].split(","):
-            setting = COMMAND_SETTINGS.get(command, {}).get(row["flag"][2:].replace("-", "_"))
-            if setting is not None:
-                found[row["flag"]] = setting.option.status
-    return found
-
-
-def variable_statuses() -> dict[str, str]:
-    """vLLM's variable -> what becomes of it here."""
-    known = {name: variable for variable in VARIABLES for name in (variable.name, *variable.aliases)}
-    return {row["name"]: known[row["name"]].status for row in interface("env") if row["name"] in known}
-
-
-def command_statuses() -> dict[str, str]:
-    """vLLM's command -> what becomes of it here."""
-    known = {"vllm": "implemented"} | {f"vllm {name}": command.status for name, command in commands()}
-    known |= {name: command.status for name, command in MODULES.items()}
-    names = [row["command"] for row in interface("commands")]
-    return {name: known[name] for name in names if name in known}
-
-
 # --- pages ---
 
 
@@ -149,9 +82,11 @@ def _flags() -> str:
         "Status: *implemented*; *no effect*: accepted with one warning that says why; *refused*: an error unless the "
         "value is the default or one of those named. `chat`, `complete` and `bench serve` read flags alone.\n\n"
     )
-    text += _table(("argument", "what it is"), ((f"`{name}`", about) for name, about in BY_THE_PARSER.items()))
+    text += _table(
+        ("argument", "what it is"), ((f"`{name}`", about) for name, about in interface.BY_THE_PARSER.items())
+    )
     about = _about_groups()
-    for group, known in groups().items():
+    for group, known in interface.groups().items():
         text += f"\n## {group}\n\n{about.get(group, '')} Commands: {_users(group, known)}.\n\n"
         text += _table(
             ("flag", "value", "default", "key and variable", "what it is", "status"), map(_flag_row, known.values())
@@ -171,9 +106,9 @@ def _users(group: str, known: Mapping[str, Setting]) -> str:
 def _about_groups() -> dict[str, str]:
     """What the help says under each group's title."""
     found: dict[str, str] = {}
-    for name, command in commands():
+    for name, command in interface.commands():
         if name in COMMAND_SETTINGS:
-            for group in parser_of(command)._action_groups:
+            for group in interface.parser_of(command)._action_groups:
                 found.setdefault(str(group.title), " ".join((group.description or "").split()))
     return found
 
@@ -328,15 +263,15 @@ def _json_type(schema: Mapping[str, Any]) -> str:
 def _readme(text: str) -> str:
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    rows = []
+    counts = []
     for kind, name, found in (
-        ("flags", "flags", flag_statuses()),
-        ("environment variables", "env", variable_statuses()),
-        ("commands", "commands", command_statuses()),
+        ("flags", "flags", interface.flag_statuses()),
+        ("environment variables", "env", interface.variable_statuses()),
+        ("commands", "commands", interface.command_statuses()),
     ):
         count = Counter(found.values())
-        rows.append((kind, str(len(interface(name))), *(str(count[status]) for status in STATUSES)))
-    return before + _BEGIN + _table(("of vLLM's", "there are", *STATUSES), rows) + _END + after
+        counts.append((kind, str(len(interface.rows(name))), *(str(count[status]) for status in STATUSES)))
+    return before + _BEGIN + _table(("of vLLM's", "there are", *STATUSES), counts) + _END + after
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
