@@ -125,9 +125,9 @@ def project() -> tuple[str, list[str]]:
     """The range of Pythons and the requirements, extras with their markers: of the installed package, or of a clone."""
     try:
         found = metadata.metadata("pagoda")
-        return found.get("Requires-Python") or "", found.get_all("Requires-Dist") or []
     except metadata.PackageNotFoundError:
         return _clone()
+    return found["Requires-Python"], found.get_all("Requires-Dist") or []
 
 
 def _clone() -> tuple[str, list[str]]:

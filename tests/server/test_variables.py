@@ -61,6 +61,7 @@ def ask(port: int, method: str, path: str, body: object = None) -> int:
     return status
 
 
+@pytest.mark.command("serve")
 @pytest.mark.setting("--keep-alive-on-engine-death")
 @pytest.mark.variable("PAGODA_KEEP_ALIVE_ON_ENGINE_DEATH")
 def test_a_server_may_outlive_its_engine() -> None:

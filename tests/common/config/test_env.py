@@ -37,10 +37,7 @@ def test_every_row_says_what_becomes_of_it() -> None:
         assert variable.becomes is None or variable.status == "implemented", variable.name
 
 
-@pytest.mark.variable(
-    *("PAGODA_API_KEY", "HF_TOKEN", "PAGODA_TEST_FORCE_LOAD_FORMAT", "PAGODA_ATTENTION_BACKEND"),
-    *("PAGODA_CPU_KVCACHE_SPACE", "PAGODA_CONFIGURE_LOGGING", "PAGODA_LOGGING_LEVEL"),
-)
+@pytest.mark.variable("PAGODA_API_KEY", "HF_TOKEN", "PAGODA_TEST_FORCE_LOAD_FORMAT", "PAGODA_CPU_KVCACHE_SPACE")
 @pytest.mark.parametrize(
     ("name", "text", "setting", "value"),
     [
