@@ -85,6 +85,7 @@ def test_two_models_are_an_error() -> None:
         serve.configurations(parsed("one", "--model", "two"))
 
 
+@pytest.mark.variable("PAGODA_API_KEY")
 @pytest.mark.parametrize("name", ["PAGODA_API_KEY", "VLLM_API_KEY"])
 def test_the_key_may_come_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "secret")
@@ -159,6 +160,7 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "secret" not in text
 
 
+@pytest.mark.command("serve")
 @pytest.mark.command("serve")
 def test_a_signal_ends_it_in_good_order() -> None:
     with served("fake", "--served-model-name", "m") as (process, url):
