@@ -161,7 +161,6 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.command("serve")
-@pytest.mark.command("serve")
 def test_a_signal_ends_it_in_good_order() -> None:
     with served("fake", "--served-model-name", "m") as (process, url):
         wait_ready(process)
