@@ -122,8 +122,8 @@ def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()
     found += [_unknown(name, known) for name in sorted(ours) if name in rest and name not in known and ours[name]]
     if links:
         found.append(
-            f"{', '.join(links)} describe Kubernetes services and are not read; "
-            "enableServiceLinks: false in the pod keeps them out"
+            f"not read, because Kubernetes says it about services: {', '.join(links)}; "
+            "enableServiceLinks: false in the pod keeps it out"
         )
     return tuple(found)
 

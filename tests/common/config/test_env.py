@@ -159,7 +159,7 @@ def test_what_kubernetes_says_about_a_service_of_our_name_is_not_ours() -> None:
     }
     assert said(**links) == {}
     (line,) = env.notes(links, SETTINGS)
-    assert line.startswith(f"{', '.join(sorted(links))} describe Kubernetes services")
+    assert f"Kubernetes says it about services: {', '.join(sorted(links))}; " in line
     assert said(PAGODA_PORT="9000") == {"port": 9000}
     assert env.notes({"VLLM_PORT": "9000"})[0].startswith("VLLM_PORT has no effect")
 
