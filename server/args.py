@@ -43,6 +43,9 @@ class EngineArgs:
         self._take(settle(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
 
     def _take(self, settled: Settled) -> None:
+        self._config = EngineConfig(
+            **{name: build(each, settled.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
+        )
         for note in (*env.notes(settings=_WITH_VARIABLE), *settled.notes):
             logger.warning("%s", note)
         self._settled = {name: settled.values[name] for name in ENGINE_SETTINGS}
@@ -57,9 +60,7 @@ class EngineArgs:
     def create_engine_config(self) -> EngineConfig:
         """The frozen configuration. Raises ConfigError naming the flag."""
         self._hear_assignments()
-        return EngineConfig(
-            **{name: build(each, self._settled, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
-        )
+        return self._config
 
     def _hear_assignments(self) -> None:
         """Attributes may have been assigned since: they are keywords like the others, checked like the others."""

@@ -26,6 +26,7 @@ from pagoda.common.config.env import API_KEY
 from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS
 from pagoda.common.errors import PagodaError
+from pagoda.server.args import EngineArgs
 from pagoda.server.bench_load import add_load_arguments, settle_load, write_results
 from pagoda.server.flags import FlagParser
 from pagoda.server.http_client import ApiClient, ApiError
@@ -45,6 +46,7 @@ def add_arguments(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     load, settled = settle_load(args, COMMAND, StartupConfig)
+    EngineArgs.from_settled(settled)  # what cannot be used is told before a server is started with it
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         settings = Path(folder, "settings.yaml")
         settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML

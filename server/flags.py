@@ -31,8 +31,7 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs, add_help=False)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
         self.settings: dict[str, Setting] = {}
         self.add_argument(
             *("-h", "--help"),
@@ -110,7 +109,7 @@ class _Help(argparse.Action):
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> NoReturn:
+    ) -> None:
         print(answer(parser.page(), values))
         parser.exit()
 
