@@ -21,6 +21,7 @@ from pagoda.common.models.overrides import overridden, without_windows
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
+from pagoda.common.weights.hub import is_local
 from pagoda.server.generation_config import Generation, read_generation
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _LATER: Final = {
     "num_gpu_blocks_override": "counted once the weights are loaded",
     "kv_cache_memory_bytes": "what the weights leave of the memory for it",
     "download_dir": "the hub client's own cache",
-    "revision": "the repository's default branch",
 }
 """Settings that nobody stated and that nothing before the weights decides, and what does."""
 
@@ -183,8 +183,10 @@ def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Genera
     model = config.model
     yield ResolvedRow("served_model_name", model.names, "model", "the model's name")
     yield ResolvedRow("tokenizer", model.tokenizer or model.model, "model", "the model's own")
-    if model.tokenizer is None or model.tokenizer == model.model:
+    if model.revision is not None and model.tokenizer in (None, model.model):
         yield ResolvedRow("tokenizer_revision", model.tokenizer_revision or model.revision, "model", "the model's")
+    if not is_local(model.model):
+        yield ResolvedRow("revision", model.revision, "default", "the repository's default branch")
     defaults = ", ".join(f"{key} {value}" for key, value in generation.sampling.items())
     yield ResolvedRow("generation_config", model.generation_config, "default", f"sets {defaults or 'no default'}")
     if checkpoint.gguf_metadata is not None:

@@ -107,7 +107,7 @@ def resolve_limits(
     _check_budget(tokens, seqs, max_len, chunked.value)
     use = f"for {_USES[usage]} on {_named(platform)}"
     rows = (
-        ResolvedRow("max_model_len", max_len, "model", model.why),
+        ResolvedRow("max_model_len", max_len, "model", f"{model.why}, if the KV cache holds as many"),
         ResolvedRow("max_num_batched_tokens", tokens, "platform default", tokens_why or use),
         ResolvedRow("max_num_seqs", seqs, "platform default", seqs_why or use),
         ResolvedRow("block_size", cache.block_size or block_size, "platform default", "suits the backend's kernels"),

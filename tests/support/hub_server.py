@@ -25,7 +25,7 @@ class HubServer:
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def __enter__(self) -> HubServer:
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -98,7 +98,7 @@ def test_clamps_come_in_order_and_spare_what_was_stated(
         ({}, "max_num_batched_tokens", "for an API server on a GPU (NVIDIA H100 80GB HBM3) with 80 GiB"),
         ({"max_num_seqs": 1}, "max_num_batched_tokens", "max_num_seqs * max_model_len, below the default 8192"),
         ({"max_num_batched_tokens": 8}, "max_num_seqs", "max_num_batched_tokens, below the default 1024"),
-        ({}, "max_model_len", "the model's positions"),
+        ({}, "max_model_len", "the model's positions, if the KV cache holds as many"),
         ({}, "enable_prefix_caching", "the model supports it"),
     ],
 )
