@@ -71,9 +71,10 @@ def create_app(state: ServerState) -> FastAPI:
 def _add_middleware(app: FastAPI, name: str) -> None:
     """An ASGI middleware class, or a function of request and next handler, around all that is there already."""
     found = load_plugin("--middleware", name)
-    if inspect.isclass(found):
+    is_class, is_function = inspect.isclass(found), inspect.iscoroutinefunction(found)
+    if is_class:
         app.add_middleware(found)
-    elif inspect.iscoroutinefunction(found):
+    elif is_function:
         app.add_middleware(BaseHTTPMiddleware, dispatch=found)
     else:
         raise ConfigError("--middleware", f"{name} is neither a class nor an async function")

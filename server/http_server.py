@@ -23,7 +23,6 @@ _ACCESS_LOG: Final = "uvicorn.access"
 def http_server(app: Any, config: ServerConfig) -> HttpServer:
     """A server for an ASGI application. Raises ConfigError for certificates that cannot be used."""
     tls.check(config)
-    ciphers = {} if config.ssl_ciphers is None else {"ssl_ciphers": config.ssl_ciphers}
     settings = uvicorn.Config(
         app,
         loop="auto",
@@ -40,7 +39,7 @@ def http_server(app: Any, config: ServerConfig) -> HttpServer:
         ssl_certfile=config.ssl_certfile,
         ssl_ca_certs=config.ssl_ca_certs,
         ssl_cert_reqs=config.ssl_cert_reqs,
-        **ciphers,
+        ssl_ciphers=config.ssl_ciphers or "",  # empty: OpenSSL's own choice
     )
     settings.load()
     return HttpServer(settings, config)

@@ -83,11 +83,10 @@ def scheduler_of(config: EngineConfig) -> MakeScheduler:
         return Scheduler
     flag = "--scheduler-cls"
     found = load(flag, name, SCHEDULERS)
-    missing = [method for method in _SCHEDULER_METHODS if not hasattr(found, method)]
-    if not inspect.isclass(found) or missing:
-        raise ConfigError(
-            flag, f"{name} is no scheduler: it lacks {', '.join(missing) or 'a class'}; subclass {Scheduler.__module__}"
-        )
+    is_class, missing = inspect.isclass(found), [each for each in _SCHEDULER_METHODS if not hasattr(found, each)]
+    if missing or not is_class:
+        lack = f"it has no {', '.join(missing)}" if missing else "it is no class"
+        raise ConfigError(flag, f"{name} is no scheduler, {lack}; subclass {Scheduler.__module__}.Scheduler")
     return partial(found, settings=config.extension.additional_config)
 
 

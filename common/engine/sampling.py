@@ -64,7 +64,10 @@ class SamplingRules:
 
 
 class LogitsProcessor(Protocol):
-    """Code of the operator's that edits logits. One object serves all requests, so it keeps no state of any."""
+    """Code of the operator's that edits logits. One object serves all requests, so it keeps no state of any.
+
+    The backend's warm-up calls it too, on a made-up prompt. What it raises ends the engine.
+    """
 
     def apply(
         self,

@@ -47,14 +47,12 @@ def _names_of_contents(tree: nodes.Template) -> frozenset[str]:
 
 
 def _is_content(node: nodes.Node, names: frozenset[str]) -> bool:
-    match node:
-        case nodes.Name(name=name):
-            return name in names
-        case nodes.Getattr(attr=attribute):
-            return attribute == "content"
-        case nodes.Getitem(arg=nodes.Const(value=key)):
-            return key == "content"
-        case nodes.Filter(name=name, node=inner) if inner is not None and name in _LIST_FILTERS:
-            return _is_content(inner, names)
-        case _:
-            return False
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Filter) and node.node is not None and node.name in _LIST_FILTERS:
+        return _is_content(node.node, names)
+    return False
