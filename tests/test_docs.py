@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import dropwhile
 from pathlib import Path
 
 import interface
@@ -78,6 +79,7 @@ def command_lines(document: str) -> list[str]:
 def test_command_lines_in_the_documents_are_understood(document: str) -> None:
     for line in command_lines(document):
         words = shlex.split(line.removesuffix(" &"), comments=True)
+        words = list(dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))
         if words[0].rpartition("/")[2] == "pagoda":
             parse(words[1:])
 
