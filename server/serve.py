@@ -48,7 +48,7 @@ def add_arguments(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
     began = time.monotonic()
-    settled = settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS)
+    settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
     configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
     engine_config, config = configured(settled)
     listener = bind(config)
@@ -68,27 +68,15 @@ def run(args: argparse.Namespace) -> int:
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """What flags, file and environment ask for. Raises ConfigError."""
-    return configured(settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS))
+    return configured(settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS))
 
 
 def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
     """The two configurations that the settings make. Raises ConfigError."""
-    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
     server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
-    if server.enable_log_outputs and not engine.observability.enable_log_requests:
+    if server.enable_log_outputs and not settled.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
-    return engine, server
-
-
-def name_model(args: argparse.Namespace) -> argparse.Namespace:
-    """Arguments with the positional MODEL as --model. Raises ConfigError when both are there and differ."""
-    tag = getattr(args, "model_tag", None)
-    if tag is None:
-        return args
-    stated = getattr(args, "model", tag)
-    if stated != tag:
-        raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
-    return argparse.Namespace(**{**vars(args), "model": tag})
+    return AsyncEngineArgs.from_settled(settled).create_engine_config(), server
 
 
 def bind(config: ServerConfig) -> socket.socket:

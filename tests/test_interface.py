@@ -24,7 +24,6 @@ from pagoda.common.config.table import Setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.args import settle_all
 from pagoda.server.cli import MODULES, main
-from pagoda.server.serve import name_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -270,4 +269,4 @@ def settled(line: str) -> tuple[str, ...]:
     words = shlex.split(line)
     name = " ".join(words[:2]) if words[0] == "bench" else words[0]
     args = PARSERS[name].parse_args(words[len(name.split()) :])
-    return settle_all(name_model(args), COMMAND_SETTINGS[name]).notes
+    return settle_all(args, COMMAND_SETTINGS[name]).notes
