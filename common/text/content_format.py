@@ -1,7 +1,7 @@
 """Whether a chat template reads a message's content as text or as a list of parts, from its syntax tree.
 
-A template wants parts when it loops over some `x.content` or `x["content"]`, be it by another name, through a filter
-that keeps a list a list, or as the argument of a macro.
+A template wants parts when it loops over some `x.content` or `x["content"]`, be it by another name, over a slice of it,
+through a filter that keeps a list a list, or as the argument of a macro.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def _is_content(node: nodes.Node, names: frozenset[str]) -> bool:
         return node.name in names
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _is_content(node.node, names)
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
     if isinstance(node, nodes.Filter) and node.node is not None and node.name in _LIST_FILTERS:
