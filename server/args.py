@@ -34,6 +34,7 @@ class EngineArgs:
     """
 
     model: str
+    _told: Mapping[str, None] = {}
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         for name in settings:
@@ -46,8 +47,10 @@ class EngineArgs:
         self._config = EngineConfig(
             **{name: build(each, settled.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
         )
-        for note in (*env.notes(settings=_WITH_VARIABLE), *settled.notes):
+        notes = dict.fromkeys((*env.notes(settings=_WITH_VARIABLE), *settled.notes))
+        for note in (note for note in notes if note not in self._told):
             logger.warning("%s", note)
+        self._told = notes
         self._settled = {name: settled.values[name] for name in ENGINE_SETTINGS}
         self._sources = {name: source for name, source in settled.sources.items() if name in ENGINE_SETTINGS}
         vars(self).update(self._settled)

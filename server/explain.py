@@ -11,6 +11,7 @@ from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_GROUPS, Setting, build
 from pagoda.server.args import EngineArgs, settle_all
+from pagoda.server.help import status_text
 from pagoda.server.resolve import Resolved, ResolvedRow, resolve
 
 _WIDEST: Final = 36
@@ -41,7 +42,7 @@ def table_text(rows: Iterable[ResolvedRow], table: Mapping[str, Setting]) -> str
     groups: dict[str, list[tuple[str, str, str, str]]] = {}
     for row in rows:
         setting = table.get(row.name)
-        cells = (row.name, _shown(setting, row.value), row.source, row.why)
+        cells = (row.name, _shown(setting, row.value), row.source, row.why or _why(setting, row.source))
         groups.setdefault(setting.group if setting else "Resolved", []).append(cells)
     every = [cells for group in groups.values() for cells in group]
     widths = [min(max(len(cells[column]) for cells in every), _WIDEST) for column in range(3)]
@@ -50,6 +51,13 @@ def table_text(rows: Iterable[ResolvedRow], table: Mapping[str, Setting]) -> str
         lines += ["", name]
         lines += ["  " + "  ".join([*map(str.ljust, cells[:3], widths), cells[3]]).rstrip() for cells in group]
     return "\n".join(lines[1:])
+
+
+def _why(setting: Setting | None, source: str) -> str:
+    """What becomes of a setting that was said and is not simply implemented."""
+    if setting is None or source == "default" or status_text(setting) == "implemented":
+        return ""
+    return status_text(setting)
 
 
 def _shown(setting: Setting | None, value: Any) -> str:

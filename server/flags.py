@@ -89,6 +89,11 @@ class FlagParser(argparse.ArgumentParser):
         ]
         return Page(self.prog, self.description or "", tuple(group for group in groups if group.flags))
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """argparse's guesses at what a word abbreviates, less those that allow_abbrev does not keep it from."""
+        guesses: list[Any] = super()._get_option_tuples(option_string)
+        return [guess for guess in guesses if option_string.startswith(guess[1])]  # -n4 is -n 4
+
     def _flag(self, action: argparse.Action) -> Flag:
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
         return Flag(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,7 +90,7 @@ def overview(page: Page) -> str:
     parts = [_usage(page), page.about, *map(_group, own)]
     if shared:
         parts.append("\n".join(["Groups of flags:", *_groups(shared)]))
-        parts.append("\n".join(["More:", *_hints(page, shared[-1])]))
+        parts.append("\n".join(["More:", *_hints(page, shared)]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -108,7 +108,8 @@ def _usage(page: Page) -> str:
     return " ".join(["usage:", page.program, *words, "[--flag VALUE ...]"])
 
 
-def _hints(page: Page, group: Group) -> Iterator[str]:
+def _hints(page: Page, groups: Sequence[Group]) -> Iterator[str]:
+    group = next((group for group in groups if group.name == "SchedulerConfig"), groups[0])
     rows = [
         (f"--help={group.name}", "one group"),
         (f"--help={group.flags[0].spellings[0].lstrip('-')}", "one flag"),
@@ -155,7 +156,7 @@ def _detail(flag: Flag, *, everywhere: bool) -> str:
     if setting is None:
         return "\n".join(_columns([(_spelled(flag), _text(flag))]))
     facts = [("group", setting.group), ("value", _value(setting)), ("default", default_text(setting))]
-    facts.append(("here", _status(setting)))
+    facts.append(("here", status_text(setting)))
     if everywhere:
         facts += [("key of --config", f"{setting.key}:"), ("variable", setting.variable)]
     if setting.config in (*ENGINE_GROUPS.values(), DeprecatedConfig):
@@ -175,7 +176,8 @@ def _value(setting: Setting) -> str:
     return setting.kind + ("; may be left out" if setting.option.optional_value is not None else "")
 
 
-def _status(setting: Setting) -> str:
+def status_text(setting: Setting) -> str:
+    """What becomes of a setting here, and why."""
     option = setting.option
     if option.deprecated is not None:
         return f"deprecated: use {option.deprecated}"
@@ -203,7 +205,7 @@ def describe(setting: Setting) -> str:
     """A flag's help: what it is, its default, and what becomes of it here."""
     choices = f" ({setting.kind})" if setting.choices and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
-    status = "" if _status(setting) == "implemented" else f" [{_status(setting)}]"
+    status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"
     return f"{setting.option.help}{choices}{default}{status}"
 
 

@@ -14,7 +14,7 @@ _NO_LIMIT: Final = "every prompt that fits a step takes part; use --long-prefill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The scheduler's limits. None: the platform's default (see defaults.py)."""
+    """The scheduler's limits; what nobody says follows from platform and model."""
 
     max_num_batched_tokens: int | None = option(None, "Most tokens in one step (2k, 2K).", parse=human_readable_int)
     max_num_seqs: int | None = option(None, "Most sequences in one step.")

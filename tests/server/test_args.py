@@ -207,7 +207,9 @@ def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture)
     told = [record.getMessage().split(" ")[0] for record in caplog.records]
     assert sorted(told) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
     caplog.clear()
-    EngineArgs(swap_space=1, max_num_seqs=3)
+    args = EngineArgs(swap_space=1, max_num_seqs=3)
+    args.seed = 5
+    assert args.create_engine_config().model.seed == 5
     assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["--swap-space"]
 
 

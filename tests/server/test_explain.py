@@ -64,8 +64,9 @@ def test_the_defaults_are_those_of_the_command(model_file: Path, capsys: pytest.
 
 @pytest.mark.model
 def test_old_flags_are_shown_when_they_were_said(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = explained(capsys, "serve", str(model_file), "--rope-theta", "100000")
-    assert rows["rope_theta"][:2] == ("100000.0", "flag")
+    rows = explained(capsys, "serve", str(model_file), "--rope-theta", "100000", "--swap-space", "1")
+    assert rows["swap_space"] == ("1.0", "flag", "no effect: preempted requests are recomputed, not swapped")
+    assert rows["rope_theta"] == ("100000.0", "flag", "deprecated: use --hf-overrides.rope_theta")
     assert rows["hf_overrides"][:2] == ('{"rope_theta": 100000.0}', "flag --rope-theta")
     assert "task" not in rows
 

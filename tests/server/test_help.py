@@ -52,8 +52,9 @@ def test_plain_help_shows_the_groups_and_how_to_ask_for_more(capsys: pytest.Capt
     text = shown("serve", capsys)
     assert "[MODEL]" in text.splitlines()[0]
     assert "  SchedulerConfig  " in text
-    assert "pagoda serve --help=ServerConfig" in text
+    assert "pagoda serve --help=SchedulerConfig" in text
     assert "--max-num-seqs" not in text
+    assert "--enable-chunked-prefill" not in text
     assert len(text.splitlines()) < 50
 
 
