@@ -315,7 +315,13 @@ class AsyncLLM:
 
     def _raise_if_full(self, more: int) -> None:
         most = self.config.scheduler.max_num_queued_reqs
-        if most is not None and self._outputs.num_sequences + more > most:
+        if most is None:
+            return
+        if more > most:
+            raise RequestError(
+                "n", f"n {more} is above the {most} answers that may be under way (--max-num-queued-reqs)"
+            )
+        if self._outputs.num_sequences + more > most:
             raise QueueFullError(f"the server has {self._outputs.num_sequences} of {most} answers under way; try again")
 
     def _raise_if_dead(self) -> None:

@@ -374,6 +374,8 @@ def test_too_much_is_told_to_come_back() -> None:
         connection.close()
         eventually(lambda: not server.llm.num_unfinished)
         assert server.post("/v1/completions", TEXT)[0] == 200
+        status, answer = server.post("/v1/completions", TEXT | {"n": 3, "temperature": 1.0})
+        assert (status, answer["error"]["param"]) == (400, "n")
 
 
 @pytest.mark.setting("--sse-keep-alive-interval")
