@@ -64,6 +64,8 @@ class FlagParser(argparse.ArgumentParser):
         word = next((word for word in words if word.startswith("-")), words[0])
         flag = word.partition("=")[0]
         outer = flag.partition(".")[0]
+        if outer in self._jsons():
+            self.error(f"argument {flag}: a key is missing behind the dot")
         if outer != flag and outer in self._option_string_actions:
             self.error(f"{outer} is no JSON setting and has no key {flag[len(outer) + 1 :]}; write {outer} VALUE")
         kind = "flag" if flag.startswith("-") else "argument"

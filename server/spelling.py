@@ -42,6 +42,8 @@ def _levels(words: Sequence[str]) -> list[str]:
             found += ["--optimization-level", level[1]]
         elif word in _COMPILATION_SPELLINGS:
             found += _level_or_settings(word, next(rest, None))
+        elif word == "-O=":
+            found += _level_or_settings("-O", None)
         elif word.startswith(("-O.", "-O=")):
             found.append(_COMPILATION + word[2:])
         else:

@@ -145,6 +145,8 @@ def from_file(path: str, table: Mapping[str, Setting]) -> dict[str, Sourced]:
 def _read_yaml(path: str) -> dict[Any, Any]:
     import yaml
 
+    if not path:
+        raise ConfigError("--config", "names no file; write --config FILE.yaml")
     try:
         text = Path(path).read_text(encoding="utf-8")
         root, found = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
