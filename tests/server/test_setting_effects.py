@@ -1,4 +1,4 @@
-"""Engine settings, said as flags, change what the engine does, over a fake backend or a tiny model of random weights."""
+"""Engine settings, said as flags, change what the engine does: over a fake backend, or a tiny model at random."""
 
 import json
 from pathlib import Path
