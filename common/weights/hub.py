@@ -186,6 +186,7 @@ def _snapshot(repository: _Repository) -> Path | None:
     """The folder of an earlier download; None when there is none."""
     import huggingface_hub as hub
 
+    found: str | None
     try:
         found = hub.snapshot_download(
             repository.name, revision=repository.revision, cache_dir=repository.cache, local_files_only=True

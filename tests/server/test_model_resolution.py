@@ -23,6 +23,7 @@ from pagoda.server.args import EngineArgs
 from pagoda.server.engine_build import build_engine
 from pagoda.server.inputs import open_tokenizer
 from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.resolve import resolve
 from pagoda.server.wire import EngineInfo
 from pagoda.tests.common.weights.gguf_writing import convert
 
@@ -145,6 +146,14 @@ def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> N
         info("org/tiny", revision="new")
     with pytest.raises(ModelError, match=r"no weights: expected model.safetensors"):
         info("org/tiny", revision="old", ignore_patterns=["*.safetensors"], download_dir=str(tmp_path / "none"))
+
+
+def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> None:
+    found = resolve(args("org/tiny").create_engine_config(), "server")
+    (row,) = (row for row in found.rows if row.name == "revision")
+    assert (row.value, row.why) == (None, "the repository's default branch")
+    assert found.limits.max_model_len == 128
+    assert "model.safetensors" not in hub.fetched
 
 
 def test_a_gguf_repository_and_a_quantisation(hub: HubServer) -> None:
