@@ -15,10 +15,11 @@ from typing import Any, TypeGuard
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.errors import RequestError
+from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.bad_words import bad_words_token_ids
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.common.weights.gguf_files import pick_gguf
 from pagoda.common.weights.hub import resolve_model
 from pagoda.server.wire import EngineInfo
 
@@ -76,9 +77,12 @@ def open_tokenizer(whole: EngineConfig) -> Tokenizer | None:
 
 
 def _lone_gguf(folder: Path) -> Path | None:
-    """The .gguf file of a folder that holds one and no tokenizer.json: it carries the tokenizer."""
-    files = list(folder.glob("*.gguf")) if not (folder / "tokenizer.json").exists() else []
-    return files[0] if len(files) == 1 else None
+    """The GGUF model of a folder without tokenizer.json: it carries the tokenizer. Raises ModelError for several."""
+    names = [] if (folder / "tokenizer.json").exists() else sorted(path.name for path in folder.glob("*.gguf"))
+    try:
+        return folder / pick_gguf(names) if names else None
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
 
 
 def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
