@@ -6,10 +6,11 @@ A default, help text, choice or parser is stated once, in common/config. Knows n
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from pagoda.common.config import env
 from pagoda.common.config.commands import COMMAND_SETTINGS
@@ -24,7 +25,16 @@ _WITH_VARIABLE: Final = frozenset(name for settings in COMMAND_SETTINGS.values()
 
 logger = logging.getLogger(__name__)
 
+ArgsT = TypeVar("ArgsT")
 
+
+def _with_fields(args: type[ArgsT]) -> type[ArgsT]:
+    """A dataclass with one field per setting, for scripts that take arguments apart with `dataclasses.asdict`."""
+    args.__annotations__ = {name: setting.hint for name, setting in ENGINE_SETTINGS.items()}
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(args)
+
+
+@_with_fields
 class EngineArgs:
     """Every engine setting under vLLM's name: `EngineArgs(model="...", max_model_len=4096)`.
 

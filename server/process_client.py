@@ -197,7 +197,9 @@ def _private_folder(base: str | None) -> Path:
     try:
         folder = Path(tempfile.mkdtemp(prefix="pagoda-", dir=base))
     except OSError as error:
-        raise ConfigError(flag, f"{base or tempfile.gettempdir()}: {error.strerror}; name a folder to write in") from None
+        raise ConfigError(
+            flag, f"{base or tempfile.gettempdir()}: {error.strerror}; name a folder to write in"
+        ) from None
     if len(bytes(folder / "engine.out")) <= _LONGEST_SOCKET_PATH:
         return folder
     folder.rmdir()

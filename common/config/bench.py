@@ -28,7 +28,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
 def _need_positive(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
-            raise ConfigError(flag_of(name), f"{getattr(config, name)} is not positive")
+            raise ConfigError(flag_of(name), f"{getattr(config, name)} is not positive; use 1 or more")
 
 
 def flag_of(name: str) -> str:
@@ -56,7 +56,7 @@ class LatencyConfig:
     def __post_init__(self) -> None:
         _need_positive(self, "input_len", "output_len", "batch_size", "n", "num_iters")
         if self.num_iters_warmup < 0:
-            raise ConfigError("--num-iters-warmup", f"{self.num_iters_warmup} is negative")
+            raise ConfigError("--num-iters-warmup", f"{self.num_iters_warmup} is negative; use 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class StartupConfig:
     def __post_init__(self) -> None:
         _need_positive(self, "num_iters", "input_len")
         if self.num_iters_warmup < 0:
-            raise ConfigError("--num-iters-warmup", f"{self.num_iters_warmup} is negative")
+            raise ConfigError("--num-iters-warmup", f"{self.num_iters_warmup} is negative; use 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +135,10 @@ class ServeLoadConfig:
         _need_positive(self, "random_input_len", "random_output_len", "num_prompts")
         if self.max_concurrency is not None:
             _need_positive(self, "max_concurrency")
-        _need(self.random_prefix_len >= 0, "--random-prefix-len", f"{self.random_prefix_len} is negative")
-        _need(self.num_warmups >= 0, "--num-warmups", f"{self.num_warmups} is negative")
+        _need(
+            self.random_prefix_len >= 0, "--random-prefix-len", f"{self.random_prefix_len} is negative; use 0 or more"
+        )
+        _need(self.num_warmups >= 0, "--num-warmups", f"{self.num_warmups} is negative; use 0 or more")
         _need(0 <= self.random_range_ratio < 1, "--random-range-ratio", f"{self.random_range_ratio} is not in [0, 1)")
         _need(self.request_rate > 0, "--request-rate", f"{self.request_rate} is not positive; use inf for all at once")
         _need(0 < self.burstiness < math.inf, "--burstiness", f"{self.burstiness} is not a positive number")

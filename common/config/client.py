@@ -20,7 +20,7 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError("--max-tokens", f"{self.max_tokens} is not positive")
+            raise ConfigError("--max-tokens", f"{self.max_tokens} is not positive; use 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

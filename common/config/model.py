@@ -115,7 +115,9 @@ class ModelConfig:
         (), "Logits processors by qualified name, package.module.Class, or by entry point, run on every request."
     )
     io_processor_plugin: str | None = option(
-        None, "Plugin that turns requests and answers.", refused="it is for pooling models, which are not served; drop it"
+        None,
+        "Plugin that turns requests and answers.",
+        refused="it is for pooling models, which are not served; drop it",
     )
     backend: str = option("auto", "Device backend: reference, torch_cuda, jax_tpu; auto picks by platform.")
 

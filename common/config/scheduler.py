@@ -42,11 +42,14 @@ class SchedulerConfig:
             ("--max-num-queued-reqs", self.max_num_queued_reqs),
         ):
             if value is not None and value < 1:
-                raise ConfigError(flag, f"{value} is not positive")
+                raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
         if self.stream_interval < 1:
             raise ConfigError("--stream-interval", f"{self.stream_interval} is not positive; use 1 for every token")
         if self.long_prefill_token_threshold < 0:
-            raise ConfigError("--long-prefill-token-threshold", f"{self.long_prefill_token_threshold} is negative")
+            raise ConfigError(
+                "--long-prefill-token-threshold",
+                f"{self.long_prefill_token_threshold} is negative; use 0 for no such limit",
+            )
 
     @property
     def chunked_prefill(self) -> bool:

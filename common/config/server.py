@@ -124,9 +124,9 @@ class ServerConfig:
             if not 0.0 <= seconds < float("inf"):
                 raise ConfigError(flag, f"{seconds} is not a number of seconds")
         if self.max_body_bytes < 1:
-            raise ConfigError("--max-body-bytes", f"{self.max_body_bytes} is not positive")
+            raise ConfigError("--max-body-bytes", f"{self.max_body_bytes} is not positive; use 1 or more")
         if self.max_log_len is not None and self.max_log_len < 0:
-            raise ConfigError("--max-log-len", f"{self.max_log_len} is negative")
+            raise ConfigError("--max-log-len", f"{self.max_log_len} is negative; use 0 or more, or drop it for all")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("--root-path", f"{self.root_path} does not start with /")
 

@@ -96,9 +96,12 @@ def _over(upper: Sourced | None, lower: Sourced | None) -> Sourced:
 
 
 def from_keywords(table: Mapping[str, Setting], keywords: Mapping[str, Any]) -> dict[str, Sourced]:
-    """Python keywords; None says nothing. Raises ConfigError."""
+    """Python keywords; None says nothing, nor does a deprecated one at its default. Raises ConfigError."""
+    found = {name: table[name].convert(value) for name, value in keywords.items() if value is not None}
     return {
-        name: Sourced(table[name].convert(value), "keyword") for name, value in keywords.items() if value is not None
+        name: Sourced(value, "keyword")
+        for name, value in found.items()
+        if table[name].option.deprecated is None or value != table[name].default
     }
 
 

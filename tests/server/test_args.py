@@ -1,5 +1,6 @@
 """EngineArgs: keywords, flags, a file and the environment say the same, and are heard the same."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -307,3 +308,15 @@ def test_assigned_attributes_are_checked() -> None:
     args.tensor_parallel_size = 2
     with pytest.raises(ConfigError, match="--tensor-parallel-size: 2 is not supported"):
         args.create_engine_config()
+
+
+def test_scripts_take_arguments_apart(caplog: pytest.LogCaptureFixture) -> None:
+    args = AsyncEngineArgs("m", max_num_seqs=3, served_model_name=["a", "b"], hf_overrides={"x": 1})
+    parts = dataclasses.asdict(args)
+    assert parts["max_num_seqs"] == 3
+    with caplog.at_level("WARNING"):
+        assert EngineArgs(**(parts | {"seed": 5})) == EngineArgs(
+            "m", max_num_seqs=3, served_model_name=["a", "b"], hf_overrides={"x": 1}, seed=5
+        )
+    assert not caplog.records
+    assert [field.name for field in dataclasses.fields(EngineArgs)] == list(ENGINE_SETTINGS)

@@ -56,7 +56,7 @@ CONTRADICTIONS = [
 RANGES = [
     ("--port 70000", "--port: 70000 is not a port; use 1 to 65535"),
     ("--port x", "--port: 'x' is not a whole number"),
-    ("--max-num-seqs 0", "--max-num-seqs: 0 is not positive"),
+    ("--max-num-seqs 0", "--max-num-seqs: 0 is not positive; use 1 or more, or drop it"),
     ("--max-num-seqs 1.5", "--max-num-seqs: '1.5' is not a whole number"),
     (f"--max-num-seqs {2**64}", "--max-num-seqs: "),
     ("--max-model-len 1.5K", "did you mean 1.5k?"),
@@ -111,7 +111,7 @@ def test_serve(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--max-num-seqs 0", "--max-num-seqs: 0 is not positive"),
+        ("--max-num-seqs 0", "--max-num-seqs: 0 is not positive; use 1 or more, or drop it"),
         ("--max-modle-len 5", "did you mean --max-model-len?"),
         ("--hf-overrides {", "--hf-overrides: '{': not JSON"),
         ("--tensor-parallel-size 2", "--tensor-parallel-size: 2 is not supported: "),
@@ -130,7 +130,7 @@ def test_the_other_commands(command: str, words: str, message: str, capsys: pyte
         ("max-num-seq: 5", "unknown key max-num-seq; did you mean max-num-seqs?"),
         ("[1, 2]", "a mapping is needed"),
         ("a: [", "not YAML"),
-        ("max-num-seqs: 0", "--max-num-seqs: 0 is not positive"),
+        ("max-num-seqs: 0", "--max-num-seqs: 0 is not positive; use 1 or more, or drop it"),
         ("max-model-len: 1.5K", "did you mean 1.5k?"),
         ("tensor-parallel-size: 2", "--tensor-parallel-size: 2 is not supported: "),
         ("hf-overrides: 5", "--hf-overrides: "),
@@ -165,7 +165,7 @@ def test_the_stack_is_shown_when_asked_for(command: str, flag: str, capsys: pyte
     assert cli.main([*command.split(), *words, flag]) == 2
     said = capsys.readouterr().err
     assert said.startswith("Traceback (most recent call last)")
-    assert f"{words[0]}: 0 is not positive" in said.splitlines()[-1]
+    assert f"{words[0]}: 0 is not positive; use 1 or more" in said.splitlines()[-1]
 
 
 def test_a_whole_process(tmp_path: Path) -> None:
@@ -179,4 +179,4 @@ def test_a_whole_process(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pagoda: error: --max-num-seqs: 0 is not positive\n"
+    assert done.stderr == "pagoda: error: --max-num-seqs: 0 is not positive; use 1 or more, or drop it\n"
