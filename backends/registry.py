@@ -101,7 +101,7 @@ def choose_backend(name: str) -> str:
     entry = _entry(name)
     obstacle = entry.obstacle()
     if obstacle is not None:
-        raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain()}")
+        raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain(name)}")
     return name
 
 
