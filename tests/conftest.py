@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def usual_logging() -> Iterator[None]:
+    """What a test sets up in logging ends with it."""
+    yield
+    for logger in map(logging.getLogger, ("pagoda", "uvicorn", "vllm")):
+        logger.handlers[:], logger.propagate = [], True
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,6 @@ from pagoda.server.args import AsyncEngineArgs, EngineArgs
 from pagoda.server.process_client import ProcessClient
 
 LOGGERS = ("pagoda", "uvicorn", "vllm")
-
-
-@pytest.fixture(autouse=True)
-def loggers_of_their_own() -> Iterator[None]:
-    """The loggers are as before afterwards."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
-    for each in loggers:
-        each.handlers[:] = []
-    yield
-    for each, (handlers, level, propagate) in zip(loggers, before):
-        each.handlers[:], each.propagate = handlers, propagate
-        each.setLevel(level)
 
 
 def say() -> None:
