@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Scalar, check, make_knobs
-from pagoda.kernels_pallas.ragged_paged_attention.kernel import kernel
+from pagoda.kernels_pallas.ragged_paged_attention.call import kernel
 from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
 from pagoda.kernels_pallas.ragged_paged_attention.reference import reference
 

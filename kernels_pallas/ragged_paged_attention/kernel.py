@@ -1,29 +1,403 @@
-"""The Pallas kernel."""
+"""The Pallas kernel: the decode variant and the mixed variant of one body.
+
+The grid runs over tiles of queries: a decode tile holds a few sequences of one token, a mixed tile some consecutive tokens
+whatever their sequences. Inside a tile the kernel visits each sequence it holds, and for each the KV blocks it can see:
+
+    for tile:                       queries and outputs are moved by Pallas' own pipeline
+        for sequence in tile:       a mixed tile masks the rows of its other sequences
+            for block of pages:     fetched one step ahead, across sequences and tiles, into one of two buffers
+                for heads, passes:  online softmax (flash attention, arXiv 2205.14135), base 2
+
+New K and V go from HBM to their pages by DMA, one tile ahead of the reads. All heads of a group are rows of one matmul.
+The idea of a decode and a mixed specialisation in one ragged call is that of Ragged Paged Attention (arXiv 2604.15464);
+the layout, the schedule and the code are our own. No `ref.reshape` and no `ref.bitcast`: the body must run in
+`pltpu.InterpretParams`, which knows neither.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
-from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.blocks import Blocks
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
+
+MASKED = -1e30  # finite: inf - inf would be NaN
+LOG2E = math.log2(math.e)
+ZERO_ROWS = 64  # rows cleared by one store beyond the end of a sequence
 
 
-def kernel(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cache: jax.Array,
-    layer: jax.Array,
-    batch: Batch,
-    knobs: Knobs,
-    *,
-    layout: KvLayout,
-    decode_only: bool,
-    interpret: Any,
-    chip: ChipInfo,
-) -> tuple[jax.Array, jax.Array]:
-    """As `api.ragged_paged_attention`."""
-    raise NotImplementedError("use_kernel=False until the kernel is in place")
+@dataclass(frozen=True)
+class Static:
+    """What one compilation fixes."""
+
+    decode: bool
+    layout: KvLayout
+    blocks: Blocks
+    rows: int  # M: rows of one matmul, queries x heads of a lane head, padded
+    max_pages: int
+    windowed: bool
+    softcapped: bool
+    sunk: bool
+    scaled: bool
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one fetch."""
+        return self.blocks.pages * self.layout.page_size
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Scalar-prefetch arguments, all in SMEM.
+
+    step int32 [6]: layer, decode sequences, sequences, first tile, tiles, window. numbers float32 [2]: softcap in base 2,
+    v_scale. first_seq [tiles + 1]: first sequence of each mixed tile.
+    """
+
+    step: Any
+    numbers: Any
+    query_start: Any
+    kv_len: Any
+    pages: Any
+    first_seq: Any
+
+
+@dataclass(frozen=True)
+class Span:
+    """One sequence seen from one tile: its tokens [low, high) in the tile, their positions, the pages they need."""
+
+    low: Any
+    high: Any
+    position: Any  # of token `low`
+    kv_end: Any
+    page_low: Any
+    blocks: Any
+
+
+@dataclass(frozen=True)
+class Body:
+    """The kernel body over its references; `run` is one grid step."""
+
+    static: Static
+    scalars: Scalars
+    q: Any  # [1, heads, sub, M, W] VMEM
+    sinks: Any  # [heads, M, 128] VMEM, or None
+    new: Any  # [T * R, 128] HBM
+    cache: Any  # [L, P, B * R, 128] HBM
+    out: Any  # as q
+    kv: Any  # [2, rows of a fetch + ZERO_ROWS, 128] VMEM
+    top: Any  # [heads, M, 128] running maximum, the same in all lanes
+    total: Any  # [heads, M, 128] running sum, one partial sum per lane
+    acc: Any  # [heads, M, W]
+    slot: Any  # [1] SMEM: the buffer that holds the next block
+    fetched: Any  # DMA semaphores [2]
+    written: Any  # DMA semaphore
+
+    # -- the batch ---------------------------------------------------------------------------------------------------
+
+    def sequences(self, tile: Any) -> tuple[Any, Any]:
+        """Sequences [first, end) of a tile."""
+        s, n = self.scalars, self.static.blocks.queries
+        if self.static.decode:
+            return tile * n, jnp.minimum((tile + 1) * n, s.step[1])
+        token = jnp.minimum((s.step[3] + tile + 1) * n, s.query_start[s.step[2]]) - 1
+        last = s.first_seq[tile + 1]  # the next tile may begin with the sequence that ends this one
+        shared = jnp.logical_and(last < s.step[2], s.query_start[jnp.minimum(last, s.step[2] - 1)] <= token)
+        return s.first_seq[tile], jnp.where(shared, last + 1, last)
+
+    def span(self, tile: Any, seq: Any) -> Span:
+        """What of `seq` a tile holds and needs."""
+        s, layout = self.scalars, self.static.layout
+        kv_len = s.kv_len[seq]
+        if self.static.decode:
+            low, high, position, kv_end = seq, seq + 1, kv_len - 1, kv_len
+        else:
+            n = self.static.blocks.queries
+            begin, end = s.query_start[seq], s.query_start[seq + 1]
+            low = jnp.maximum(begin, (s.step[3] + tile) * n)
+            high = jnp.minimum(end, (s.step[3] + tile + 1) * n)
+            position, kv_end = kv_len - end + low, kv_len - end + high
+        first = jnp.maximum(position - s.step[5] + 1, 0) if self.static.windowed else jnp.int32(0)
+        page_low = first // layout.page_size
+        pages = pl.cdiv(kv_end, layout.page_size) - page_low
+        return Span(low, high, position, kv_end, page_low, pl.cdiv(pages, self.static.blocks.pages))
+
+    def page(self, seq: Any, index: Any) -> Any:
+        """The page table's entry."""
+        return self.scalars.pages[seq * self.static.max_pages + index]
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def write(self, tile: Any) -> None:
+        """Starts the copies of a tile's new K and V to their pages."""
+        layer, rows = self.scalars.step[0], self.static.layout.rows_per_token
+        size = self.static.layout.page_size
+
+        def sequence(seq: Any, _: Any) -> None:
+            span = self.span(tile, seq)
+
+            def piece(i: Any, _: Any) -> None:
+                page = span.position // size + i
+                start = jnp.maximum(span.position, page * size)
+                stop = jnp.minimum(span.kv_end, (page + 1) * size)
+                token = span.low + start - span.position
+                count = (stop - start) * rows
+                target = self.cache.at[layer, self.page(seq, page), pl.ds((start - page * size) * rows, count)]
+                pltpu.make_async_copy(self.new.at[pl.ds(token * rows, count)], target, self.written).start()
+
+            pieces = 1 if self.static.decode else (span.kv_end - 1) // size - span.position // size + 1
+            jax.lax.fori_loop(0, pieces, piece, None)
+
+        first, end = self.sequences(tile)
+        jax.lax.fori_loop(first, end, sequence, None)
+
+    def wait_written(self, tile: Any) -> None:
+        """Waits for all copies of `write(tile)` at once: a semaphore counts bytes."""
+        first, end = self.sequences(tile)
+        tokens = end - first if self.static.decode else self.span(tile, end - 1).high - self.span(tile, first).low
+        rows = self.new.at[pl.ds(0, tokens * self.static.layout.rows_per_token)]
+        pltpu.make_async_copy(rows, rows, self.written).wait()
+
+    def fetch(self, seq: Any, span: Span, block: Any, slot: Any) -> None:
+        """Starts the copies of one block of pages, of the last page only the tokens that exist."""
+        layout, layer = self.static.layout, self.scalars.step[0]
+        full = layout.page_size * layout.rows_per_token
+        start = span.page_low + block * self.static.blocks.pages
+        tokens = jnp.minimum(span.kv_end - start * layout.page_size, self.static.block_tokens)
+
+        def page(i: Any, _: Any) -> None:
+            count = jnp.minimum(tokens - i * layout.page_size, layout.page_size) * layout.rows_per_token
+            source = self.cache.at[layer, self.page(seq, start + i), pl.ds(0, count)]
+            pltpu.make_async_copy(source, self.kv.at[slot, pl.ds(i * full, count)], self.fetched.at[slot]).start()
+
+        jax.lax.fori_loop(0, pl.cdiv(tokens, layout.page_size), page, None)
+
+    def fetch_next(self, tile: Any, seq: Any, span: Span, block: Any, slot: Any) -> None:
+        """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
+        _, end = self.sequences(tile)
+        tiles = self.scalars.step[4]
+
+        @pl.when(block + 1 < span.blocks)
+        def _() -> None:
+            self.fetch(seq, span, block + 1, slot)
+
+        @pl.when(jnp.logical_and(block + 1 == span.blocks, seq + 1 < end))
+        def _() -> None:
+            self.fetch(seq + 1, self.span(tile, seq + 1), 0, slot)
+
+        @pl.when(jnp.logical_and(jnp.logical_and(block + 1 == span.blocks, seq + 1 == end), tile + 1 < tiles))
+        def _() -> None:
+            self.wait_written(tile + 1)
+            first, _ = self.sequences(tile + 1)
+            self.fetch(first, self.span(tile + 1, first), 0, slot)
+
+    def wait_fetched(self, tokens: Any, slot: Any) -> None:
+        """Waits for a block of `tokens` tokens."""
+        rows = self.kv.at[slot, pl.ds(0, tokens * self.static.layout.rows_per_token)]
+        pltpu.make_async_copy(rows, rows, self.fetched.at[slot]).wait()
+
+    def clear_tail(self, tokens: Any, slot: Any) -> None:
+        """Zeroes the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
+        rows, unit = self.static.layout.rows_per_token, self.static.blocks.tokens
+        start, stop = tokens * rows, pl.cdiv(tokens, unit) * unit * rows
+
+        def clear(i: Any, _: Any) -> None:
+            zeros = jnp.zeros((ZERO_ROWS, LANES), self.kv.dtype)
+            self.kv[slot, pl.ds(start + i * ZERO_ROWS, ZERO_ROWS), :] = zeros
+
+        jax.lax.fori_loop(0, pl.cdiv(stop - start, ZERO_ROWS), clear, None)
+
+    # -- arithmetic --------------------------------------------------------------------------------------------------
+
+    def load(self, slot: Any, first: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
+        """K and V [tokens of a pass, W] of lane head `head + part`, from token `first` of the buffer."""
+        layout, n = self.static.layout, self.static.blocks.tokens
+        chunks, stride = layout.width // LANES, layout.rows_per_token
+
+        def rows(row: Any, start: Any, count: int, step: int) -> jax.Array:
+            return self.kv[slot, pl.ds(start * stride + row, count, step * stride), :]
+
+        def join(parts: list[jax.Array]) -> jax.Array:
+            return parts[0] if chunks == 1 else jnp.concatenate(parts, axis=-1)
+
+        if layout.packing == 1:
+            row = (head + part) * 2 * chunks
+            k, v = ([rows(row + c + side * chunks, first, n, 1) for c in range(chunks)] for side in (0, 1))
+        elif layout.packing == 2:
+            row = (head + part) * chunks
+            even, odd = ([rows(row + c, first + i, n // 2, 2) for c in range(chunks)] for i in (0, 1))
+            k = [pltpu.bitcast((a & 0xFFFF) | (b << 16), jnp.bfloat16) for a, b in zip(even, odd)]
+            v = [pltpu.bitcast((a >> 16) | (b & jnp.uint32(0xFFFF0000)), jnp.bfloat16) for a, b in zip(even, odd)]
+        else:
+            row = (head + part) // 2 * chunks
+            words = [rows(row + c, first, n, 1) for c in range(chunks)]
+            k, v = ([byte(w, 16 * (part % 2) + shift, layout.dtype) for w in words] for shift in (0, 8))
+        return join(k), join(v)
+
+    def attend(self, span: Span, index: Any, slot: Any, first: Any, start: Any, masked: bool) -> None:
+        """One pass: the tokens from `first` of the buffer, at position `start`, for every head."""
+        heads = self.static.blocks.heads
+
+        def some(group: Any, _: Any) -> None:
+            for part in range(heads):
+                self.attend_head(span, index, slot, first, start, group * heads, part, masked)
+
+        groups = self.static.layout.lane_heads // heads
+        if groups == 1:
+            some(0, None)
+        else:
+            jax.lax.fori_loop(0, groups, some, None)
+
+    def attend_head(
+        self, span: Span, index: Any, slot: Any, first: Any, start: Any, head: Any, part: int, masked: bool
+    ) -> None:
+        """Online softmax of one lane head over one pass."""
+        h = head + part
+        k, v = self.load(slot, first, head, part)
+        logits = dot(self.q[0, h, index], k, ((1,), (1,)))
+        if self.static.softcapped:
+            logits = jnp.tanh(logits) * self.scalars.numbers[0]
+        if masked:
+            logits = jnp.where(self.seen(span, start, logits.shape), logits, MASKED)
+        old = self.top[h]
+        new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
+        weights = jnp.exp2(logits - new[:, :1])
+        decay = jnp.exp2(old - new)
+        self.top[h] = new
+        self.total[h] = self.total[h] * decay + sum_lanes(weights)
+        self.acc[h] = self.acc[h] * decay[:, :1] + dot(weights.astype(v.dtype), v, ((1,), (0,)))
+
+    def seen(self, span: Span, start: Any, shape: tuple[int, int]) -> jax.Array:
+        """Which of the tokens from `start` each row may see: [M, tokens]."""
+        key = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + start
+        query = span.position
+        if not self.static.decode:
+            n = self.static.blocks.queries
+            token = jax.lax.broadcasted_iota(jnp.int32, shape, 0) % n
+            query = query + token + (self.first_token() - span.low)
+        seen = key <= query
+        if self.static.windowed:
+            seen = jnp.logical_and(seen, key > query - self.scalars.step[5])
+        return seen
+
+    def first_token(self) -> Any:
+        """The first token of this mixed tile."""
+        return (self.scalars.step[3] + pl.program_id(0)) * self.static.blocks.queries
+
+    def store(self, span: Span, index: Any) -> None:
+        """Normalises and keeps the rows of this sequence."""
+
+        def head(h: Any, _: Any) -> None:
+            total = jnp.sum(self.total[h], axis=1, keepdims=True)
+            if self.static.sunk:
+                total = total + jnp.exp2(self.sinks[h] - self.top[h])[:, :1]
+            result = self.acc[h] / total
+            if self.static.scaled:
+                result = result * self.scalars.numbers[1]
+            if not self.static.decode:
+                token = jax.lax.broadcasted_iota(jnp.int32, result.shape, 0) % self.static.blocks.queries
+                token = token + self.first_token()
+                mine = jnp.logical_and(token >= span.low, token < span.high)
+                result = jnp.where(mine, result, self.out[0, h, index].astype(jnp.float32))
+            self.out[0, h, index] = result.astype(self.out.dtype)
+
+        jax.lax.fori_loop(0, self.static.layout.lane_heads, head, None)
+
+    # -- one grid step -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """One tile."""
+        tile = pl.program_id(0)
+
+        @pl.when(tile == 0)
+        def _() -> None:
+            self.slot[0] = 0
+            self.write(0)
+            self.wait_written(0)
+            first, _ = self.sequences(0)
+            self.fetch(first, self.span(0, first), 0, 0)
+
+        @pl.when(tile + 1 < self.scalars.step[4])
+        def _() -> None:
+            self.write(tile + 1)
+
+        self.out[...] = jnp.zeros_like(self.out)
+        first, end = self.sequences(tile)
+
+        def sequence(seq: Any, _: Any) -> None:
+            span = self.span(tile, seq)
+            index = seq - first if self.static.decode else 0
+            self.top[...] = jnp.full_like(self.top, MASKED)
+            self.total[...] = jnp.zeros_like(self.total)
+            self.acc[...] = jnp.zeros_like(self.acc)
+            jax.lax.fori_loop(0, span.blocks, partial(self.block, tile, seq, span, index), None)
+            self.store(span, index)
+
+        jax.lax.fori_loop(first, end, sequence, None)
+
+    def block(self, tile: Any, seq: Any, span: Span, index: Any, block: Any, _: Any) -> None:
+        """One block of pages: start the next fetch, wait for this one, attend."""
+        slot = self.slot[0]
+        self.fetch_next(tile, seq, span, block, 1 - slot)
+        start = (span.page_low + block * self.static.blocks.pages) * self.static.layout.page_size
+        tokens = jnp.minimum(span.kv_end - start, self.static.block_tokens)
+        self.wait_fetched(tokens, slot)
+        self.clear_tail(tokens, slot)
+        unit = self.static.blocks.tokens
+
+        def one(i: Any, _: Any) -> None:
+            here = start + i * unit
+            if self.static.decode:
+                self.attend(span, index, slot, i * unit, here, masked=True)
+                return
+            clear = here + unit - 1 <= span.position
+            if self.static.windowed:
+                last = span.position + span.high - span.low - 1
+                clear = jnp.logical_and(clear, here > last - self.scalars.step[5])
+
+            @pl.when(clear)
+            def _() -> None:
+                self.attend(span, index, slot, i * unit, here, masked=False)
+
+            @pl.when(jnp.logical_not(clear))
+            def _() -> None:
+                self.attend(span, index, slot, i * unit, here, masked=True)
+
+        jax.lax.fori_loop(0, pl.cdiv(tokens, unit), one, None)
+        self.slot[0] = 1 - slot
+
+
+def dot(a: jax.Array, b: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    """A matmul on the MXU with float32 results; float32 operands at full precision."""
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def sum_lanes(x: jax.Array) -> jax.Array:
+    """[M, n * 128] -> [M, 128], whose lanes sum to the row's sum."""
+    if x.shape[1] % LANES:
+        lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
+        return jnp.where(lane == 0, jnp.sum(x, axis=1, keepdims=True), 0)
+    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))  # type: ignore[return-value]
+
+
+def byte(words: jax.Array, shift: int, dtype: str) -> jax.Array:
+    """The byte at `shift` of each word, read as `dtype`, as bfloat16 (exact for the three 8-bit types)."""
+    signed = pltpu.bitcast(words << (24 - shift), jnp.int32)
+    if dtype == "int8":
+        return (signed >> 24).astype(jnp.float32).astype(jnp.bfloat16)
+    fraction, low = (3, -6) if dtype == "float8_e4m3fn" else (2, -14)
+    magnitude = (signed >> 24) & 0x7F
+    # Subnormals are counted, not shifted: the vector unit flushes float32 subnormals to zero.
+    small = magnitude.astype(jnp.float32) * 2.0 ** (low - fraction)
+    bits = (magnitude << (23 - fraction)) + ((127 + low - 1) << 23)
+    value = jnp.where(magnitude < (1 << fraction), small, pltpu.bitcast(bits, jnp.float32))
+    return jnp.where(signed < 0, -value, value).astype(jnp.bfloat16)

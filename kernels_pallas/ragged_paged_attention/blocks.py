@@ -1,0 +1,60 @@
+"""Block sizes of the kernel: a measured table first, a formula where the table has no entry.
+
+Two sizes for KV: how many pages one fetch brings to VMEM, and how many tokens one pass of the arithmetic takes. They pull
+apart: a fetch wants to be long (DMA latency), a pass short (registers).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+
+FETCH_BYTES = 4 << 20
+MIXED_ROWS = 512
+DECODE_ROWS_PER_TILE = 8
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """queries: tokens of a mixed tile or sequences of a decode tile; pages: of one fetch; tokens: of one pass;
+    heads: lane heads unrolled in the body of the head loop.
+    """
+
+    queries: int
+    pages: int
+    tokens: int
+    heads: int
+
+
+def choose(
+    chip: ChipInfo, layout: KvLayout, group_rows: int, max_pages: int, max_tokens: int, *, decode: bool
+) -> Blocks:
+    """Blocks for queries of `group_rows` rows per lane head. `max_pages`, `max_tokens` bound them from above."""
+    key = f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
+    entry = {**_formula(layout, group_rows, decode=decode), **_table().get(key, {})}
+    fetch = max(1, min(max_pages, FETCH_BYTES // layout.bytes_per_page, -(-entry["fetch"] // layout.page_size)))
+    tokens = min(entry["tokens"], fetch * layout.page_size)
+    while fetch * layout.page_size % tokens:  # a fetch holds whole passes
+        tokens -= 2
+    heads = min(entry["heads"], layout.lane_heads)
+    while layout.lane_heads % heads or (layout.packing == 4 and heads % 2):
+        heads -= 1
+    return Blocks(min(entry["queries"], -(-max_tokens // 16) * 16), fetch, tokens, heads)
+
+
+def _formula(layout: KvLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
+    if decode:
+        return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
+    queries = max(16, MIXED_ROWS // group_rows // 16 * 16)
+    return {"queries": queries, "fetch": 1024, "tokens": 512, "heads": 1 if layout.packing < 4 else 2}
+
+
+@cache
+def _table() -> dict[str, dict[str, int]]:
+    text = resources.files(__package__).joinpath("tuning.json").read_text()
+    return json.loads(text)["blocks"]
