@@ -35,7 +35,7 @@ class BackendModule(Protocol):
 class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
 
-    `has_device` is asked only when `needs` are installed.
+    `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
     """
 
     name: str
@@ -44,13 +44,14 @@ class Entry:
     device: str
     install: str
     has_device: Callable[[], bool] = lambda: True
+    without_device: bool = False
 
-    def obstacle(self) -> str | None:
-        """Why this backend cannot run here, with the remedy; None when it can."""
+    def obstacle(self, named: bool = False) -> str | None:
+        """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
         missing = [package for package in self.needs if not _installed(package)]
         if missing:
             return f"{' and '.join(missing)} not installed; {self.install}"
-        if not self.has_device():
+        if not (named and self.without_device) and not self.has_device():
             return f"no {self.device} found"
         if self.module is None:
             return "not in this version"
@@ -72,7 +73,15 @@ def _has_tpu() -> bool:
 
 
 BACKENDS: Final[tuple[Entry, ...]] = (
-    Entry("jax_tpu", None, ("jax", "libtpu"), "TPU", "pip install 'pagoda[tpu]'", _has_tpu),
+    Entry(
+        "jax_tpu",
+        "pagoda.backends.jax_tpu.backend",
+        ("jax", "flax"),
+        "TPU",
+        "pip install 'pagoda[tpu]'",
+        _has_tpu,
+        without_device=True,
+    ),
     Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
     Entry("simulated", None, (), "device", "", lambda: True),
@@ -90,7 +99,7 @@ def choose_backend(name: str) -> str:
                 return entry.name
         raise ConfigError("--backend", f"no backend can run here: {explain()}")
     entry = _entry(name)
-    obstacle = entry.obstacle()
+    obstacle = entry.obstacle(named=True)
     if obstacle is not None:
         raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain()}")
     return name

@@ -130,8 +130,8 @@ def _repeats(layers: tuple[Layer, ...], at: int, period: int) -> int:
 class CachePlaces:
     """Where each layer's K and V are: its KV group, its index in the stacked cache, and which stack that is.
 
-    One entry per layer. `shapes`: (KV head slots, head dim) of each stack; `depths`: how many layers it holds. Groups whose
-    layers have the same shape share a stack, as they share the pool of blocks.
+    One entry per layer. `shapes`: (KV head slots, head dim) of each stack; `depths`: how many layers it holds. Groups
+    whose layers have the same shape share a stack, as they share the pool of blocks.
     """
 
     group: tuple[int, ...]

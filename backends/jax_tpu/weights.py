@@ -32,7 +32,7 @@ _NARROW = {
 
 
 def load(model: Model, weights: Iterable[Weight]) -> Leaves:
-    """Every array of the model. Raises WeightError naming a parameter that is unknown, repeated, misshapen or missing."""
+    """Every array of the model. Raises WeightError naming a parameter: unknown, repeated, misshapen or missing."""
     filling = _Filling(model)
     waiting = params(model.spec)
     for name, array in weights:
