@@ -17,7 +17,7 @@ from pagoda.backends.jax_tpu.ffn import MlpFfn
 from pagoda.backends.jax_tpu.layout import CachePlaces, Segment, padded, segments
 from pagoda.backends.jax_tpu.mixers.attention import AttentionMixer
 from pagoda.backends.jax_tpu.moe import MoeFfn
-from pagoda.backends.jax_tpu.parameter import Build, total
+from pagoda.backends.jax_tpu.parameter import Build, project, total
 from pagoda.backends.jax_tpu.rotary import Rotation, ropes, rotation, table_shape
 from pagoda.backends.jax_tpu.sharding import MODEL
 from pagoda.backends.jax_tpu.step_input import StepInput
@@ -63,9 +63,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden [R, D] -> float32 logits [R, V], whole on every device; -inf for the padding of the vocabulary."""
         if self.embed_out is not None:
-            hidden = hidden @ self.embed_out[...].T
+            hidden = project(hidden, self.embed_out[...])
         head = self.embed if self.head is None else self.head
-        logits = jnp.einsum("rd,vd->rv", hidden, head[...]).astype(jnp.float32)
+        logits = project(hidden, head[...]).astype(jnp.float32)
         if self.head_bias is not None:
             logits = logits + self.head_bias[...].astype(jnp.float32)
         logits = jax.lax.all_gather(logits, MODEL, axis=1, tiled=True) * self.spec.logit_scale
@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as it was trained
         if self.embed_in is not None:
-            x = x @ self.embed_in[...].T
+            x = project(x, self.embed_in[...])
         if self.positions is not None:
             x = x + self.positions[...][positions + embedding.position_offset]
         return x

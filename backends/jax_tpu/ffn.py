@@ -7,11 +7,10 @@ from functools import partial
 from typing import Final
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.layout import padded
-from pagoda.backends.jax_tpu.parameter import Build, total
+from pagoda.backends.jax_tpu.parameter import Build, project, total
 from pagoda.common.models.spec import Activation, Mlp
 
 ACTIVATIONS: Final[dict[Activation, Callable[[jax.Array], jax.Array]]] = {
@@ -36,10 +35,10 @@ class MlpFfn(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [T, D] -> [T, D]."""
-        both = jnp.einsum("td,pfd->tpf", x, self.inner[...])
+        both = project(x, self.inner[...])
         if self.inner_bias is not None:
             both = both + self.inner_bias[...]
-        out = total(jnp.einsum("tf,df->td", activate(self.spec, both), self.down[...]))
+        out = total(project(activate(self.spec, both), self.down[...]))
         return out if self.down_bias is None else out + self.down_bias[...]
 
 

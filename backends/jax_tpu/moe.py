@@ -11,7 +11,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.ffn import activate
 from pagoda.backends.jax_tpu.layout import padded
-from pagoda.backends.jax_tpu.parameter import Build, total
+from pagoda.backends.jax_tpu.parameter import Build, project, total
 from pagoda.common.models.spec import Moe, Router
 
 
@@ -31,7 +31,7 @@ class MoeFfn(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [T, D] -> [T, D]."""
         tokens, top = x.shape[0], self.spec.router.top_k
-        weights, chosen = route(jnp.einsum("td,ed->te", x, self.router[...]), self.spec.router)
+        weights, chosen = route(project(x, self.router[...]), self.spec.router)
         order = jnp.argsort(chosen.reshape(-1))
         owner = order // top  # the token of each (token, expert) pair, sorted by expert
         expert = chosen.reshape(-1)[order]

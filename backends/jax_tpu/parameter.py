@@ -30,6 +30,12 @@ class Build:
         return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes)
 
 
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """X [T, i] times weight [..., i] -> [T, ...]; one product of two matrices, the weight read as it lies."""
+    product = jax.lax.dot_general(x, weight.reshape(-1, weight.shape[-1]), (((1,), (1,)), ((), ())))
+    return product.reshape(x.shape[0], *weight.shape[:-1])
+
+
 def total(x: jax.Array) -> jax.Array:
     """The sum of every device's part."""
     return jax.lax.psum(x, MODEL)

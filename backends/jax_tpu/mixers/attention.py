@@ -12,7 +12,7 @@ from flax import nnx
 
 from pagoda.backends.jax_tpu.layout import HeadLayout
 from pagoda.backends.jax_tpu.norm import normalise, scaled
-from pagoda.backends.jax_tpu.parameter import Build, local_part, total
+from pagoda.backends.jax_tpu.parameter import Build, local_part, project, total
 from pagoda.backends.jax_tpu.rotary import Rotation
 from pagoda.backends.jax_tpu.step_input import StepInput
 from pagoda.common.models.spec import Attention
@@ -36,7 +36,7 @@ class AttentionMixer(nnx.Module):
         self, x: jax.Array, cache: jax.Array, place: jax.Array, rotation: Rotation | None, step: StepInput
     ) -> tuple[jax.Array, jax.Array]:
         """X [T, D], the stacked cache, (group, index) int32 [2] of this layer -> [T, D] and the cache."""
-        heads = jnp.einsum("td,kghd->tkgh", x, self.qkv[...])
+        heads = project(x, self.qkv[...])
         if self.qkv_bias is not None:
             heads = heads + self.qkv_bias[...]
         tokens, slots, places, dim = heads.shape
@@ -62,8 +62,7 @@ class AttentionMixer(nnx.Module):
             decode_only=step.decode_only,
             **step.kernel.options,
         )
-        attended = attended.reshape(tokens, slots, places - 2, dim)
-        out = total(jnp.einsum("tkgh,dkgh->td", attended, self.out[...]))
+        out = total(project(attended.reshape(tokens, -1), self.out[...].reshape(x.shape[1], -1)))
         return (out if self.out_bias is None else out + self.out_bias[...]), cache
 
     def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
