@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout, next_power_of_two
 
 FETCH_BYTES = 4 << 20
 MIXED_ROWS = 512
@@ -22,7 +22,7 @@ DECODE_ROWS_PER_TILE = 8
 @dataclass(frozen=True)
 class Blocks:
     """queries: tokens of a mixed tile or sequences of a decode tile; pages: of one fetch; tokens: of one pass;
-    heads: lane heads unrolled in the body of the head loop.
+    a power of two; heads: lane heads unrolled in the body of the head loop.
     """
 
     queries: int
@@ -44,13 +44,14 @@ def choose(
     heads = min(entry["heads"], layout.lane_heads)
     while layout.lane_heads % heads or (layout.packing == 4 and heads % 2):
         heads -= 1
-    return Blocks(min(entry["queries"], -(-max_tokens // 16) * 16), fetch, tokens, heads)
+    queries = min(entry["queries"], max(16, next_power_of_two(max_tokens))) if not decode else entry["queries"]
+    return Blocks(queries, fetch, tokens, heads)
 
 
 def _formula(layout: KvLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
     if decode:
         return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
-    queries = max(16, MIXED_ROWS // group_rows // 16 * 16)
+    queries = max(16, 1 << (MIXED_ROWS // group_rows).bit_length() - 1)
     return {"queries": queries, "fetch": 1024, "tokens": 512, "heads": 1 if layout.packing < 4 else 2}
 
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
+from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, State
 from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, ZERO_ROWS, Body, Scalars, Static
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
@@ -145,21 +146,21 @@ def to_mixed_tiles(rows: jax.Array, tiles: int) -> jax.Array:
 
 
 def _untile(out: jax.Array, queries: int) -> jax.Array:
-    """The inverse of `to_mixed_tiles`, up to the leading shape."""
-    tiles, heads, _, rows, width = out.shape
-    return out.reshape(tiles, heads, rows // queries, queries, width).transpose(0, 3, 1, 2, 4)
+    """[tiles, heads, 1, W, rows * n] -> [tiles, n, heads, rows, W]."""
+    tiles, heads, _, width, rows = out.shape
+    return out.reshape(tiles, heads, width, rows // queries, queries).transpose(0, 4, 1, 3, 2)
 
 
 def sink_rows(sinks: jax.Array, static: Static, group: int) -> jax.Array:
-    """sinks [N] in base 2 as the kernel's rows: [lane heads, M, 128] float32."""
+    """sinks [N] in base 2, arranged as the kernel's running maximum: [lane heads, M, 128] or [lane heads, 8, M] float32."""
     layout = static.layout
     sinks = jnp.pad(sinks * LOG2E, (0, layout.lane_heads * group - sinks.shape[0]))
     sinks = sinks.reshape(layout.lane_heads, group)
     if static.decode:
         sinks = jnp.pad(sinks, ((0, 0), (0, static.rows - group)))
-    else:
-        sinks = jnp.repeat(sinks, static.blocks.queries, axis=1)
-    return jnp.broadcast_to(sinks[:, :, None], (*sinks.shape, LANES))
+        return jnp.broadcast_to(sinks[:, :, None], (*sinks.shape, LANES))
+    sinks = jnp.repeat(sinks, static.blocks.queries, axis=1)
+    return jnp.broadcast_to(sinks[:, None], (sinks.shape[0], SUBLANES, sinks.shape[1]))
 
 
 def scalar_arguments(
@@ -200,8 +201,12 @@ def call(
     """The pallas_call. q [tiles, lane heads, n, M, W]; a mixed call starts at the tile that holds its first token."""
     prefetch = tuple(vars(scalars).values())
     layout, blocks = static.layout, static.blocks
-    _, heads, sub, rows, width = q.shape
-    tile = pl.BlockSpec((1, heads, sub, rows, width), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0))
+    _, heads, _, _, width = q.shape
+    shapes = state_shapes(static, heads, width)
+    out_shape = (*q.shape[:3], *shapes[-1][1:])
+    tile, out_tile = (
+        pl.BlockSpec((1, *shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for shape in (q.shape, out_shape)
+    )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     inputs, specs = [q], [tile]
     if sinks is not None:
@@ -209,28 +214,26 @@ def call(
         specs.append(pl.BlockSpec(sinks.shape, lambda i, *_: (0, 0, 0)))
     inputs += [words, cache]
     kv_rows = static.block_tokens * layout.rows_per_token + ZERO_ROWS
-    state = pltpu.VMEM((heads, rows, LANES), jnp.float32)
 
     def body(*refs: Any) -> None:
         smem, rest = Scalars(*refs[: len(prefetch)]), list(refs[len(prefetch) :])
         q_ref = rest.pop(0)
         sink_ref = rest.pop(0) if static.sunk else None
-        new, _, out, pages, *scratch = rest  # `pages` is the aliased output: reads and writes go through one ref
-        Body(static, smem, q_ref, sink_ref, new, pages, out, *scratch).run()
+        # `pages` is the aliased output: reads and writes go through one ref.
+        new, _, out, pages, kv, top, total, acc, *rest = rest
+        Body(static, smem, q_ref, sink_ref, new, pages, out, kv, State(top, total, acc), *rest).run()
 
     out, cache = pl.pallas_call(
         body,
-        out_shape=[jax.ShapeDtypeStruct(q.shape, out_dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
             grid=(live,),
             in_specs=[*specs, anywhere, anywhere],
-            out_specs=[tile, anywhere],
+            out_specs=[out_tile, anywhere],
             scratch_shapes=[
                 pltpu.VMEM((2, kv_rows, LANES), cache.dtype),
-                state,
-                state,
-                pltpu.VMEM((heads, rows, width), jnp.float32),
+                *(pltpu.VMEM(shape, jnp.float32) for shape in shapes),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA,
@@ -247,6 +250,14 @@ def call(
         name=f"ragged_paged_attention_{'decode' if static.decode else 'mixed'}",
     )(*prefetch, *inputs)
     return out, cache
+
+
+def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, int, int], ...]:
+    """Shapes of `attend.State`."""
+    rows = static.rows
+    if static.decode:
+        return (heads, rows, LANES), (heads, rows, LANES), (heads, rows, width)
+    return (heads, SUBLANES, rows), (heads, SUBLANES, rows), (heads, width, rows)
 
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:

@@ -27,9 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.ragged_paged_attention.blocks import Blocks
+from pagoda.kernels_pallas.ragged_paged_attention.attend import Mask, State, attend_columns, attend_rows, load
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div, rem
 
-MASKED = -1e30  # finite: inf - inf would be NaN
 LOG2E = math.log2(math.e)
 ZERO_ROWS = 64  # rows cleared by one store beyond the end of a sequence
 
@@ -89,14 +90,12 @@ class Body:
     static: Static
     scalars: Scalars
     q: Any  # [1, heads, sub, M, W] VMEM
-    sinks: Any  # [heads, M, 128] VMEM, or None
+    sinks: Any  # as state.top, VMEM, or None
     new: Any  # [T * R, 128] HBM
     cache: Any  # [L, P, B * R, 128] HBM
-    out: Any  # as q
+    out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
     kv: Any  # [2, rows of a fetch + ZERO_ROWS, 128] VMEM
-    top: Any  # [heads, M, 128] running maximum, the same in all lanes
-    total: Any  # [heads, M, 128] running sum, one partial sum per lane
-    acc: Any  # [heads, M, W]
+    state: State
     slot: Any  # [1] SMEM: the buffer that holds the next block
     fetched: Any  # DMA semaphores [2]
     written: Any  # DMA semaphore
@@ -126,9 +125,9 @@ class Body:
             high = jnp.minimum(end, (s.step[3] + tile + 1) * n)
             position, kv_end = kv_len - end + low, kv_len - end + high
         first = jnp.maximum(position - s.step[5] + 1, 0) if self.static.windowed else jnp.int32(0)
-        page_low = first // layout.page_size
-        pages = pl.cdiv(kv_end, layout.page_size) - page_low
-        return Span(low, high, position, kv_end, page_low, pl.cdiv(pages, self.static.blocks.pages))
+        page_low = div(first, layout.page_size)
+        pages = ceil_div(kv_end, layout.page_size) - page_low
+        return Span(low, high, position, kv_end, page_low, ceil_div(pages, self.static.blocks.pages))
 
     def page(self, seq: Any, index: Any) -> Any:
         """The page table's entry."""
@@ -145,7 +144,7 @@ class Body:
             span = self.span(tile, seq)
 
             def piece(i: Any, _: Any) -> None:
-                page = span.position // size + i
+                page = div(span.position, size) + i
                 start = jnp.maximum(span.position, page * size)
                 stop = jnp.minimum(span.kv_end, (page + 1) * size)
                 token = span.low + start - span.position
@@ -153,7 +152,7 @@ class Body:
                 target = self.cache.at[layer, self.page(seq, page), pl.ds((start - page * size) * rows, count)]
                 pltpu.make_async_copy(self.new.at[pl.ds(token * rows, count)], target, self.written).start()
 
-            pieces = 1 if self.static.decode else (span.kv_end - 1) // size - span.position // size + 1
+            pieces = 1 if self.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
             jax.lax.fori_loop(0, pieces, piece, None)
 
         first, end = self.sequences(tile)
@@ -178,7 +177,7 @@ class Body:
             source = self.cache.at[layer, self.page(seq, start + i), pl.ds(0, count)]
             pltpu.make_async_copy(source, self.kv.at[slot, pl.ds(i * full, count)], self.fetched.at[slot]).start()
 
-        jax.lax.fori_loop(0, pl.cdiv(tokens, layout.page_size), page, None)
+        jax.lax.fori_loop(0, ceil_div(tokens, layout.page_size), page, None)
 
     def fetch_next(self, tile: Any, seq: Any, span: Span, block: Any, slot: Any) -> None:
         """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
@@ -207,103 +206,58 @@ class Body:
     def clear_tail(self, tokens: Any, slot: Any) -> None:
         """Zeroes the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
         rows, unit = self.static.layout.rows_per_token, self.static.blocks.tokens
-        start, stop = tokens * rows, pl.cdiv(tokens, unit) * unit * rows
+        start, stop = tokens * rows, ceil_div(tokens, unit) * unit * rows
 
         def clear(i: Any, _: Any) -> None:
             zeros = jnp.zeros((ZERO_ROWS, LANES), self.kv.dtype)
             self.kv[slot, pl.ds(start + i * ZERO_ROWS, ZERO_ROWS), :] = zeros
 
-        jax.lax.fori_loop(0, pl.cdiv(stop - start, ZERO_ROWS), clear, None)
+        jax.lax.fori_loop(0, ceil_div(stop - start, ZERO_ROWS), clear, None)
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
-    def load(self, slot: Any, first: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
-        """K and V [tokens of a pass, W] of lane head `head + part`, from token `first` of the buffer."""
-        layout, n = self.static.layout, self.static.blocks.tokens
-        chunks, stride = layout.width // LANES, layout.rows_per_token
-
-        def rows(row: Any, start: Any, count: int, step: int) -> jax.Array:
-            return self.kv[slot, pl.ds(start * stride + row, count, step * stride), :]
-
-        def join(parts: list[jax.Array]) -> jax.Array:
-            return parts[0] if chunks == 1 else jnp.concatenate(parts, axis=-1)
-
-        if layout.packing == 1:
-            row = (head + part) * 2 * chunks
-            k, v = ([rows(row + c + side * chunks, first, n, 1) for c in range(chunks)] for side in (0, 1))
-        elif layout.packing == 2:
-            row = (head + part) * chunks
-            even, odd = ([rows(row + c, first + i, n // 2, 2) for c in range(chunks)] for i in (0, 1))
-            k = [pltpu.bitcast((a & 0xFFFF) | (b << 16), jnp.bfloat16) for a, b in zip(even, odd)]
-            v = [pltpu.bitcast((a >> 16) | (b & jnp.uint32(0xFFFF0000)), jnp.bfloat16) for a, b in zip(even, odd)]
-        else:
-            row = (head + part) // 2 * chunks
-            words = [rows(row + c, first, n, 1) for c in range(chunks)]
-            k, v = ([byte(w, 16 * (part % 2) + shift, layout.dtype) for w in words] for shift in (0, 8))
-        return join(k), join(v)
-
-    def attend(self, span: Span, index: Any, slot: Any, first: Any, start: Any, masked: bool) -> None:
-        """One pass: the tokens from `first` of the buffer, at position `start`, for every head."""
-        heads = self.static.blocks.heads
+    def attend(self, index: Any, slot: Any, first: Any, mask: Mask | None) -> None:
+        """One pass over the tokens from `first` of the buffer, for every lane head."""
+        static, softcap = self.static, self.scalars.numbers[0] if self.static.softcapped else None
+        unrolled = static.blocks.heads
 
         def some(group: Any, _: Any) -> None:
-            for part in range(heads):
-                self.attend_head(span, index, slot, first, start, group * heads, part, masked)
+            for part in range(unrolled):
+                h = group * unrolled + part
+                k, v = load(self.kv.at[slot], static.layout, static.blocks.tokens, first, group * unrolled, part)
+                form = attend_rows if static.decode else attend_columns
+                form(self.q.at[0, h, index], k, v, self.state, h, softcap, mask)
 
-        groups = self.static.layout.lane_heads // heads
+        groups = static.layout.lane_heads // unrolled
         if groups == 1:
             some(0, None)
         else:
             jax.lax.fori_loop(0, groups, some, None)
 
-    def attend_head(
-        self, span: Span, index: Any, slot: Any, first: Any, start: Any, head: Any, part: int, masked: bool
-    ) -> None:
-        """Online softmax of one lane head over one pass."""
-        h = head + part
-        k, v = self.load(slot, first, head, part)
-        logits = dot(self.q[0, h, index], k, ((1,), (1,)))
-        if self.static.softcapped:
-            logits = jnp.tanh(logits) * self.scalars.numbers[0]
-        if masked:
-            logits = jnp.where(self.seen(span, start, logits.shape), logits, MASKED)
-        old = self.top[h]
-        new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
-        weights = jnp.exp2(logits - new[:, :1])
-        decay = jnp.exp2(old - new)
-        self.top[h] = new
-        self.total[h] = self.total[h] * decay + sum_lanes(weights)
-        self.acc[h] = self.acc[h] * decay[:, :1] + dot(weights.astype(v.dtype), v, ((1,), (0,)))
-
-    def seen(self, span: Span, start: Any, shape: tuple[int, int]) -> jax.Array:
-        """Which of the tokens from `start` each row may see: [M, tokens]."""
-        key = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + start
-        query = span.position
-        if not self.static.decode:
-            n = self.static.blocks.queries
-            token = jax.lax.broadcasted_iota(jnp.int32, shape, 0) % n
-            query = query + token + (self.first_token() - span.low)
-        seen = key <= query
-        if self.static.windowed:
-            seen = jnp.logical_and(seen, key > query - self.scalars.step[5])
-        return seen
+    def mask(self, span: Span, start: Any) -> Mask:
+        """The mask of a pass whose first token is at `start`; a mixed tile's first query may belong to another sequence."""
+        window = self.scalars.step[5] if self.static.windowed else None
+        if self.static.decode:
+            return Mask(start, span.position, 1, window)
+        return Mask(start, span.position + self.first_token() - span.low, self.static.blocks.queries, window)
 
     def first_token(self) -> Any:
         """The first token of this mixed tile."""
         return (self.scalars.step[3] + pl.program_id(0)) * self.static.blocks.queries
 
     def store(self, span: Span, index: Any) -> None:
-        """Normalises and keeps the rows of this sequence."""
+        """Normalises and keeps what belongs to this sequence."""
+        axis = 1 if self.static.decode else 0
 
         def head(h: Any, _: Any) -> None:
-            total = jnp.sum(self.total[h], axis=1, keepdims=True)
+            total = jnp.sum(self.state.total[h], axis=axis, keepdims=True)
             if self.static.sunk:
-                total = total + jnp.exp2(self.sinks[h] - self.top[h])[:, :1]
-            result = self.acc[h] / total
+                total = total + jnp.max(jnp.exp2(self.sinks[h] - self.state.top[h]), axis=axis, keepdims=True)
+            result = self.state.acc[h] / total
             if self.static.scaled:
                 result = result * self.scalars.numbers[1]
             if not self.static.decode:
-                token = jax.lax.broadcasted_iota(jnp.int32, result.shape, 0) % self.static.blocks.queries
+                token = rem(jax.lax.broadcasted_iota(jnp.int32, result.shape, 1), self.static.blocks.queries)
                 token = token + self.first_token()
                 mine = jnp.logical_and(token >= span.low, token < span.high)
                 result = jnp.where(mine, result, self.out[0, h, index].astype(jnp.float32))
@@ -335,9 +289,7 @@ class Body:
         def sequence(seq: Any, _: Any) -> None:
             span = self.span(tile, seq)
             index = seq - first if self.static.decode else 0
-            self.top[...] = jnp.full_like(self.top, MASKED)
-            self.total[...] = jnp.zeros_like(self.total)
-            self.acc[...] = jnp.zeros_like(self.acc)
+            self.state.clear()
             jax.lax.fori_loop(0, span.blocks, partial(self.block, tile, seq, span, index), None)
             self.store(span, index)
 
@@ -355,49 +307,16 @@ class Body:
 
         def one(i: Any, _: Any) -> None:
             here = start + i * unit
+            mask = self.mask(span, here)
             if self.static.decode:
-                self.attend(span, index, slot, i * unit, here, masked=True)
+                self.attend(index, slot, i * unit, mask)
                 return
             clear = here + unit - 1 <= span.position
             if self.static.windowed:
                 last = span.position + span.high - span.low - 1
                 clear = jnp.logical_and(clear, here > last - self.scalars.step[5])
+            pl.when(clear)(lambda: self.attend(index, slot, i * unit, None))
+            pl.when(jnp.logical_not(clear))(lambda: self.attend(index, slot, i * unit, mask))
 
-            @pl.when(clear)
-            def _() -> None:
-                self.attend(span, index, slot, i * unit, here, masked=False)
-
-            @pl.when(jnp.logical_not(clear))
-            def _() -> None:
-                self.attend(span, index, slot, i * unit, here, masked=True)
-
-        jax.lax.fori_loop(0, pl.cdiv(tokens, unit), one, None)
+        jax.lax.fori_loop(0, ceil_div(tokens, unit), one, None)
         self.slot[0] = 1 - slot
-
-
-def dot(a: jax.Array, b: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """A matmul on the MXU with float32 results; float32 operands at full precision."""
-    precision = "highest" if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def sum_lanes(x: jax.Array) -> jax.Array:
-    """[M, n * 128] -> [M, 128], whose lanes sum to the row's sum."""
-    if x.shape[1] % LANES:
-        lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
-        return jnp.where(lane == 0, jnp.sum(x, axis=1, keepdims=True), 0)
-    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))  # type: ignore[return-value]
-
-
-def byte(words: jax.Array, shift: int, dtype: str) -> jax.Array:
-    """The byte at `shift` of each word, read as `dtype`, as bfloat16 (exact for the three 8-bit types)."""
-    signed = pltpu.bitcast(words << (24 - shift), jnp.int32)
-    if dtype == "int8":
-        return (signed >> 24).astype(jnp.float32).astype(jnp.bfloat16)
-    fraction, low = (3, -6) if dtype == "float8_e4m3fn" else (2, -14)
-    magnitude = (signed >> 24) & 0x7F
-    # Subnormals are counted, not shifted: the vector unit flushes float32 subnormals to zero.
-    small = magnitude.astype(jnp.float32) * 2.0 ** (low - fraction)
-    bits = (magnitude << (23 - fraction)) + ((127 + low - 1) << 23)
-    value = jnp.where(magnitude < (1 << fraction), small, pltpu.bitcast(bits, jnp.float32))
-    return jnp.where(signed < 0, -value, value).astype(jnp.bfloat16)
