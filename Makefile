@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test lint types unit bench format clean
+.PHONY: serve test lint types unit bench docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -44,6 +44,9 @@ unit: $(VENV)/.dev $(MODEL)
 
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)
+
+docs: $(VENV)/.dev
+	$(BIN)/python tools/docs.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

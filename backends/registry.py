@@ -16,6 +16,7 @@ from pagoda.common.backend import Backend, Capabilities
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
@@ -26,8 +27,16 @@ class BackendModule(Protocol):
     CAPABILITIES: Capabilities
 
     @staticmethod
-    def create(spec: ModelSpec, *, limits: Limits, layout: KvLayout, cache: CacheConfig, dtype: str) -> Backend:
-        """A backend for one model. `dtype`: resolved, not `auto`. Raises ConfigError."""
+    def create(
+        spec: ModelSpec,
+        *,
+        limits: Limits,
+        layout: KvLayout,
+        cache: CacheConfig,
+        dtype: str,
+        sampling: SamplerOptions = USUAL,
+    ) -> Backend:
+        """A backend for one model. `dtype`: resolved, not `auto`. Raises ConfigError for what it cannot do."""
         ...
 
 
@@ -101,7 +110,7 @@ def choose_backend(name: str) -> str:
     entry = _entry(name)
     obstacle = entry.obstacle(named=True)
     if obstacle is not None:
-        raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain()}")
+        raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain(name)}")
     return name
 
 

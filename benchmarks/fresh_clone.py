@@ -18,7 +18,8 @@ from pathlib import Path
 def main() -> None:
     target = sys.argv[1] if len(sys.argv) > 1 else "test"
     repository = Path(__file__).resolve().parents[1]
-    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS")}
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS")
+    plain = {name: value for name, value in os.environ.items() if name not in ours}
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "clone", "-q", str(repository), f"{folder}/pagoda"], check=True)
         begin = time.perf_counter()

@@ -31,5 +31,9 @@ class WeightError(ModelError):
     """A checkpoint that is truncated, corrupt, incomplete or has tensors nobody asked for."""
 
 
+class QueueFullError(PagodaError):
+    """More work than the engine may have in hand: HTTP 429. The same request may be taken later."""
+
+
 class EngineDeadError(PagodaError, RuntimeError):
     """The engine stopped; the message carries the cause."""

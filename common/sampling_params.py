@@ -13,6 +13,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, Final
 
+import msgspec
+
 from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
 
@@ -34,7 +36,6 @@ NOT_YET: Final = (
     "stream_interval",
     "output_text_buffer_length",
     "structured_outputs",
-    "extra_args",
     "thinking_token_budget",
     "repetition_detection",
     "routed_experts_prompt_start",
@@ -191,6 +192,7 @@ class SamplingParams:
             seed=0 if greedy else self._seed(default_seed, index),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            extra_args=self.extra_args,
         )
 
     def _seed(self, default_seed: int | None, index: int) -> int:
@@ -291,6 +293,17 @@ def _bias(name: str, value: object) -> None:
         in_range(name, bias)
 
 
+def _json_object(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise RequestError(name, f"{name} must map names to values, not {_shown(value)}")
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(name, f"{name} must hold JSON values only: {error}") from None
+
+
 def _need_id(name: str, token: object) -> None:
     if not isinstance(token, int) or isinstance(token, bool):
         raise RequestError(name, f"{name} must hold integer token ids, not {_shown(token)}")
@@ -347,6 +360,7 @@ _CHECKS: Final[dict[str, Check]] = {
     "logit_bias": _bias,
     "allowed_token_ids": _ids(may_be_empty=False),
     "bad_words": _words(MAX_BAD_WORDS),
+    "extra_args": _json_object,
     "skip_reading_prefix_cache": _optional_flag,
     "truncate_prompt_tokens": _int(-1, optional=True),
 }

@@ -17,7 +17,7 @@ from pagoda.common.errors import PagodaError
 from pagoda.server.generation import Generation
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.state import ServerState
-from pagoda.server.stream import DONE, EventStream, encode_json, error_event, event, until_left
+from pagoda.server.stream import DONE, KEEP_ALIVE, EventStream, encode_json, error_event, event, until_left, with_pauses
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,12 @@ async def respond(
     request: Request, state: ServerState, generation: Generation, answer: Answer, *, stream: bool
 ) -> Response:
     """Run a generation and answer with it. Raises what keeps it from giving its first output."""
-    headers = {"x-request-id": generation.request_id} if state.config.enable_request_id_headers else {}
+    config = state.config
+    headers = {"x-request-id": generation.request_id} if config.enable_request_id_headers else {}
     if not stream:
         whole = await until_left(request.receive, state.stopping, _whole(generation, answer))
         return Response(encode_json(whole), media_type="application/json", headers=headers)
-    events = _events(generation, answer)
+    events = _events(generation, answer, pause=config.sse_keep_alive_interval, log_errors=config.log_error_stack)
     first = await until_left(request.receive, state.stopping, anext(events))
     return EventStream(_after(first, events), state.stopping, headers)
 
@@ -62,13 +63,18 @@ async def _whole(generation: Generation, answer: Answer) -> dict[str, Any]:
     return answer.whole()
 
 
-async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An error before the first event is raised; a later one becomes an event."""
+async def _events(
+    generation: Generation, answer: Answer, *, pause: float, log_errors: bool
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. An error before the first event is raised; a later one becomes an event.
+
+    `pause`: seconds without news after which a comment is sent; 0: never.
+    """
     begun = False
     try:
-        async with aclosing(generation.outputs()) as outputs:
-            async for index, output in outputs:
-                data = b"".join(event(chunk) for chunk in answer.chunks(index, output))
+        async with aclosing(with_pauses(generation.outputs(), pause)) as outputs:
+            async for news in outputs:
+                data = KEEP_ALIVE if news is None else b"".join(event(chunk) for chunk in answer.chunks(*news))
                 if data:
                     begun = True
                     yield data
@@ -77,7 +83,7 @@ async def _events(generation: Generation, answer: Answer) -> AsyncGenerator[byte
     except Exception as error:
         if not begun:
             raise
-        if not isinstance(error, PagodaError):
+        if log_errors or not isinstance(error, PagodaError):
             logger.exception("request %s failed", generation.request_id)
         yield error_event(error)
 

@@ -5,19 +5,22 @@ Knows FastAPI. Does not know how the engine was started or where the server list
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
 
 import pagoda
-from pagoda.common.errors import PagodaError
+from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.server.auth import ApiKeyMiddleware
 from pagoda.server.openapi import described
+from pagoda.server.plugins import load as load_plugin
 from pagoda.server.protocol.errors import HttpError, http_error
-from pagoda.server.routes import chat, completion, health, metrics, models
+from pagoda.server.routes import chat, completion, dev, health, load, metrics, models, tokenizer_info
 from pagoda.server.state import ServerState
 from pagoda.server.stream import ClientLeftError, encode_json
 
@@ -43,6 +46,12 @@ def create_app(state: ServerState) -> FastAPI:
     app.openapi = lambda: described(app)  # type: ignore[method-assign]
     for module in (chat, completion, models, health, metrics):
         app.include_router(module.router)
+    if config.enable_server_load_tracking:
+        app.include_router(load.router)
+    if config.enable_tokenizer_info_endpoint:
+        app.include_router(tokenizer_info.router)
+    if config.server_dev_mode:
+        app.include_router(dev.router)
     for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     if config.api_key:
@@ -54,19 +63,35 @@ def create_app(state: ServerState) -> FastAPI:
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
     )
+    for name in config.middleware:
+        _add_middleware(app, name)
     return app
+
+
+def _add_middleware(app: FastAPI, name: str) -> None:
+    """An ASGI middleware class, or a function of request and next handler, around all that is there already."""
+    found = load_plugin("--middleware", name)
+    is_class, is_function = inspect.isclass(found), inspect.iscoroutinefunction(found)
+    if is_class:
+        app.add_middleware(found)
+    elif is_function:
+        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
+    else:
+        raise ConfigError("--middleware", f"{name} is neither a class nor an async function")
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """The client's view of an exception; ours alone keep their text."""
     if isinstance(error, ClientLeftError):
         return Response(status_code=CLIENT_LEFT)
+    if request.app.state.server.config.log_error_stack:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         error = HttpError(error.status_code, _routing_message(request, error))
     told = http_error(error)
-    if told.status == 503:
+    if told.status in (429, 503):
         headers["retry-after"] = "1"
     return Response(encode_json(told.as_dict()), told.status, headers, media_type="application/json")
 

@@ -6,20 +6,35 @@ A default, help text, choice or parser is stated once, in common/config. Knows n
 from __future__ import annotations
 
 import argparse
-import difflib
+import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, Final, Self, TypeVar
 
+from pagoda.common.config import env
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.nearest import did_you_mean
 from pagoda.common.config.sources import Settled, Sourced, from_environment, from_file, from_keywords, settle
 from pagoda.common.config.table import ENGINE_GROUPS, ENGINE_SETTINGS, Setting, build
-from pagoda.server.flags import add_settings, given
+from pagoda.common.errors import ConfigError
+from pagoda.server.flags import Once, add_settings, given
+
+_WITH_VARIABLE: Final = frozenset(name for settings in COMMAND_SETTINGS.values() for name in settings)
 
 logger = logging.getLogger(__name__)
 
+ArgsT = TypeVar("ArgsT")
 
+
+def _with_fields(args: type[ArgsT]) -> type[ArgsT]:
+    """A dataclass with one field per setting, for scripts that take arguments apart with `dataclasses.asdict`."""
+    args.__annotations__ = {name: setting.hint for name, setting in ENGINE_SETTINGS.items()}
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(args)
+
+
+@_with_fields
 class EngineArgs:
     """Every engine setting under vLLM's name: `EngineArgs(model="...", max_model_len=4096)`.
 
@@ -29,20 +44,26 @@ class EngineArgs:
     """
 
     model: str
+    _told: Mapping[str, None] = {}
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         for name in settings:
             if name not in ENGINE_SETTINGS:
-                raise TypeError(f"{type(self).__name__} has no setting {name!r}{nearest(name, tuple(ENGINE_SETTINGS))}")
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}{did_you_mean(name, ENGINE_SETTINGS)}")
         keywords = from_keywords(ENGINE_SETTINGS, {**settings, "model": model})
         self._take(settle(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
 
     def _take(self, settled: Settled) -> None:
-        for note in settled.notes:
+        self._config = EngineConfig(
+            **{name: build(each, settled.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
+        )
+        notes = dict.fromkeys((*env.notes(settings=_WITH_VARIABLE), *settled.notes))
+        for note in (note for note in notes if note not in self._told):
             logger.warning("%s", note)
-        for name, value in settled.values.items():
-            setattr(self, name, value)
-        self._sources = settled.sources
+        self._told = notes
+        self._settled = {name: settled.values[name] for name in ENGINE_SETTINGS}
+        self._sources = {name: source for name, source in settled.sources.items() if name in ENGINE_SETTINGS}
+        vars(self).update(self._settled)
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -51,11 +72,18 @@ class EngineArgs:
 
     def create_engine_config(self) -> EngineConfig:
         """The frozen configuration. Raises ConfigError naming the flag."""
-        values = {name: getattr(self, name) for name in ENGINE_SETTINGS}
-        groups = {
-            attribute: build(config, values, ENGINE_SETTINGS.values()) for attribute, config in ENGINE_GROUPS.items()
-        }
-        return EngineConfig(**groups)
+        self._hear_assignments()
+        return self._config
+
+    def _hear_assignments(self) -> None:
+        """Attributes may have been assigned since: they are keywords like the others, checked like the others."""
+        assigned = {name: value for name, value in self._values().items() if value != self._settled[name]}
+        if not assigned:
+            return
+        before = {name: Sourced(self._settled[name], source) for name, source in self._sources.items()}
+        for name, value in assigned.items():
+            before[name] = Sourced(ENGINE_SETTINGS[name].convert(value), "keyword")
+        self._take(settle(ENGINE_SETTINGS, before))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -83,8 +111,7 @@ class EngineArgs:
 
     def __repr__(self) -> str:
         changed = {n: v for n, v in self._values().items() if v != ENGINE_SETTINGS[n].default or n == "model"}
-        if changed.get("hf_token"):
-            changed["hf_token"] = "***"
+        changed |= {n: "***" for n, v in changed.items() if v and ENGINE_SETTINGS[n].is_secret}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     def _values(self) -> dict[str, Any]:
@@ -96,26 +123,37 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE.yaml`, which every command with engine settings takes."""
+    """`--config FILE.yaml` and `--explain-config`, which every command with engine settings takes."""
     parser.add_argument(
         "--config",
+        action=Once,
         default=argparse.SUPPRESS,
         metavar="FILE",
         help="YAML file of settings, keyed by flag without the dashes in front. Flags are stronger than the file, the "
         "file than the environment.",
+    )
+    parser.add_argument(
+        "--explain-config",
+        action="store_true",
+        help="Print what every setting comes to, where that came from and why; start nothing.",
     )
 
 
 def settle_all(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> Settled:
     """What flags, `--config` and the environment come to. Raises ConfigError."""
     known = {name: setting for table in tables for name, setting in table.items()}
-    flags = {name: Sourced(value, "flag") for name, value in given(args, known.values()).items()}
+    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), known.values()).items()}
     path = getattr(args, "config", None)
     file = from_file(path, known) if path is not None else {}
     return settle(known, flags, file, from_environment(tables))
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean x?`, or nothing when no name is close."""
-    match = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {match[0]!r}?" if match else ""
+def name_model(args: argparse.Namespace) -> argparse.Namespace:
+    """Arguments with the positional MODEL as --model. Raises ConfigError when both are there and differ."""
+    tag = getattr(args, "model_tag", None)
+    if tag is None:
+        return args
+    stated = getattr(args, "model", tag)
+    if stated != tag:
+        raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
+    return argparse.Namespace(**{**vars(args), "model": tag})

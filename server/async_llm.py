@@ -12,7 +12,8 @@ from typing import Final, Self
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineStats, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
@@ -89,6 +90,8 @@ class AsyncLLM:
         client: EngineClient | None = None,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
+        if client is None:
+            configure_unless_done(config.logging)
         self.config = config
         self.stats = EngineStats()
         self.on_step = on_step
@@ -124,7 +127,7 @@ class AsyncLLM:
             self._client.close()
             raise
         self._inputs = InputProcessor(self.config.model, info, self._tokenizer)
-        self._outputs = OutputProcessor(self._tokenizer)
+        self._outputs = OutputProcessor(self._tokenizer, self.config.scheduler.stream_interval)
         self._info = info
 
     @property
@@ -174,8 +177,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one prompt until it is finished; closing or cancelling the generator ends the request.
 
-        Raises RequestError (before the first output) for a prompt that cannot be served, EngineDeadError with the
-        cause when the engine dies.
+        Raises RequestError (before the first output) for a prompt that cannot be served, QueueFullError when there is
+        too much to do already, EngineDeadError with the cause when the engine dies.
         """
         stream = await self.add_request(request_id, prompt, sampling_params, priority)
         finished = False
@@ -194,7 +197,9 @@ class AsyncLLM:
         """Queue a prompt. Whoever leaves the stream before its end must abort the request. Raises as generate does."""
         self._attach()
         self._raise_if_dead()
+        self._raise_if_full(params.n)
         prepared = await self._prepare(request_id, prompt, params, priority)
+        self._raise_if_full(params.n)  # others may have come while a long prompt was tokenised
         self._outputs.add(prepared)
         stream = self._streams[request_id] = RequestStream(params.output_kind)
         try:
@@ -307,6 +312,17 @@ class AsyncLLM:
                 self._client.send(command)
             except EngineDeadError as error:
                 self._die(error)
+
+    def _raise_if_full(self, more: int) -> None:
+        most = self.config.scheduler.max_num_queued_reqs
+        if most is None:
+            return
+        if more > most:
+            raise RequestError(
+                "n", f"n {more} is above the {most} answers that may be under way (--max-num-queued-reqs)"
+            )
+        if self._outputs.num_sequences + more > most:
+            raise QueueFullError(f"the server has {self._outputs.num_sequences} of {most} answers under way; try again")
 
     def _raise_if_dead(self) -> None:
         if self._dead is not None:

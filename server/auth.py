@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagoda.server.protocol.errors import HttpError
 from pagoda.server.stream import encode_json
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/load"})
 """What probes and scrapers need; it shows no prompt and starts no work."""
 
 

@@ -10,34 +10,36 @@ from typing import Final
 import numpy as np
 from tqdm import tqdm
 
+from pagoda.common.config.bench import LatencyConfig
+from pagoda.server.args import EngineArgs
 from pagoda.server.bench_load import (
     add_load_arguments,
-    check_positive,
+    check_fits,
     random_prompts,
     sampling_params,
+    settle_load,
     start_llm,
     write_results,
 )
 from pagoda.server.flags import FlagParser
 
+COMMAND: Final = "bench latency"
 PERCENTAGES: Final = (10, 25, 50, 75, 90, 99)
 
 
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
-    add_load_arguments(parser, input_len=32, output_len=128)
-    parser.add_argument("--batch-size", type=int, default=8, help="Prompts in a batch.")
-    parser.add_argument("--num-iters-warmup", type=int, default=10, help="Batches before measuring.")
-    parser.add_argument("--num-iters", type=int, default=30, help="Measured batches.")
+    add_load_arguments(parser, COMMAND)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    check_positive(args, "input_len", "output_len", "n", "batch_size", "num_iters")
-    llm = start_llm(args)
-    params = sampling_params(args)
+    load, settled = settle_load(args, COMMAND, LatencyConfig)
+    llm = start_llm(EngineArgs.from_settled(settled))
+    params = sampling_params(load)
     try:
-        prompts = random_prompts(llm, args.batch_size, args.input_len, llm.llm_engine.config.model.seed)
+        check_fits(llm, load)
+        prompts = random_prompts(llm, load.batch_size, load.input_len, llm.llm_engine.config.model.seed)
 
         def batch() -> float:
             began = time.perf_counter()
@@ -45,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
             llm.reset_prefix_cache()
             return time.perf_counter() - began
 
-        _repeat(batch, args.num_iters_warmup, "Warmup iterations")
-        latencies = _repeat(batch, args.num_iters, "Bench iterations")
+        _repeat(batch, load.num_iters_warmup, "Warmup iterations")
+        latencies = _repeat(batch, load.num_iters, "Bench iterations")
     finally:
         llm.shutdown()
     percentiles = dict(zip(PERCENTAGES, np.percentile(latencies, PERCENTAGES).tolist()))
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Avg latency: {mean} seconds")
     for percentage, value in percentiles.items():
         print(f"{percentage}% percentile latency: {value} seconds")
-    write_results(args.output_json, {"avg_latency": mean, "latencies": latencies, "percentiles": percentiles})
+    write_results(load.output_json, {"avg_latency": mean, "latencies": latencies, "percentiles": percentiles})
     return 0
 
 

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Final
 
+from pagoda.common.config.bench import ThroughputConfig
+from pagoda.server.args import EngineArgs
 from pagoda.server.bench_load import (
     add_load_arguments,
-    check_positive,
+    check_fits,
     random_prompts,
     sampling_params,
+    settle_load,
     start_llm,
     write_results,
 )
 from pagoda.server.flags import FlagParser
 
+COMMAND: Final = "bench throughput"
+
 
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
-    add_load_arguments(parser, input_len=1024, output_len=128)
-    parser.add_argument("--num-prompts", type=int, default=1000, help="Number of requests.")
+    add_load_arguments(parser, COMMAND)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    check_positive(args, "input_len", "output_len", "n", "num_prompts")
-    llm = start_llm(args)
+    load, settled = settle_load(args, COMMAND, ThroughputConfig)
+    llm = start_llm(EngineArgs.from_settled(settled))
     try:
-        prompts = random_prompts(llm, args.num_prompts, args.input_len, llm.llm_engine.config.model.seed)
+        check_fits(llm, load)
+        prompts = random_prompts(llm, load.num_prompts, load.input_len, llm.llm_engine.config.model.seed)
         began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling_params(args))
+        outputs = llm.generate(prompts, sampling_params(load))
         elapsed = time.perf_counter() - began
     finally:
         llm.shutdown()
@@ -43,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Total num prompt tokens:  {prompt_tokens}")
     print(f"Total num output tokens:  {output_tokens}")
     write_results(
-        args.output_json,
+        load.output_json,
         {
             "elapsed_time": elapsed,
             "num_requests": len(outputs),

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Final
 
-from pagoda.server.flags import FlagParser
+from pagoda.common.config.client import ChatConfig, ClientConfig
+from pagoda.common.config.commands import OWN_SETTINGS
+from pagoda.common.config.table import build
+from pagoda.server.client_args import settle_flags
+from pagoda.server.flags import FlagParser, add_settings
 from pagoda.server.http_client import ApiClient
-from pagoda.server.terminal import add_client_arguments, connect, show, typed_lines
+from pagoda.server.terminal import connect, said_lines, show
+
+SETTINGS: Final = OWN_SETTINGS["chat"]
 
 
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
-    add_client_arguments(parser)
-    parser.add_argument("--system-prompt", help="System message that begins the conversation.")
+    add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of the input, or once with --quick. Raises ApiError."""
-    client, model = connect(args)
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-    for line in typed_lines() if args.quick is None else [args.quick]:
+    values = settle_flags(args, SETTINGS)
+    config: ClientConfig = build(ClientConfig, values, SETTINGS.values())
+    begin: ChatConfig = build(ChatConfig, values, SETTINGS.values())
+    client, model = connect(config)
+    messages = [{"role": "system", "content": begin.system_prompt}] if begin.system_prompt else []
+    for line in said_lines(config):
         messages.append({"role": "user", "content": line})
-        answer = show(_answer(client, model, messages, args.max_tokens))
+        answer = show(_answer(client, model, messages, config.max_tokens))
         messages.append({"role": "assistant", "content": answer})
     return 0
 

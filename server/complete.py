@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Final
 
-from pagoda.server.flags import FlagParser
+from pagoda.common.config.client import ClientConfig
+from pagoda.common.config.commands import OWN_SETTINGS
+from pagoda.common.config.table import build
+from pagoda.server.client_args import settle_flags
+from pagoda.server.flags import FlagParser, add_settings
 from pagoda.server.http_client import ApiClient
-from pagoda.server.terminal import add_client_arguments, connect, show, typed_lines
+from pagoda.server.terminal import connect, said_lines, show
+
+SETTINGS: Final = OWN_SETTINGS["complete"]
 
 
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
-    add_client_arguments(parser)
+    add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
     """Complete line by line until the end of the input, or one text with --quick. Raises ApiError."""
-    client, model = connect(args)
-    for line in typed_lines() if args.quick is None else [args.quick]:
-        show(_completion(client, model, line, args.max_tokens))
+    config: ClientConfig = build(ClientConfig, settle_flags(args, SETTINGS), SETTINGS.values())
+    client, model = connect(config)
+    for line in said_lines(config):
+        show(_completion(client, model, line, config.max_tokens))
     return 0
 
 

@@ -1,47 +1,39 @@
 """The one place that turns a configuration into a running engine.
 
-    checkpoint -> model spec -> backend -> limits -> KV layout -> weights -> memory plan -> KV cache -> warm-up
+    resolve (checkpoint, model spec, limits, KV layout) -> backend -> weights -> memory plan -> KV cache -> warm-up
 
 The backend's framework is imported in a thread while the checkpoint is opened and its weights are read ahead.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend
 from pagoda.common.backend import Backend, Weight
-from pagoda.common.config.defaults import Usage, resolve_limits
+from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.load import LoadConfig
-from pagoda.common.config.model import ModelConfig
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache, kv_layout
-from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.family import Family
-from pagoda.common.models.registry import spec_from_config
+from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
+from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dummy import dummy_weights
+from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.progress import with_progress
+from pagoda.server.affinity import pinned
+from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.prefetch import Prefetch
+from pagoda.server.resolve import Resolved, open_model, resolve
 from pagoda.server.wire import EngineInfo
 
 READ_AHEAD_BYTES: Final = 512 << 20
-
-_SAMPLING_KEYS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-"""What generation_config.json may set as a default, as in vLLM."""
-
-_DTYPES: Final = {"float": "float32", "half": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +60,26 @@ class _Phases:
 
 def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
+    with pinned(config.runtime.cores):
+        return _build(config, usage)
+
+
+def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
     phases = _Phases()
-    name = choose_backend(config.model.backend)
-    importing = _import(name)
+    load_general_plugins(config)
+    importing = _import(choose_backend(config.model.backend))
+    fetched = is_local(config.model.model)
     with phases("open checkpoint"):
-        checkpoint = _open(config.model, config.load)
-        hf_config = checkpoint.config()
-        spec, family = spec_from_config(hf_config)
-        dtype = _dtype(config.model.dtype, hf_config)
-    weights = Prefetch(_weights(config, checkpoint, spec, family, dtype), READ_AHEAD_BYTES)
+        resolved = resolve(config, usage, weights=fetched)
+    checkpoint = resolved.checkpoint
+    if not fetched:  # a model that cannot be served is refused before its weights are downloaded
+        with phases("fetch weights"):
+            checkpoint = open_model(config, weights=True)
+    weights = Prefetch(_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
     try:
-        with phases(f"import {name}"):
+        with phases(f"import {resolved.backend}"):
             module = importing.result()
-        return _assemble(config, usage, phases, module, checkpoint, spec, dtype, weights)
+        return _assemble(config, phases, module, resolved, weights)
     finally:
         weights.close()
 
@@ -100,21 +99,13 @@ def _import(name: str) -> Future[BackendModule]:
 
 
 def _assemble(
-    config: EngineConfig,
-    usage: Usage,
-    phases: _Phases,
-    module: BackendModule,
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    dtype: str,
-    weights: Prefetch,
+    config: EngineConfig, phases: _Phases, module: BackendModule, resolved: Resolved, weights: Prefetch
 ) -> BuiltEngine:
-    facts = module.CAPABILITIES
-    limits = resolve_limits(
-        config, device=facts.device, usage=usage, block_size=facts.block_size, model_max_len=spec.max_positions
+    spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
+    sampling, make_scheduler = sampler_options(config), scheduler_of(config)
+    backend = module.create(
+        spec, limits=limits, layout=layout, cache=config.cache, dtype=resolved.dtype, sampling=sampling
     )
-    layout = kv_layout(spec, limits.block_size)
-    backend = module.create(spec, limits=limits, layout=layout, cache=config.cache, dtype=dtype)
     try:
         with phases("load weights"):
             backend.load(weights)
@@ -128,43 +119,28 @@ def _assemble(
     except BaseException:
         backend.close()
         raise
-    generation = _generation_config(config.model, checkpoint)
     info = EngineInfo(
         names=config.model.names,
         limits=limits,
         vocab_size=spec.vocab,
-        eos_token_ids=_eos(checkpoint.config(), generation),
-        sampling_defaults=_sampling_defaults(generation),
-        backend=facts.name,
-        device=facts.device,
-        dtype=dtype,
+        eos_token_ids=resolved.generation.eos_token_ids,
+        sampling_defaults=dict(resolved.generation.sampling),
+        backend=module.CAPABILITIES.name,
+        device=module.CAPABILITIES.device,
+        dtype=resolved.dtype,
         num_blocks=num_blocks,
         memory=str(memory),
         phases=tuple(phases.seconds),
     )
-    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks), backend, info)
+    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks, make_scheduler), backend, info)
 
 
-def _open(model: ModelConfig, load: LoadConfig) -> Checkpoint:
-    return open_checkpoint(
-        model.model, load.load_format, revision=model.revision, token=model.hf_token, download_dir=load.download_dir
-    )
-
-
-def _weights(
-    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: str
-) -> Iterator[Weight]:
+def _weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:
+    wanted = params(resolved.spec)
     if config.load.load_format == "dummy":
-        return dummy_weights(params(spec), config.model.seed, dtype)
-    return family.weights(params(spec), with_progress(checkpoint.tensors(), checkpoint.num_bytes))
-
-
-def _dtype(asked: str, hf_config: Mapping[str, Any]) -> str:
-    """The dtype to run in; `auto` is what the checkpoint says, bfloat16 where it says nothing."""
-    if asked != "auto":
-        return _DTYPES.get(asked, asked)
-    stated = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-    return stated if stated in ("float32", "bfloat16", "float16") else "bfloat16"
+        return dummy_weights(wanted, config.model.seed, resolved.dtype)
+    tensors = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
+    return resolved.family.weights(wanted, tensors)
 
 
 def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int) -> Limits:
@@ -182,41 +158,3 @@ def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int
         f"a sequence of {limits.max_model_len} tokens needs more KV cache than there is: {num_blocks} blocks hold "
         f"{room} tokens; lower --max-model-len to {room} or raise --kv-cache-memory-bytes",
     )
-
-
-def _generation_config(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    if model.generation_config == "vllm":
-        return {}
-    if model.generation_config == "auto":
-        return checkpoint.generation_config()
-    path = Path(model.generation_config) / "generation_config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("--generation-config", f"{path}: {error}; give its folder, auto or vllm") from None
-    if not isinstance(found, dict):
-        raise ConfigError("--generation-config", f"{path}: not a JSON object")
-    return found
-
-
-def _eos(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids, those of generation_config first, each once."""
-    ids: list[int] = []
-    for source in (generation, hf_config):
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and token >= 0 and token not in ids:
-                ids.append(token)
-        if ids:
-            break
-    return tuple(ids)
-
-
-def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
-    for key, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"generation_config.json: {key} is {value!r}, not a number; try --generation-config vllm")
-    if "max_new_tokens" in found:
-        found["max_tokens"] = found.pop("max_new_tokens")
-    return found

@@ -9,17 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.runtime import RuntimeConfig
 from pagoda.common.errors import EngineDeadError
 from pagoda.server.wire import EngineInfo, Failed, FromEngine, Heartbeat, Ready, Step, ToEngine
-
-SILENT_SECONDS: Final = 15.0
-"""An engine process that has sent no heartbeat for so long does not answer (it sends one every second)."""
-
-STALL_SECONDS: Final = 600.0
-"""A step that takes longer than this is stuck, not busy."""
 
 Listener = Callable[[FromEngine], None]
 """Called in the event loop for every message; the last one of a dead engine is Failed."""
@@ -50,20 +45,32 @@ class EngineClient(Protocol):
 
 
 def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
-    """Start an engine for `config`, in a thread of this process or in a process of its own."""
+    """Start an engine for `config`, in a thread of this process or in a process of its own.
+
+    General plugins run in both processes; the engine itself runs them in its own. Raises ConfigError for a broken one.
+    """
     if in_process:
         from pagoda.server.thread_client import ThreadClient
 
         return ThreadClient(config)
+    from pagoda.server.plugins import load_general_plugins
     from pagoda.server.process_client import ProcessClient
 
-    return ProcessClient(config)
+    client = ProcessClient(config)
+    try:
+        load_general_plugins(config)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 class Supervisor:
     """How an engine died, and whether its steps go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RuntimeConfig) -> None:
+        self._silent_seconds = config.rpc_timeout / 1000
+        self._stall_seconds = config.engine_iteration_timeout_s
         self.failed: Failed | None = None
         self.ready = False
         self._heard = self._moved = time.monotonic()
@@ -91,7 +98,7 @@ class Supervisor:
         if self.failed is not None:
             raise EngineDeadError(self.failed.message)
         now = time.monotonic()
-        if now - self._heard > SILENT_SECONDS:
+        if now - self._heard > self._silent_seconds:
             raise EngineDeadError(f"the engine has not answered for {now - self._heard:.0f} s")
-        if self.ready and self._busy and now - self._moved > STALL_SECONDS:
+        if self.ready and self._busy and now - self._moved > self._stall_seconds:
             raise EngineDeadError(f"the engine has been in one step for {now - self._moved:.0f} s")

@@ -24,6 +24,7 @@ import zmq
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import PagodaError
+from pagoda.common.observe.logs import configure
 from pagoda.server.engine_build import BuiltEngine, build_engine
 from pagoda.server.engine_loop import Progress, run_engine
 from pagoda.server.wire import FromEngine, Heartbeat, Ready, ToEngine, decode_to_engine, encode, failure
@@ -52,6 +53,7 @@ def serve(address: str, build: Build = build_engine) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what it means
     stdin = sys.stdin.buffer
     config = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(4), "big")), type=EngineConfig)
+    configure(config.logging)
     threading.Thread(target=_end_with_parent, name="pagoda-parent", daemon=True).start()
     context = zmq.Context()
     progress = Progress()

@@ -7,39 +7,48 @@ variable mean the same and fail the same.
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn
 
+from pagoda.common.config.nearest import did_you_mean
 from pagoda.common.config.sources import merged
-from pagoda.common.config.table import DOCUMENTED_GROUPS, Setting
+from pagoda.common.config.table import Setting
+from pagoda.common.errors import ConfigError
+from pagoda.server.help import Flag, Group, Page, answer, default_text, describe, metavar, overview
+from pagoda.server.spelling import spelled_out
 
-_PIECE: Final = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=\s]+?)(\+?)(?:=(.*))?", re.DOTALL)
-"""--flag.key.key+=value"""
+__all__ = ["FlagParser", "Once", "add_settings", "default_text", "describe", "given"]
 
-_LEVEL: Final = re.compile(r"-O=?(\d+)")
+_ONCE: Final = frozenset({"model"})
+"""Settings that mean two things when they are said twice, where the last of two ports is the port."""
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Takes --max_model_len for --max-model-len, JSON in pieces, no abbreviations.
+    """Takes --max_model_len for --max-model-len, JSON in pieces, `--help=WHAT`, and no abbreviations.
 
     It answers an unknown flag with the nearest one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
+        self.settings: dict[str, Setting] = {}
+        self.add_argument(
+            *("-h", "--help"),
+            action=_Help,
+            nargs="?",
+            const="",
+            default=argparse.SUPPRESS,
+            metavar="WHAT",
+            help="This page; --help=WHAT: a group, a flag, a word to look for, listgroup, or all.",
+        )
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse does it, after writing flags in their full form."""
-        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(self._whole_json(_levels(words)), namespace)
+        """As argparse does it, after spelling out the words. Raises ConfigError for a value that cannot be used."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(spelled_out(words, self._jsons()), namespace)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -54,88 +63,62 @@ class FlagParser(argparse.ArgumentParser):
         """End with one line about the first of `words`."""
         word = next((word for word in words if word.startswith("-")), words[0])
         flag = word.partition("=")[0]
-        near = difflib.get_close_matches(flag, list(self._option_string_actions), n=1, cutoff=0.6)
+        outer = flag.partition(".")[0]
+        if outer in self._jsons():
+            self.error(f"argument {flag}: a key is missing behind the dot")
+        if outer != flag and outer in self._option_string_actions:
+            self.error(f"{outer} is no JSON setting and has no key {flag[len(outer) + 1 :]}; write {outer} VALUE")
         kind = "flag" if flag.startswith("-") else "argument"
-        self.error(f"unknown {kind} {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+        self.error(f"unknown {kind} {flag}{did_you_mean(flag, self._option_string_actions)}")
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr, exit status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
-    def _whole_json(self, words: list[str]) -> list[str]:
-        """Words with every JSON flag written once and whole: --flag.a.b 1 --flag.c+ x is --flag={"a": {"b": 1}, ...}.
+    def format_help(self) -> str:
+        """What --help prints."""
+        return overview(self.page()) + "\n"
 
-        A value is JSON where it reads as JSON and text where it does not; pieces are stronger than the whole.
-        """
-        jsons = {spelling: action for spelling, action in self._option_string_actions.items() if _takes_json(action)}
-        kept: list[str] = []
-        pieces: dict[str, dict[str, Any]] = {}
-        rest = iter(words)
-        for word in rest:
-            match = _PIECE.fullmatch(word)
-            if match is None or match[1] not in jsons:
-                kept.append(word)
-                continue
-            value = match[4] if match[4] is not None else next(rest, None)
-            if value is None:
-                self.error(f"argument {word}: expected one argument")
-            whole = pieces.setdefault(jsons[match[1]].option_strings[0], {})
-            self._set(whole, match[1], match[2].split("."), value, appends=bool(match[3]))
-        for flag, piece in pieces.items():
-            kept.append(f"{flag}={json.dumps(piece)}")
-        return kept
+    def page(self) -> Page:
+        """Everything there is to help with."""
+        groups = [
+            Group(
+                name=str(each.title),
+                about=(each.description or "").partition("\n")[0],
+                flags=tuple(map(self._flag, each._group_actions)),
+            )
+            for each in self._action_groups
+        ]
+        return Page(self.prog, self.description or "", tuple(group for group in groups if group.flags))
 
-    def _set(self, whole: dict[str, Any], flag: str, path: list[str], value: str, *, appends: bool) -> None:
-        for key in path[:-1]:
-            inner = whole.setdefault(key, {})
-            if not isinstance(inner, dict):
-                self.error(f"argument {flag}.{'.'.join(path)}: {key} already has a value that is no object")
-            whole = inner
-        if not appends:
-            whole[path[-1]] = _json_or_text(value)
-            return
-        items = whole.setdefault(path[-1], [])
-        if not isinstance(items, list):
-            self.error(f"argument {flag}.{'.'.join(path)}+: the value so far is no list")
-        items.extend(_json_or_text(each) for each in value.split(","))
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """argparse's guesses at what a word abbreviates, less those that allow_abbrev does not keep it from."""
+        guesses: list[Any] = super()._get_option_tuples(option_string)
+        return [guess for guess in guesses if option_string.startswith(guess[1])]  # -n4 is -n 4
+
+    def _flag(self, action: argparse.Action) -> Flag:
+        metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+        return Flag(
+            spellings=tuple(action.option_strings),
+            metavar="" if action.nargs == 0 else metavar,
+            optional=action.nargs == "?",
+            text=action.help or "",
+            setting=self.settings.get(action.dest),
+        )
+
+    def _jsons(self) -> dict[str, str]:
+        """Every spelling of a JSON flag -> its full one."""
+        return {flag: setting.flag for setting in self.settings.values() if setting.is_json for flag in setting.flags}
 
 
-def _dashed(word: str) -> str:
-    """The flag's own name with dashes; keys after a dot stay as they are."""
-    if not word.startswith("--") or len(word) == 2:
-        return word
-    name = re.match(r"[^=.]*", word)
-    assert name is not None
-    return name[0].replace("_", "-") + word[name.end() :]
+class _Help(argparse.Action):
+    """Prints the page, or the part of it that was asked for."""
 
-
-def _levels(words: list[str]) -> list[str]:
-    """-O3, -O=3 and -O 3 are the optimisation level; -O.key and -O JSON are the compilation settings."""
-    found: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        level = _LEVEL.fullmatch(word)
-        if level is not None:
-            found += ["--optimization-level", level[1]]
-        elif word == "-O":
-            value = next(rest, "")
-            found += ["--optimization-level" if value.isdecimal() else "--compilation-config", value]
-        elif word.startswith(("-O.", "-O=")):
-            found.append("--compilation-config" + word[2:])
-        else:
-            found.append(word)
-    return found
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _takes_json(action: argparse.Action) -> bool:
-    return isinstance(action, _Json)
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        print(answer(parser.page(), values))
+        parser.exit()
 
 
 class _Json(argparse.Action):
@@ -159,17 +142,31 @@ class _Extend(argparse.Action):
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
 
 
+class Once(argparse.Action):
+    """A word that may be repeated, but not differently."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Raise ConfigError when another word was there before."""
+        before = getattr(namespace, self.dest, values)
+        if before != values:
+            raise ConfigError(self.option_strings[0], f"is there twice, as {before} and as {values}; name one")
+        setattr(namespace, self.dest, values)
+
+
 def add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting], skip: Iterable[str] = ()) -> None:
     """Add one flag per setting, in one section per group, except the names in `skip`."""
     left_out = set(skip)
     sections: dict[str, Any] = {}
-    about = {config.__name__: config.__doc__ for config in DOCUMENTED_GROUPS}
     for setting in settings:
         if setting.name in left_out:
             continue
         if setting.group not in sections:
-            sections[setting.group] = parser.add_argument_group(setting.group, about.get(setting.group))
+            sections[setting.group] = parser.add_argument_group(setting.group, setting.config.__doc__)
         _add(sections[setting.group], setting)
+        if isinstance(parser, FlagParser):
+            parser.settings[setting.name] = setting
 
 
 def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
@@ -181,48 +178,16 @@ def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
     if setting.is_switch:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
-        keywords["metavar"] = _metavar(setting)
+        keywords["metavar"] = metavar(setting)
         if setting.is_json:
             keywords.update(action=_Json, const=setting)
         elif setting.is_list:
             keywords.update(nargs="+", action=_Extend)
         elif setting.option.optional_value is not None:
             keywords.update(nargs="?", const=setting.option.optional_value)
+        elif setting.name in _ONCE:
+            keywords.update(action=Once)
     parser.add_argument(*setting.flags, **keywords)
-
-
-def _metavar(setting: Setting) -> str:
-    if setting.choices:
-        return "{" + ",".join(map(str, setting.choices)) + "}"
-    return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
-
-
-def describe(setting: Setting) -> str:
-    """A flag's help: what it is, its default, and what becomes of it here."""
-    option = setting.option
-    text = option.help
-    if setting.default not in (None, (), {}, ""):
-        text += f" (default: {default_text(setting)})"
-    if option.deprecated is not None:
-        text += f" [deprecated: use {option.deprecated}]"
-    elif option.status == "no effect":
-        text += f" [no effect: {option.why}]"
-    elif option.status == "refused":
-        only = ", ".join(map(str, (default_text(setting), *option.accepts)))
-        text += f" [only {only}: {option.why}]"
-    return text
-
-
-def default_text(setting: Setting) -> str:
-    """The default as one would write it on a command line."""
-    value = setting.default
-    if value is MISSING or value is None or value in ((), {}, ""):
-        return "nothing"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    if isinstance(value, Mapping):
-        return json.dumps(value)
-    return str(value)
 
 
 def given(args: argparse.Namespace, settings: Iterable[Setting]) -> dict[str, Any]:

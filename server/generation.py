@@ -6,22 +6,19 @@ Knows the engine's face. Does not know the shape of an answer.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
-from pagoda.common.errors import EngineDeadError, RequestError
-from pagoda.common.observe.logs import shortened
+from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.async_llm import RequestStream
 from pagoda.server.inputs import PromptType
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.request_log import RequestLog
 from pagoda.server.state import ServerState
-
-logger = logging.getLogger(__name__)
 
 
 class Generation:
@@ -44,13 +41,16 @@ class Generation:
         self._priority = priority
         self._user = user
         self.request_id = request_id
+        logs = self._llm.config.observability.enable_log_requests
+        self._log = RequestLog(state.config, params, enabled=logs)
         stem = f"{request_id}-{secrets.token_hex(4)}"
         self._meters = [_Meter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, what is new about it), until all prompts are finished. Leaving ends them all.
 
-        Raises RequestError before the first output, EngineDeadError with the cause when the engine dies.
+        Raises RequestError or QueueFullError before the first output, EngineDeadError with the cause when the engine
+        dies.
         """
         self._state.running += 1
         ending: str | None = "error"
@@ -59,11 +59,12 @@ class Generation:
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
                     self._meters[index].take(output)
+                    self._log.answered(self._meters[index].request_id, output)
                     yield index, output
         except (asyncio.CancelledError, GeneratorExit):
             ending = "abort"
             raise
-        except RequestError:
+        except (RequestError, QueueFullError):
             ending = None  # refused, so it never ran
             raise
         finally:
@@ -71,8 +72,8 @@ class Generation:
             await self._end(ending)
 
     async def _start(self) -> list[RequestStream]:
-        if self._state.engine.config.observability.enable_log_requests:
-            self._log()
+        for meter, prompt in zip(self._meters, self._prompts):
+            self._log.asked(meter.request_id, prompt, self._user)
         return [
             await self._llm.add_request(meter.request_id, prompt, self._params, self._priority)
             for meter, prompt in zip(self._meters, self._prompts)
@@ -85,17 +86,7 @@ class Generation:
         if reason is not None:
             for meter in unfinished:
                 meter.finish(reason)
-
-    def _log(self) -> None:
-        limit = self._state.config.max_log_len
-        for meter, prompt in zip(self._meters, self._prompts):
-            logger.info(
-                "request %s: prompt %s, params %s, user %r",
-                meter.request_id,
-                shortened(repr(prompt), limit),
-                shortened(repr(self._params), 1000),
-                self._user,
-            )
+                self._log.cut(meter.request_id, reason)
 
 
 class _Meter:

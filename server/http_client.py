@@ -14,7 +14,11 @@ TIMEOUT_SECONDS: Final = 600.0
 
 
 class ApiError(PagodaError):
-    """The server could not be reached, or it answered with an error."""
+    """The server could not be reached, or it answered with an error. `status`: the HTTP status, if there was one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ApiClient:
@@ -32,8 +36,12 @@ class ApiClient:
 
     def models(self) -> list[str]:
         """The names that the server answers to."""
+        return [str(card["id"]) for card in self.cards()]
+
+    def cards(self) -> list[dict[str, Any]]:
+        """What the server says about each of its models."""
         with self._request("GET", "/models", None) as response:
-            return [str(card["id"]) for card in json.load(response)["data"]]
+            return list(json.load(response)["data"])
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer. Raises ApiError, also for an error inside the stream."""
@@ -61,11 +69,12 @@ class ApiClient:
             reason = getattr(error, "strerror", None) or error
             raise ApiError(f"{self._url}: {reason}; is the server running? (pagoda serve MODEL)") from None
         if response.status >= 400:
-            raise ApiError(f"{self._url}: {response.status}: {_message(response.read())}")
+            raise ApiError(f"{self._url}: {response.status}: {message_of(response.read())}", response.status)
         return response
 
 
-def _message(raw: bytes) -> str:
+def message_of(raw: bytes) -> str:
+    """What an error's body says."""
     try:
         return str(json.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -15,10 +15,11 @@ from typing import Any, TypeGuard
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.errors import RequestError
+from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.bad_words import bad_words_token_ids
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.common.weights.gguf_files import pick_gguf
 from pagoda.common.weights.hub import resolve_model
 from pagoda.server.wire import EngineInfo
 
@@ -59,23 +60,29 @@ class PreparedRequest:
 
 def open_tokenizer(whole: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
-    config = whole.model
+    config, load = whole.model, whole.load
     if config.skip_tokenizer_init:
         return None
-    token, downloads = config.hf_token, whole.load.download_dir
-    if config.tokenizer is not None:
-        revision = config.tokenizer_revision or config.revision
-        return load_tokenizer(config.tokenizer, revision=revision, token=token, download_dir=downloads)
+    own = config.tokenizer is None or config.tokenizer == config.model
     path = resolve_model(
-        config.model, whole.load.load_format, revision=config.revision, token=token, download_dir=downloads
+        config.model if config.tokenizer is None else config.tokenizer,
+        load.load_format if own else "dummy",
+        weights=False,
+        revision=config.tokenizer_revision or (config.revision if own else None),
+        token=config.hf_token,
+        download_dir=load.download_dir,
+        ignore_patterns=load.ignore_patterns,
     )
     return load_tokenizer(_lone_gguf(path) or path)
 
 
 def _lone_gguf(folder: Path) -> Path | None:
-    """The .gguf file of a folder that holds one and no tokenizer.json: it carries the tokenizer."""
-    files = list(folder.glob("*.gguf")) if not (folder / "tokenizer.json").exists() else []
-    return files[0] if len(files) == 1 else None
+    """The GGUF model of a folder without tokenizer.json: it carries the tokenizer. Raises ModelError for several."""
+    names = [] if (folder / "tokenizer.json").exists() else sorted(path.name for path in folder.glob("*.gguf"))
+    try:
+        return folder / pick_gguf(names) if names else None
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
 
 
 def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
@@ -89,7 +96,9 @@ class InputProcessor:
     def __init__(self, config: ModelConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
+        self._longest_answer: int | None = info.sampling_defaults.get("max_tokens")  # the generation config's cap
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self._reads_extra_args = bool(config.logits_processors)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
         main = tokenizer.eos_token_id if tokenizer is not None else None
         if main is None and info.eos_token_ids:
@@ -159,11 +168,18 @@ class InputProcessor:
             raise RequestError("prompt", f"token id {bad} is out of range; the vocabulary has {vocab} entries")
         if params.max_tokens is None and params.min_tokens > limit - count:
             raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {limit - count} left")
+        if self._longest_answer is not None and params.min_tokens > self._longest_answer:
+            raise RequestError(
+                "min_tokens",
+                f"min_tokens {params.min_tokens} is above what the generation config allows, {self._longest_answer}",
+            )
         for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if asked is not None and (vocab if asked == -1 else asked) > self._max_logprobs:
                 raise RequestError(
                     name, f"{name} {asked} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
                 )
+        if params.extra_args and not self._reads_extra_args:
+            raise RequestError("extra_args", "nothing here reads extra_args: there are no --logits-processors")
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, which is switched off (skip_tokenizer_init)")
 
@@ -171,6 +187,7 @@ class InputProcessor:
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
     ) -> list[EngineRequest]:
         room = self._info.max_model_len - len(prompt.token_ids)
+        room = room if self._longest_answer is None else min(room, self._longest_answer)
         eos = frozenset() if params.ignore_eos else self._all_eos
         words = self._bad_words(params)
         seed = self._seeds.getrandbits(63)

@@ -13,6 +13,7 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import ConfigError
+from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
@@ -38,6 +39,7 @@ class LLMEngine:
         build: Callable[[EngineConfig, Usage], BuiltEngine] = build_engine,
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
+        configure_unless_done(config.logging)
         self.config = config
         with ThreadPoolExecutor(1, "pagoda-tokenizer") as reader:
             reading = reader.submit(open_text, config)
@@ -46,7 +48,7 @@ class LLMEngine:
         self.info: EngineInfo = self._built.info
         self._core = self._built.core
         self.inputs = InputProcessor(config.model, self.info, self.tokenizer)
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, config.scheduler.stream_interval)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -75,6 +75,7 @@ class _Answer:
         "stop_reason",
         "token_ids",
         "token_text",
+        "waits",
     )
 
     def __init__(self, request: _Request, index: int, tokenizer: Tokenizer | None) -> None:
@@ -100,6 +101,7 @@ class _Answer:
         self.token_ids: list[int] = []
         self.new_token_ids: list[int] = []
         self.new_text = ""
+        self.waits = False  # new tokens are kept back for a message with more of them
         self.logprobs: SampleLogprobs | None = None if params.logprobs is None else []
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self.finish_reason: str | None = None
@@ -108,20 +110,23 @@ class _Answer:
     def take(self, output: EngineOutput) -> bool:
         """Add new tokens. True when a stop string ended the answer, which the engine does not know yet."""
         self.token_ids += output.new_token_ids
-        self.new_token_ids = output.new_token_ids
+        if self.waits:
+            self.new_token_ids = self.new_token_ids + output.new_token_ids
+        else:
+            self.new_token_ids, self.new_text = output.new_token_ids, ""
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         if output.logprobs and self.logprobs is not None and self.cumulative_logprob is not None:
             self.logprobs += [self.position(entry) for entry in output.logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in output.logprobs)
-        return self.detokenizer is not None and self._read(self.detokenizer)
+        return self.detokenizer is not None and self._read(self.detokenizer, output.new_token_ids)
 
-    def _read(self, detokenizer: Detokenizer) -> bool:
+    def _read(self, detokenizer: Detokenizer, new_token_ids: list[int]) -> bool:
         finished = self.finish_reason is not None
         if self.eager or finished:
-            spoken = self.new_token_ids if self.eager else self.token_ids
+            spoken = new_token_ids if self.eager else self.token_ids
             if self.finish_reason == "stop" and not self.keeps_stop:
                 spoken = spoken[:-1]  # the stop token ends the text and is no part of it
-            self.new_text = detokenizer.append(spoken, finished)
+            self.new_text += detokenizer.append(spoken, finished)
         stop = detokenizer.stop_hit
         if stop is None:
             return False
@@ -130,9 +135,20 @@ class _Answer:
 
     def abort(self) -> None:
         """End the answer where it stands."""
-        self.new_token_ids, self.new_text, self.finish_reason = [], "", "abort"
+        self.finish_reason = "abort"
+        if not self.waits:
+            self.new_token_ids, self.new_text = [], ""
         if self.detokenizer is not None:
-            self.new_text = self.detokenizer.append([] if self.eager else self.token_ids, True)
+            self.new_text += self.detokenizer.append([] if self.eager else self.token_ids, True)
+
+    def is_due(self, interval: int) -> bool:
+        """Whether the caller reads the answer now: its first and its last token, and each `interval` tokens."""
+        self.waits = (
+            self.finish_reason is None
+            and len(self.new_token_ids) < interval
+            and len(self.token_ids) > len(self.new_token_ids)
+        )
+        return not self.waits
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """What the caller reads now: what is new (DELTA), or everything."""
@@ -165,10 +181,11 @@ class _Answer:
 
 
 class OutputProcessor:
-    """The requests of one engine that have not finished."""
+    """The requests of one engine that have not finished. `stream_interval`: tokens between two outputs of an answer."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
         self._tokenizer = tokenizer
+        self._interval = stream_interval
         self._requests: dict[str, _Request] = {}
         self._answers: dict[str, _Answer] = {}
 
@@ -177,6 +194,11 @@ class OutputProcessor:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_sequences(self) -> int:
+        """Answers under way, n for a request that asked for n."""
+        return len(self._answers)
 
     @property
     def request_ids(self) -> list[str]:
@@ -213,6 +235,8 @@ class OutputProcessor:
             if answer.finish_reason is not None:
                 self._finish(output.request_id, request)
             if request.kind is not _FINAL_ONLY:
+                if self._interval > 1 and not answer.is_due(self._interval):
+                    continue
                 ready.append(request.output([answer]))
             elif not request.running:
                 ready.append(request.output(request.answers))

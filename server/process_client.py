@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.errors import EngineDeadError
+from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.engine_client import Listener, Supervisor
 from pagoda.server.wire import (
     EngineInfo,
@@ -46,8 +46,8 @@ class ProcessClient:
     """The engine in a process of its own, over two Unix sockets in a folder that only this user may enter."""
 
     def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM) -> None:
-        self._supervisor = Supervisor()
-        self._folder = _private_folder()
+        self._supervisor = Supervisor(config.runtime)
+        self._folder = _private_folder(config.runtime.rpc_base_path)
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PULL)
         self._out.set_hwm(0)
@@ -191,13 +191,21 @@ class ProcessClient:
         return Failed("EngineDeadError", f"the engine process was killed by {name}{hint}")
 
 
-def _private_folder() -> Path:
-    """A new folder with mode 0700, whose path is short enough for a socket in it."""
-    folder = Path(tempfile.mkdtemp(prefix="pagoda-"))
-    if len(bytes(folder / "engine.out")) > _LONGEST_SOCKET_PATH:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="pagoda-", dir="/tmp"))
-    return folder
+def _private_folder(base: str | None) -> Path:
+    """A new folder with mode 0700 in `base`, whose path is short enough for a socket in it. Raises ConfigError."""
+    flag = "--rpc-base-path"
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="pagoda-", dir=base))
+    except OSError as error:
+        raise ConfigError(
+            flag, f"{base or tempfile.gettempdir()}: {error.strerror}; name a folder to write in"
+        ) from None
+    if len(bytes(folder / "engine.out")) <= _LONGEST_SOCKET_PATH:
+        return folder
+    folder.rmdir()
+    if base is not None:
+        raise ConfigError(flag, f"{base}: too long for a socket; name a folder with a shorter path")
+    return Path(tempfile.mkdtemp(prefix="pagoda-", dir="/tmp"))
 
 
 def _environment() -> dict[str, str]:

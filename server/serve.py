@@ -15,26 +15,26 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
+from pagoda.backends.registry import choose_backend
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.env import LOG_LEVEL
+from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, build
 from pagoda.common.errors import ConfigError
+from pagoda.common.observe.logs import configure
 from pagoda.server.args import AsyncEngineArgs, settle_all
 from pagoda.server.engine_client import start_engine
 from pagoda.server.flags import FlagParser, add_settings
 
 if TYPE_CHECKING:
-    import uvicorn
-
+    from pagoda.server.http_server import HttpServer
     from pagoda.server.state import ServerState
 
 BACKLOG: Final = 2048
-FLUSH_SECONDS: Final = 2
-"""How long the last answers may take to reach their clients."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,10 @@ def add_arguments(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
     began = time.monotonic()
-    engine_config, config = configurations(args)
+    settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
+    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    engine_config, config = configured(settled)
+    choose_backend(engine_config.model.backend)  # before the hub is asked for a model that nothing here could run
     listener = bind(config)
     client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
     try:
@@ -67,23 +70,15 @@ def run(args: argparse.Namespace) -> int:
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """What flags, file and environment ask for. Raises ConfigError."""
-    settled = settle_all(name_model(args), ENGINE_SETTINGS, SERVER_SETTINGS)
-    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
+    return configured(settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS))
+
+
+def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
+    """The two configurations that the settings make. Raises ConfigError."""
     server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
-    if server.enable_log_outputs and not engine.observability.enable_log_requests:
+    if server.enable_log_outputs and not settled.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
-    return engine, server
-
-
-def name_model(args: argparse.Namespace) -> argparse.Namespace:
-    """Arguments with the positional MODEL as --model. Raises ConfigError when both are there and differ."""
-    tag = getattr(args, "model_tag", None)
-    if tag is None:
-        return args
-    stated = getattr(args, "model", tag)
-    if stated != tag:
-        raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
-    return argparse.Namespace(**{**vars(args), "model": tag})
+    return AsyncEngineArgs.from_settled(settled).create_engine_config(), server
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -135,13 +130,11 @@ def _remove_stale(path: str) -> None:
 
 
 def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float) -> int:
-    from pagoda.common.observe.logs import setup_logging
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
+    from pagoda.server.http_server import http_server
     from pagoda.server.state import ServerState
 
-    handlers = setup_logging(LOG_LEVEL.read() or "INFO").handlers
-    logging.getLogger("uvicorn").handlers[:] = handlers
     metrics = Metrics(llm.names[0])
     llm.on_step = metrics.on_step
     state = ServerState(llm, config, metrics)
@@ -150,42 +143,7 @@ def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float
         return runner.run(_until_stopped(server, state, listener, began))
 
 
-def http_server(app: Any, config: ServerConfig) -> uvicorn.Server:
-    """An HTTP server that leaves signals to us. Raises ConfigError for certificates that cannot be used."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """Leaves signals to us."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    settings = uvicorn.Config(
-        app,
-        loop="auto",
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level=config.uvicorn_log_level,
-        access_log=not config.disable_uvicorn_access_log,
-        root_path=config.root_path,
-        server_header=False,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
-        ssl_ca_certs=config.ssl_ca_certs,
-        ssl_cert_reqs=config.ssl_cert_reqs,
-    )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError("--ssl-certfile", f"{config.ssl_certfile}: {error.strerror or error}") from None
-    return Server(settings)
-
-
-async def _until_stopped(server: uvicorn.Server, state: ServerState, listener: socket.socket, began: float) -> int:
+async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, began: float) -> int:
     """Run server and engine side by side; 0 after a signal, 1 after the engine's death."""
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop = asyncio.Event()
@@ -219,7 +177,11 @@ async def _live(state: ServerState, began: float) -> None:
     quiet = state.engine.config.observability.disable_log_stats
     statistics = None if quiet else asyncio.ensure_future(state.log_stats())
     try:
-        raise await state.until_dead()
+        death = await state.until_dead()
+        if not state.config.keep_alive_on_engine_death:
+            raise death
+        logger.error("the engine died: %s; the server stays up, because of --keep-alive-on-engine-death", death)
+        await asyncio.Event().wait()
     finally:
         if statistics is not None:
             statistics.cancel()
@@ -232,7 +194,7 @@ async def _first_of(work: Coroutine[Any, Any, None], other: asyncio.Future[None]
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _on_signals(server: uvicorn.Server, stop: asyncio.Event) -> None:
+def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
     """The first signal asks for an end in good order, the second for the end."""
 
     def hear() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import Final
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError, EngineDeadError
@@ -14,17 +13,19 @@ from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.protocol.chat import fault_of_keywords
 from pagoda.server.protocol.errors import ModelNotFoundError, UnavailableError
-
-STATS_SECONDS: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 class ServerState:
-    """One server. `llm` may still be loading; `stopping` ends all running requests when set."""
+    """One server. `llm` may still be loading; `stopping` ends all running requests when set. Raises ConfigError."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, metrics: Metrics) -> None:
+        fault = fault_of_keywords(config.default_chat_template_kwargs)
+        if fault:
+            raise ConfigError("--default-chat-template-kwargs", f"it {fault}; leave that to the server")
         self.config = config
         self.metrics = metrics
         self.created = int(time.time())
@@ -94,10 +95,10 @@ class ServerState:
         )
 
     async def log_stats(self) -> None:
-        """Log a line about the engine every ten seconds, for ever."""
+        """Log a line about the engine every so many seconds, for ever."""
         before = self.metrics.totals()
         while True:
-            await asyncio.sleep(STATS_SECONDS)
+            await asyncio.sleep(self._llm.config.observability.log_stats_interval)
             now = self.metrics.totals()
             line = stats_line(before, now, self._llm.stats)
             if line is not None:

@@ -6,7 +6,8 @@ Knows ASGI messages. Does not know what an answer says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -20,6 +21,8 @@ T = TypeVar("T")
 encode_json: Final = msgspec.json.Encoder().encode
 
 DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment, which clients skip and proxies see."""
 
 
 class ClientLeftError(Exception):
@@ -34,6 +37,31 @@ def event(payload: Any) -> bytes:
 def error_event(error: BaseException) -> bytes:
     """An error inside a stream, followed by the stream's end."""
     return event(http_error(error).as_dict()) + DONE
+
+
+async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
+    """Items as they come, and None each time that `seconds` pass without one; 0: items alone. Closes `items`."""
+    async with aclosing(items):
+        if not seconds:
+            async for item in items:
+                yield item
+            return
+        coming: asyncio.Future[T] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(items))
+                done, _ = await asyncio.wait({coming}, timeout=seconds)
+                if not done:
+                    yield None
+                    continue
+                item, coming = coming.result(), None
+                yield item
+        except StopAsyncIteration:
+            pass
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
 
 
 async def until_left(receive: Receive, stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:

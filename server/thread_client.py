@@ -25,7 +25,7 @@ class ThreadClient:
     def __init__(self, config: EngineConfig, build: Callable[[EngineConfig], BuiltEngine] | None = None) -> None:
         self._config = config
         self._build = build
-        self._supervisor = Supervisor()
+        self._supervisor = Supervisor(config.runtime)
         self._progress = Progress()
         self._commands: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()

@@ -10,6 +10,10 @@ import pytest
 # As the reference backend does for itself, but before any test module imports torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
+# What a developer's shell says about models is not for the tests.
+for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+    os.environ.pop(name, None)
+
 
 @pytest.fixture(scope="session")
 def model_file() -> Path:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import dropwhile
 from pathlib import Path
 
+import interface
+import pytest
+
+import docs
 from pagoda.common.models.registry import ARCHITECTURES
+from pagoda.server.flags import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+]
 
 
 def test_the_support_table_lists_the_registry() -> None:
@@ -16,11 +27,10 @@ def test_the_support_table_lists_the_registry() -> None:
     assert set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", table)) <= set(ARCHITECTURES)
 
 
-def test_make_targets_named_in_the_documents_exist() -> None:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_targets_named_in_the_documents_exist(document: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for document in ("README.md", "BUILD.md", "CONTRIBUTING.md"):
-        named = set(re.findall(r"`make ([\w-]+)`", (ROOT / document).read_text()))
-        assert named <= targets, f"{document} names {named - targets}"
+    assert set(re.findall(r"`make ([\w-]+)`", (ROOT / document).read_text())) <= targets
 
 
 def test_files_named_in_the_build_guide_exist() -> None:
@@ -29,3 +39,59 @@ def test_files_named_in_the_build_guide_exist() -> None:
         r"`((?:tests|common|backends|server|benchmarks|constraints)/[\w/]+(?:\.py|\.txt|/)?)`", text
     ):
         assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / document).read_text()):
+        assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
+
+
+def test_generated_pages_are_current() -> None:
+    stale = [path.name for path, text in docs.pages().items() if not path.is_file() or path.read_text() != text]
+    assert stale == [], "run `make docs`"
+
+
+def test_the_check_says_which_page_is_stale(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(docs, "pages", lambda: {page: "new\n"})
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
+    assert docs.main() == 1
+    assert capsys.readouterr().out == "stale: page.md\n"
+    assert not page.exists()
+    monkeypatch.setattr("sys.argv", ["docs.py"])
+    assert docs.main() == 0
+    assert page.read_text() == "new\n"
+    monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
+    assert docs.main() == 0
+
+
+def command_lines(document: str) -> list[str]:
+    """What follows the prompt in the console blocks."""
+    blocks = re.findall(r"^```console\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    return [line[2:] for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_command_lines_in_the_documents_are_understood(document: str) -> None:
+    for line in command_lines(document):
+        words = shlex.split(line.removesuffix(" &"), comments=True)
+        words = list(dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))
+        if words[0].rpartition("/")[2] == "pagoda":
+            parse(words[1:])
+
+
+def parse(words: list[str]) -> None:
+    known = dict(interface.commands())
+    name = " ".join(words[:2]) if words[0] == "bench" else words[0]
+    parser: FlagParser = interface.parser_of(known[name])
+    rest = words[len(name.split()) :]
+    if any(word.startswith("--help") for word in rest):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(rest)
+        assert ended.value.code == 0
+    else:
+        parser.parse_args(rest)

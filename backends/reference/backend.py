@@ -22,28 +22,43 @@ from pagoda.backends.reference.sampler import Sampler, token_logprobs
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.platform import BLOCK_SIZES
 from pagoda.common.engine.kv_spec import KvLayout
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.models.spec import ModelSpec
 
-CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=32, prefers_extents=True)
+CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
 
 
-def create(spec: ModelSpec, *, limits: Limits, layout: KvLayout, cache: CacheConfig, dtype: str) -> ReferenceBackend:
+def create(
+    spec: ModelSpec,
+    *,
+    limits: Limits,
+    layout: KvLayout,
+    cache: CacheConfig,
+    dtype: str,
+    sampling: SamplerOptions = USUAL,
+) -> ReferenceBackend:
     """A backend for a model. `dtype`: resolved, not `auto`."""
-    return ReferenceBackend(spec, limits, layout, cache, numerics(dtype))
+    return ReferenceBackend(spec, limits, layout, cache, numerics(dtype), sampling)
 
 
 class ReferenceBackend:
     """Implements common.backend.Backend."""
 
     def __init__(
-        self, spec: ModelSpec, limits: Limits, layout: KvLayout, cache: CacheConfig, numerics: Numerics
+        self,
+        spec: ModelSpec,
+        limits: Limits,
+        layout: KvLayout,
+        cache: CacheConfig,
+        numerics: Numerics,
+        sampling: SamplerOptions = USUAL,
     ) -> None:
         self.spec, self.limits, self.layout, self.cache_config, self.numerics = spec, limits, layout, cache, numerics
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=_prepare_thread)
-        self._sampler = Sampler(limits.max_num_seqs)
+        self._sampler = Sampler(limits.max_num_seqs, sampling)
         self._decoder: Decoder | None = None
         self._caches: dict[int, LayerCache] = {}
 
@@ -144,7 +159,7 @@ class ReferenceBackend:
             following = self._sampler.prompt_after(row, sequence.context, sequence.end - sequence.begin)
             if len(following):
                 logits = self._decoder.logits(hidden[sequence.begin : sequence.begin + len(following)])
-                found[index] = token_logprobs(logits, following, best)
+                found[index] = token_logprobs(logits, following, best, self._sampler.options.logprobs_mode)
         return found
 
 

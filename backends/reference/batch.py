@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.common.engine.kv_spec import CacheSpec, KvLayout, WindowCache
+from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.step import Int32, StepPlan
 
 
@@ -39,8 +39,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBatch:
-    """One KV group's part of a step. `write_slots`: int64 [T], where each token's K and V go."""
+class ViewBatch:
+    """What layers that read the cache alike need in a step. `write_slots`: int64 [T], where each token's K, V go."""
 
     write_slots: Tensor
     spans: tuple[Span, ...]
@@ -61,7 +61,7 @@ class Batch:
 
     positions: Tensor  # int64 [T]
     sequences: tuple[Sequence, ...]
-    groups: tuple[GroupBatch, ...]
+    views: tuple[ViewBatch, ...]  # one per entry of the layout's views
     num_decodes: int  # the first so many sequences have exactly one token
 
 
@@ -70,18 +70,18 @@ def make_batch(plan: StepPlan, layout: KvLayout) -> Batch:
     lengths = np.diff(plan.query_start)
     owner = np.repeat(np.arange(plan.num_seqs), lengths)
     positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
-    groups = tuple(
-        GroupBatch(
-            torch.from_numpy(_slots(table, owner, positions, layout.block_size)),
-            _spans(table, plan.context, lengths, group.spec, layout.block_size),
+    views = tuple(
+        ViewBatch(
+            torch.from_numpy(_slots(plan.block_tables[group], owner, positions, layout.block_size)),
+            _spans(plan.block_tables[group], plan.context, lengths, window, layout.block_size),
         )
-        for table, group in zip(plan.block_tables, layout.groups)
+        for group, window in layout.views
     )
     starts = plan.query_start.tolist()
     sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist()))
     longer = np.flatnonzero(lengths != 1)
     num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
-    return Batch(torch.from_numpy(positions), sequences, groups, num_decodes)
+    return Batch(torch.from_numpy(positions), sequences, views, num_decodes)
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
@@ -90,15 +90,14 @@ def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: in
     return blocks * block_size + positions % block_size
 
 
-def _spans(table: Int32, context: Int32, lengths: np.ndarray, spec: CacheSpec, block_size: int) -> tuple[Span, ...]:
+def _spans(table: Int32, context: Int32, lengths: np.ndarray, window: int | None, block_size: int) -> tuple[Span, ...]:
     ends = context + lengths
     starts = np.zeros_like(ends)
-    if isinstance(spec, WindowCache):
-        starts = np.maximum(context - spec.window + 1, 0)  # what the first new token sees
+    if window is not None:
+        starts = np.maximum(context - window + 1, 0)  # what the first new token sees
     first_pages, last_pages = starts // block_size, (ends - 1) // block_size
     consecutive = _consecutive(table, first_pages, last_pages)
     first_slots = table[np.arange(len(ends)), first_pages].astype(np.int64) * block_size + starts % block_size
-    window = spec.window if isinstance(spec, WindowCache) else None
     spans = []
     for row, (cached, start, end, slot, whole) in enumerate(
         zip(context.tolist(), starts.tolist(), ends.tolist(), first_slots.tolist(), consecutive.tolist())

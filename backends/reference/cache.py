@@ -18,11 +18,11 @@ from pagoda.common.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's K and V, each [K, P*B, H], and the KV group whose block table addresses them."""
+    """One layer's K and V, each [K, P*B, H], and the view (see KvLayout) through which the layer reads them."""
 
     keys: Tensor
     values: Tensor
-    group: int
+    view: int
 
 
 def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
@@ -32,11 +32,11 @@ def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int,
     caches: dict[int, LayerCache] = {}
     for number, group in enumerate(layout.groups):
         heads, dim = head_shape(group.spec)
-        for index, layer in enumerate(group.layers):
+        for index, (layer, window) in enumerate(zip(group.layers, group.seen)):
             key = (index, heads, dim)
             if key not in arrays:
                 arrays[key] = _zeros((heads, slots, dim), dtype), _zeros((heads, slots, dim), dtype)
-            caches[layer] = LayerCache(*arrays[key], number)
+            caches[layer] = LayerCache(*arrays[key], layout.views.index((number, window)))
     return caches
 
 

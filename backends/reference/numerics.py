@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagoda.common.config.env import OMP_NUM_THREADS
 from pagoda.common.errors import ConfigError
 
 _DTYPES = {
@@ -57,7 +58,7 @@ def thread_count() -> int:
 
     From eight cores on, one is left to the server and the tokenizer.
     """
-    if "OMP_NUM_THREADS" in os.environ:
+    if OMP_NUM_THREADS.read() is not None:
         return torch.get_num_threads()
     cores = len({_core_of(cpu) for cpu in os.sched_getaffinity(0)})
     return cores - 1 if cores >= 8 else cores

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.noise import gumbel
-from pagoda.common.engine.sampling import SamplingRules, noise_keys
+from pagoda.common.engine.sampling import (
+    USUAL,
+    LogitsProcessor,
+    LogprobsMode,
+    SamplerOptions,
+    SamplingRules,
+    noise_keys,
+)
 from pagoda.common.engine.step import RowStart, TokenLogprobs
 
 CANDIDATES: Final = 256
@@ -49,9 +56,10 @@ class RowState:
 
 
 class Sampler:
-    """Chooses one token per sampling row."""
+    """Chooses one token per sampling row. `options`: what holds for all of them."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, options: SamplerOptions = USUAL) -> None:
+        self.options = options
         self._rows: dict[int, RowState] = {}
         self.last = torch.zeros(max_rows, dtype=torch.int64)  # [rows] the token each row sampled last
 
@@ -76,10 +84,16 @@ class Sampler:
         Overwrites `logits` where a row's rules edit them.
         """
         states = [self._rows[row] for row in rows]
-        raw = {i: logits[i].clone() for i, state in enumerate(states) if state.rules.logprobs is not None}
+        asked = [i for i, state in enumerate(states) if state.rules.logprobs is not None]
+        processed = self.options.logprobs_mode.startswith("processed")
+        shown = {} if processed else {i: logits[i].clone() for i in asked}
         for i, state in enumerate(states):
             if state.edits_logits:
                 edit_logits(logits[i], state)
+            if self.options.processors:
+                _run_processors(self.options.processors, logits[i], state)
+        if processed:
+            shown = {i: drawn_from(logits[i], states[i].rules) for i in asked}
         tokens = logits.argmax(-1)
         random = [i for i, state in enumerate(states) if not state.rules.is_greedy]
         if random:
@@ -88,10 +102,29 @@ class Sampler:
         chosen = tokens.tolist()
         for state, token in zip(states, chosen):
             state.history.append(token)
+        mode = self.options.logprobs_mode
         logprobs = {
-            i: token_logprobs(row[None], tokens[i : i + 1], states[i].rules.logprobs or 0) for i, row in raw.items()
+            i: token_logprobs(row[None], tokens[i : i + 1], states[i].rules.logprobs or 0, mode)
+            for i, row in shown.items()
         }
         return tokens, logprobs
+
+
+def _run_processors(processors: Sequence[LogitsProcessor], logits: Tensor, state: RowState) -> None:
+    """The operator's edits, in place, on one row [V], which numpy sees without a copy."""
+    row = logits.numpy()
+    for processor in processors:
+        processor.apply(row, state.history, state.num_prompt, state.rules.extra_args or {})
+
+
+def drawn_from(logits: Tensor, rules: SamplingRules) -> Tensor:
+    """Edited logits [V] -> those that the token is drawn from: over temperature, filtered ones minus infinity."""
+    if rules.is_greedy:
+        return logits.clone()
+    scaled = logits / rules.temperature
+    values, ids = scaled.sort(descending=True, stable=True)
+    keep, _ = _keep(values[None], scaled.logsumexp(-1, keepdim=True)[None], [rules], whole=True)
+    return torch.full_like(scaled, -torch.inf).scatter(0, ids[keep[0]], values[keep[0]])
 
 
 def edit_logits(logits: Tensor, state: RowState) -> None:
@@ -196,9 +229,12 @@ def _pick(values: Tensor, ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
     return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
 
 
-def token_logprobs(logits: Tensor, chosen: Tensor, best: int) -> TokenLogprobs:
-    """Raw logits [n, V], chosen tokens int64 [n] -> their logprobs and the best `best` (-1: all), most likely first."""
-    logprobs = logits.log_softmax(-1)
+def token_logprobs(logits: Tensor, chosen: Tensor, best: int, mode: LogprobsMode = "raw_logprobs") -> TokenLogprobs:
+    """Logits [n, V], chosen tokens int64 [n] -> their logprobs and the best `best` (-1: all), most likely first.
+
+    `mode`: the logits themselves in place of logprobs where it says logits.
+    """
+    logprobs = logits if mode.endswith("logits") else logits.log_softmax(-1)
     own = logprobs.gather(1, chosen[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     values, ids = logprobs.topk(logits.shape[1] if best < 0 else best, dim=-1)

@@ -17,7 +17,11 @@ class CacheConfig:
     """How much memory holds K and V, in which pieces."""
 
     block_size: int | None = option(None, "Tokens per KV block; default: what the backend prefers.")
-    gpu_memory_utilization: float = option(0.9, "Share of device memory to use; on CPU the KV cache has its own flag.")
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Share of device memory to use.",
+        no_effect="a CPU shares its memory with the whole machine; --kv-cache-memory-bytes sizes its KV cache",
+    )
     kv_cache_memory_bytes: int | None = option(
         None, "Bytes of KV cache (1g, 1G); takes precedence over the share.", parse=human_readable_int
     )
@@ -72,7 +76,7 @@ class CacheConfig:
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
         ):
             if value is not None and value < 1:
-                raise ConfigError(flag, f"{value} is not positive")
+                raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
 
     @property
     def prefix_caching(self) -> bool:

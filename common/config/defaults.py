@@ -1,14 +1,19 @@
-"""The table of defaults that depend on platform, use and model."""
+"""Defaults that depend on platform, use and model, and the limits that follow; each with the reason to show for it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Final, Literal
 
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.platform import Platform
 from pagoda.common.errors import ConfigError
 
 Usage = Literal["llm", "server"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,36 +24,158 @@ class BatchDefaults:
     seqs: int
 
 
-BATCH_DEFAULTS: dict[tuple[str, Usage], BatchDefaults] = {
-    ("cpu", "llm"): BatchDefaults(4096, 256),
-    ("cpu", "server"): BatchDefaults(2048, 128),
-    ("other", "llm"): BatchDefaults(8192, 256),
-    ("other", "server"): BatchDefaults(2048, 256),
+ByUsage = Mapping[Usage, BatchDefaults]
+
+LARGE_GPU_BYTES: Final = 70 << 30
+LARGE_GPU: Final[Mapping[Usage, BatchDefaults]] = {
+    "llm": BatchDefaults(16384, 1024),
+    "server": BatchDefaults(8192, 1024),
 }
+ANY_DEVICE: Final[Mapping[Usage, BatchDefaults]] = {"llm": BatchDefaults(8192, 256), "server": BatchDefaults(2048, 256)}
+CPU: Final[Mapping[Usage, BatchDefaults]] = {"llm": BatchDefaults(4096, 256), "server": BatchDefaults(2048, 128)}
+"""Per device that shares the model."""
+TPU_TOKENS: Final[Mapping[str, Mapping[Usage, int]]] = {
+    "V6E": {"llm": 2048, "server": 1024},
+    "V5E": {"llm": 1024, "server": 512},
+    "V5P": {"llm": 512, "server": 256},
+}
+PLAIN_ARCHITECTURES: Final = ("ppc", "s390x", "riscv")
+"""Beginnings of CPU architectures that run without chunked prefill and prefix caching."""
+
+_USES: Final[Mapping[Usage, str]] = {"llm": "the LLM class", "server": "an API server"}
 
 
-def resolve_limits(config: EngineConfig, *, device: str, usage: Usage, block_size: int, model_max_len: int) -> Limits:
-    """Fill every None of the configuration. `block_size`: the backend's preference. `model_max_len`: tokens.
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model allows. `max_len`: tokens, and `why` so many, as in "it exceeds WHY".
+
+    `extensible`: a longer sequence can be computed, if not well (false for tables of learned positions).
+    """
+
+    max_len: int
+    why: str = "the model's positions"
+    extensible: bool = True
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRow:
+    """A setting's value, where it came from and, in a few words, why it is that."""
+
+    name: str
+    value: Any
+    source: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedLimits:
+    """Limits, and a row for each that nobody stated."""
+
+    limits: Limits
+    rows: tuple[ResolvedRow, ...]
+
+
+def batch_defaults(platform: Platform, usage: Usage) -> BatchDefaults:
+    """The platform's row of the tables above."""
+    large = platform.memory_bytes >= LARGE_GPU_BYTES and "a100" not in platform.device_name.lower()
+    found = (LARGE_GPU if large else ANY_DEVICE)[usage]
+    match platform.kind:
+        case "tpu":
+            tokens = TPU_TOKENS.get(platform.device_name, {}).get(usage, found.tokens)
+            return BatchDefaults(tokens, found.seqs)
+        case "cpu":
+            return BatchDefaults(CPU[usage].tokens * platform.world_size, CPU[usage].seqs * platform.world_size)
+        case _:
+            return found
+
+
+def resolve_limits(
+    config: EngineConfig, *, platform: Platform, usage: Usage, block_size: int, model: ModelLimits
+) -> ResolvedLimits:
+    """Fill every None of the configuration; what was stated stays. `block_size`: the backend's preference, in tokens.
 
     Raises ConfigError naming the flag and a value that works.
     """
+    scheduler, cache = config.scheduler, config.cache
+    max_len = _max_len(config, model)
+    chunked = _mechanism("--enable-chunked-prefill", scheduler.enable_chunked_prefill, model.chunked_prefill, platform)
+    caching = _mechanism("--enable-prefix-caching", cache.enable_prefix_caching, model.prefix_caching, platform)
+    tokens, tokens_why = _tokens(config, batch_defaults(platform, usage), max_len, chunked.value)
+    seqs, seqs_why = _seqs(config, batch_defaults(platform, usage), tokens)
+    _check_budget(tokens, seqs, max_len, chunked.value)
+    use = f"for {_USES[usage]} on {_named(platform)}"
+    rows = (
+        ResolvedRow("max_model_len", max_len, "model", f"{model.why}, if the KV cache holds as many"),
+        ResolvedRow("max_num_batched_tokens", tokens, "platform default", tokens_why or use),
+        ResolvedRow("max_num_seqs", seqs, "platform default", seqs_why or use),
+        ResolvedRow("block_size", cache.block_size or block_size, "platform default", "suits the backend's kernels"),
+        chunked,
+        caching,
+    )
+    limits = Limits(
+        max_model_len=max_len,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        block_size=cache.block_size or block_size,
+        chunked_prefill=chunked.value,
+        prefix_caching=caching.value,
+        long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
+        policy=scheduler.policy,
+        async_scheduling=scheduler.async_scheduling,
+    )
+    return ResolvedLimits(limits, rows)
+
+
+def _max_len(config: EngineConfig, model: ModelLimits) -> int:
     stated = config.model.max_model_len
-    if stated is not None and stated > model_max_len:
+    if stated is None or stated <= model.max_len:
+        return stated or model.max_len
+    if not model.extensible or not config.model.allow_long_max_model_len:
+        beyond = ", or set PAGODA_ALLOW_LONG_MAX_MODEL_LEN=1 to go beyond" if model.extensible else ""
         raise ConfigError(
-            "--max-model-len",
-            f"{stated} exceeds the {model_max_len} positions of the model; use {model_max_len} or less",
+            "--max-model-len", f"{stated} exceeds {model.why}, {model.max_len}; use {model.max_len} or less{beyond}"
         )
-    max_len = stated or model_max_len
-    scheduler = config.scheduler
-    table = BATCH_DEFAULTS.get((device, usage)) or BATCH_DEFAULTS["other", usage]
-    seqs = scheduler.max_num_seqs or table.seqs
-    tokens = scheduler.max_num_batched_tokens
-    if tokens is None:
-        tokens = table.tokens if scheduler.chunked_prefill else max(max_len, table.tokens)
-        tokens = min(seqs * max_len, tokens)
-    if scheduler.max_num_seqs is None:
-        seqs = min(seqs, tokens)
-    if not scheduler.chunked_prefill and tokens < max_len:
+    logger.warning("--max-model-len: %d exceeds %s, %d; answers may be poor beyond", stated, model.why, model.max_len)
+    return stated
+
+
+def _mechanism(flag: str, stated: bool | None, supported: bool, platform: Platform) -> ResolvedRow:
+    """Chunked prefill or prefix caching: on where the model can, off on the plain architectures."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if platform.kind == "cpu" and platform.device_name.lower().startswith(PLAIN_ARCHITECTURES):
+        if stated:
+            logger.warning("%s: off, because this CPU is a %s", flag, platform.device_name)
+        return ResolvedRow(name, False, "platform default", f"off on {platform.device_name}")
+    if stated is None:
+        return ResolvedRow(name, supported, "model", "the model supports it" if supported else "the model does not")
+    return ResolvedRow(name, stated, "")
+
+
+def _tokens(config: EngineConfig, table: BatchDefaults, max_len: int, chunked: bool) -> tuple[int, str]:
+    stated, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs or table.seqs
+    if stated is not None:
+        return stated, ""
+    tokens, why = table.tokens, ""
+    if not chunked and max_len > tokens:
+        tokens, why = max_len, f"max_model_len, above the default {table.tokens}, as prompts are not split"
+    if seqs * max_len < tokens:
+        tokens, why = seqs * max_len, f"max_num_seqs * max_model_len, below the default {tokens}"
+    return tokens, why
+
+
+def _seqs(config: EngineConfig, table: BatchDefaults, tokens: int) -> tuple[int, str]:
+    stated = config.scheduler.max_num_seqs
+    if stated is not None:
+        return stated, ""
+    if tokens < table.seqs:
+        return tokens, f"max_num_batched_tokens, below the default {table.seqs}"
+    return table.seqs, ""
+
+
+def _check_budget(tokens: int, seqs: int, max_len: int, chunked: bool) -> None:
+    if not chunked and tokens < max_len:
         raise ConfigError(
             "--max-num-batched-tokens",
             f"{tokens} cannot hold a prompt of {max_len} tokens without chunked prefill; "
@@ -56,14 +183,14 @@ def resolve_limits(config: EngineConfig, *, device: str, usage: Usage, block_siz
         )
     if tokens < seqs:
         raise ConfigError("--max-num-batched-tokens", f"{tokens} is below --max-num-seqs {seqs}; raise it to {seqs}")
-    return Limits(
-        max_model_len=max_len,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=seqs,
-        block_size=config.cache.block_size or block_size,
-        chunked_prefill=scheduler.chunked_prefill,
-        prefix_caching=config.cache.prefix_caching,
-        long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
-        policy=scheduler.policy,
-        async_scheduling=scheduler.async_scheduling,
-    )
+
+
+def _named(platform: Platform) -> str:
+    """The device in words."""
+    kind = {"cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}[platform.kind]
+    words = [f"a {kind}", f"({platform.device_name})" if platform.device_name else ""]
+    if platform.kind != "cpu" and platform.memory_bytes:
+        words.append(f"with {platform.memory_bytes >> 30} GiB")
+    if platform.world_size > 1:
+        words.append(f"times {platform.world_size} devices")
+    return " ".join(filter(None, words))

@@ -135,6 +135,7 @@ class DeprecatedConfig:
     cuda_graph_sizes: tuple[int, ...] = option(
         (),
         "Batch sizes to capture.",
+        aliases=("--CUDA-graph-sizes",),
         deprecated="--cudagraph-capture-sizes",
         becomes=_renamed("cudagraph_capture_sizes"),
     )

@@ -9,11 +9,13 @@ from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.extension import ExtensionConfig
 from pagoda.common.config.load import LoadConfig
+from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.config.lora import LoRAConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.config.multimodal import MultiModalConfig
 from pagoda.common.config.observability import ObservabilityConfig
 from pagoda.common.config.parallel import ParallelConfig
+from pagoda.common.config.runtime import RuntimeConfig
 from pagoda.common.config.scheduler import SchedulerConfig
 from pagoda.common.config.structured_outputs import StructuredOutputsConfig
 
@@ -30,6 +32,8 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     multimodal: MultiModalConfig = MultiModalConfig()
     lora: LoRAConfig = LoRAConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    logging: LoggingConfig = LoggingConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     compilation: CompilationConfig = CompilationConfig()

@@ -12,6 +12,11 @@ from pagoda.common.config.option import option
 _NO_TRANSFER: Final = "prefill and decode run in one engine here; drop it"
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionConfig:
     """Speculation, transfer, profiling, and settings that only a plugin knows."""
@@ -33,6 +38,9 @@ class ExtensionConfig:
     )
     additional_config: Mapping[str, Any] = option(
         {}, "JSON that plugins find in the configuration; the engine itself reads nothing in it.", parse=json_object
+    )
+    plugins: tuple[str, ...] | None = option(
+        None, "Names of installed plugins to load; default: all of them.", parse=names
     )
     aggregate_engine_logging: bool = option(
         False, "One log line for all engines.", no_effect="there is one engine, so its line is the sum"

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import option
+from pagoda.common.errors import ConfigError
+
+LOAD_FORMATS: Final = ("auto", "safetensors", "pt", "gguf", "dummy")
+_FOREIGN_FORMATS: Final = {
+    "npcache": "weights are mapped straight from their files, so a numpy copy beside them gains nothing; use pt",
+    "tensorizer": "its files are not read; use the safetensors files they were made from",
+    "runai_streamer": "files are read ahead by threads of the engine's own; use safetensors",
+    "runai_streamer_sharded": "one device reads a whole checkpoint; use safetensors",
+    "fastsafetensors": "files are read ahead by threads of the engine's own; use safetensors",
+    "bitsandbytes": "weights are not quantised while they load; serve a GGUF file of the model",
+    "sharded_state": "one device reads a whole checkpoint; use safetensors",
+    "mistral": "config.json and the weights beside it are read; use auto with the repository's Hugging Face files",
+}
+"""Formats that exist elsewhere, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +31,7 @@ class LoadConfig:
     load_format: str = option(
         "auto",
         "Format of the weights: auto looks at the files, dummy makes random ones.",
-        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+        choices=(*LOAD_FORMATS, *_FOREIGN_FORMATS),
     )
     download_dir: str | None = option(None, "Where hub downloads are kept; default: the hub's own cache.")
     safetensors_load_strategy: Literal["lazy", "eager"] = option(
@@ -38,3 +52,9 @@ class LoadConfig:
         "Device that torch .bin files are unpickled onto.",
         no_effect="torch .bin files are read without unpickling, straight into host memory",
     )
+
+    def __post_init__(self) -> None:
+        if self.load_format in _FOREIGN_FORMATS:
+            raise ConfigError(
+                "--load-format", f"{self.load_format} is not supported: {_FOREIGN_FORMATS[self.load_format]}"
+            )

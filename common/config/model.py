@@ -52,6 +52,9 @@ class ModelConfig:
         "Longest prompt plus answer, in tokens (1k = 1000, 1K = 1024); auto or nothing: what model and memory allow.",
         parse=human_readable_int_or_auto,
     )
+    allow_long_max_model_len: bool = option(
+        False, "Let --max-model-len exceed the model's positions; answers beyond them may be poor."
+    )
     quantization: str | None = option(
         None,
         "How the weights are quantised.",
@@ -108,9 +111,13 @@ class ModelConfig:
     override_attention_dtype: str | None = option(
         None, "Numbers of attention.", refused="attention computes in the activations' numbers; set --dtype"
     )
-    logits_processors: tuple[str, ...] = option((), "Logits processors by qualified name, run on every request.")
+    logits_processors: tuple[str, ...] = option(
+        (), "Logits processors by qualified name, package.module.Class, or by entry point, run on every request."
+    )
     io_processor_plugin: str | None = option(
-        None, "Plugin that turns requests and answers.", refused="it is for pooling models, which are not served"
+        None,
+        "Plugin that turns requests and answers.",
+        refused="it is for pooling models, which are not served; drop it",
     )
     backend: str = option("auto", "Device backend: reference, torch_cuda, jax_tpu; auto picks by platform.")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagoda.common.config.option import option
+from pagoda.common.errors import ConfigError
 
 _NO_TRACES: Final = "traces are not in this version; scrape /metrics instead"
 
@@ -14,7 +15,8 @@ _NO_TRACES: Final = "traces are not in this version; scrape /metrics instead"
 class ObservabilityConfig:
     """Metrics and traces."""
 
-    disable_log_stats: bool = option(False, "Do not log engine statistics every ten seconds.")
+    disable_log_stats: bool = option(False, "Do not log engine statistics.")
+    log_stats_interval: float = option(10.0, "Seconds between two lines of engine statistics in the log.")
     enable_log_requests: bool = option(False, "Log each generation request.")
     show_hidden_metrics_for_version: str | None = option(
         None, "Show metrics hidden since this version.", no_effect="no metric is hidden here"
@@ -32,3 +34,10 @@ class ObservabilityConfig:
     enable_mfu_metrics: bool = option(
         False, "Report the share of peak FLOP/s.", refused="peak FLOP/s of a CPU are not known; use tokens/s"
     )
+
+    def __post_init__(self) -> None:
+        if not self.log_stats_interval > 0:
+            raise ConfigError(
+                "--log-stats-interval",
+                f"{self.log_stats_interval} is not a positive number of seconds; --disable-log-stats ends the lines",
+            )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from pagoda.common.config.extension import names
+from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
@@ -38,6 +41,9 @@ class ServerConfig:
         "info", "How much the HTTP server logs."
     )
     disable_uvicorn_access_log: bool = option(False, "Do not log each HTTP request.")
+    disable_access_log_for_endpoints: tuple[str, ...] = option(
+        (), "Paths whose requests are not logged, between commas: /health,/metrics.", parse=names
+    )
     allow_credentials: bool = option(False, "CORS: allow credentials.")
     allowed_origins: tuple[str, ...] = option(("*",), "CORS: allowed origins, as a JSON list.", parse=json_list)
     allowed_methods: tuple[str, ...] = option(("*",), "CORS: allowed methods, as a JSON list.", parse=json_list)
@@ -55,7 +61,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = option(False, "Write tokens in logprobs as token_id:N.")
     enable_request_id_headers: bool = option(False, "Answer with an X-Request-Id header.")
     enable_log_outputs: bool = option(False, "Log each answer too; needs --enable-log-requests.")
-    log_config_file: str | None = option(None, "JSON for logging.config.dictConfig, in place of the usual logging.")
+    enable_log_deltas: bool = option(True, "With --enable-log-outputs: log each message of a stream too.")
     log_error_stack: bool = option(False, "Show the traceback of an error that ends the command, or fails a request.")
     enable_server_load_tracking: bool = option(False, "Count running requests and answer GET /load.")
     enable_tokenizer_info_endpoint: bool = option(False, "Answer GET /tokenizer_info.")
@@ -63,12 +69,18 @@ class ServerConfig:
         "auto",
         "Content of messages as the template gets it: text, or a list of parts; auto looks at the template.",
     )
+    default_chat_template_kwargs: Mapping[str, Any] = option(
+        {}, "JSON: variables of the chat template for requests that do not set them.", parse=json_object
+    )
     middleware: tuple[str, ...] = option((), "ASGI middleware by qualified name: a class or an async function.")
+    ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and older, as OpenSSL names them; default: OpenSSL's.")
     enable_ssl_refresh: bool = option(False, "Load key and certificate again when their files change.")
     api_server_count: int = option(
         1, "HTTP processes.", aliases=("-asc",), refused="one process serves HTTP; start more servers for more"
     )
-    headless: bool = option(False, "An engine without HTTP.", refused="there are no other nodes to be a part of")
+    headless: bool = option(
+        False, "An engine without HTTP.", refused="there are no other nodes to be a part of; drop it"
+    )
     lora_modules: tuple[str, ...] = option(
         (), "LoRA adapters, name=path.", refused="LoRA adapters are not in this version; serve the merged weights"
     )
@@ -83,7 +95,12 @@ class ServerConfig:
         4194304, "Largest header, for h11.", no_effect="another HTTP parser is used; --max-body-bytes bounds requests"
     )
     h11_max_header_count: int = option(256, "Most headers, for h11.", no_effect="another HTTP parser is used")
+    sse_keep_alive_interval: float = option(
+        0.0, "Seconds without a message after which a stream says that it is alive, for proxies; 0: never."
+    )
     shutdown_timeout: float = option(0.0, "Seconds that running requests get to finish after SIGTERM; 0: none.")
+    keep_alive_on_engine_death: bool = option(False, "Stay up when the engine dies, and answer every request with 503.")
+    server_dev_mode: bool = option(False, "Answer POST /reset_prefix_cache, for development.")
     max_body_bytes: int = option(32 * 2**20, "Largest request body.")
 
     def __post_init__(self) -> None:
@@ -94,16 +111,22 @@ class ServerConfig:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
             raise ConfigError(missing, "TLS needs both --ssl-keyfile and --ssl-certfile")
-        if self.enable_ssl_refresh and self.ssl_certfile is None:
-            raise ConfigError("--enable-ssl-refresh", "there is no certificate; give --ssl-keyfile and --ssl-certfile")
+        for name in ("enable_ssl_refresh", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+            if getattr(self, name) and self.ssl_certfile is None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(flag, "there is no certificate; give --ssl-keyfile and --ssl-certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
-        if not 0.0 <= self.shutdown_timeout < float("inf"):
-            raise ConfigError("--shutdown-timeout", f"{self.shutdown_timeout} is not a number of seconds")
+        for flag, seconds in (
+            ("--shutdown-timeout", self.shutdown_timeout),
+            ("--sse-keep-alive-interval", self.sse_keep_alive_interval),
+        ):
+            if not 0.0 <= seconds < float("inf"):
+                raise ConfigError(flag, f"{seconds} is not a number of seconds")
         if self.max_body_bytes < 1:
-            raise ConfigError("--max-body-bytes", f"{self.max_body_bytes} is not positive")
+            raise ConfigError("--max-body-bytes", f"{self.max_body_bytes} is not positive; use 1 or more")
         if self.max_log_len is not None and self.max_log_len < 0:
-            raise ConfigError("--max-log-len", f"{self.max_log_len} is negative")
+            raise ConfigError("--max-log-len", f"{self.max_log_len} is negative; use 0 or more, or drop it for all")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("--root-path", f"{self.root_path} does not start with /")
 

@@ -6,6 +6,7 @@ Everything that lists settings reads it: the parsers, the help, `--explain-confi
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,18 +17,25 @@ import msgspec
 
 from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.nearest import did_you_mean
 from pagoda.common.config.option import Option
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError
 
-_SWITCH_WORDS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_SWITCH_WORDS: Final = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_NOTHING: Final = ("", "None")
+_KINDS: Final[dict[Any, str]] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_SECRETS: Final = frozenset({"api_key", "hf_token"})
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration field. `group`: the class that holds it; `name`: its keyword and YAML key."""
+    """One configuration field. `config`: the class that holds it; `name`: its keyword and YAML key."""
 
-    group: str
+    config: type[Any]
     field: str
     name: str
     hint: Any
@@ -35,14 +43,24 @@ class Setting:
     option: Option
 
     @property
+    def group(self) -> str:
+        """The name of the class that holds it."""
+        return self.config.__name__
+
+    @property
     def flag(self) -> str:
         """`--its-flag`."""
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.key
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Every spelling, the full one first."""
         return (self.flag, *self.option.aliases)
+
+    @property
+    def key(self) -> str:
+        """The key in the file of `--config`."""
+        return self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -77,12 +95,27 @@ class Setting:
         """True when the value is a JSON object, which dotted flags may write piecewise."""
         return get_origin(self.plain) is Mapping
 
+    @property
+    def is_secret(self) -> bool:
+        """True when the value is shown to nobody."""
+        return self.name in _SECRETS
+
+    @property
+    def kind(self) -> str:
+        """What its value is, in words: `a whole number`, `one of auto, float32`."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        if self.is_json:
+            return "a JSON object"
+        if self.is_list:
+            return "a list of " + {int: "whole numbers", float: "numbers"}.get(get_args(self.plain)[0], "texts")
+        return _KINDS.get(self.plain, "text")
+
     def convert(self, value: Any) -> Any:
         """A keyword's value as the configuration wants it; None means the default. Raises ConfigError."""
         if value is None:
             return self.default
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
+        value = _named(value)
         if self.is_list and isinstance(value, str) and self.option.parse is None:
             value = (value,)
         if get_origin(self.plain) is Literal and not isinstance(value, str):
@@ -90,9 +123,11 @@ class Setting:
         return self._checked(value, value, strict=True)
 
     def convert_text(self, text: str | list[str]) -> Any:
-        """What a flag, a variable or a YAML scalar says, in words. Raises ConfigError."""
-        if self.hint is not self.plain and text in ("", "None", ["None"]):
+        """What a flag or a YAML scalar says, in words. Raises ConfigError."""
+        if self.hint is not self.plain and (text in _NOTHING or text == ["None"]):
             return None
+        if self.is_json and text in _NOTHING:
+            return self.default
         value: Any = text
         if self.is_list and isinstance(text, str):
             value = [text]
@@ -102,16 +137,40 @@ class Setting:
             value = [each for word in value for each in self._parsed(word)]
         return self._checked(value, text, strict=False)
 
+    def convert_variable(self, text: str) -> Any:
+        """What a variable says; a list is words with spaces between, or a JSON array. Raises ConfigError."""
+        if not self.is_list:
+            return self.convert_text(text)
+        if not text.lstrip().startswith("["):
+            return self.convert_text(text.split())
+        try:
+            return self.convert(tuple(json.loads(text)))
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(self.flag, f"{_said(text)} is no JSON array: {error}") from None
+
     def _checked(self, value: Any, said: Any, *, strict: bool) -> Any:
         if self.option.parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
             value = self._parsed(value)
         try:
             value = msgspec.convert(value, self.hint, strict=strict)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise ConfigError(self.flag, f"{_said(said)}: {error}{self._hint_of_choices()}") from None
+        except (ValueError, msgspec.ValidationError):
+            raise self._no(said) from None
+        if isinstance(value, float) and value != value:
+            raise self._no(said)
         if self.option.choices and value is not None and value not in self.option.choices:
-            raise ConfigError(self.flag, f"{_said(said)} is no choice{self._hint_of_choices()}")
+            raise self._no(said)
+        try:
+            msgspec.msgpack.encode(value)  # as on the way to the engine's process
+        except (ValueError, OverflowError, RecursionError, TypeError):
+            message = f"{_said(said)} holds what cannot be passed on; use UTF-8 text and numbers of 64 bits"
+            raise ConfigError(self.flag, message) from None
         return value
+
+    def _no(self, said: Any) -> ConfigError:
+        near = did_you_mean(said, map(str, self.choices)) if self.choices and isinstance(said, str) else ""
+        return ConfigError(self.flag, f"{_said(said)} is not {self.kind}{near}")
 
     def _parsed(self, value: Any) -> Any:
         assert self.option.parse is not None
@@ -119,9 +178,6 @@ class Setting:
             return self.option.parse(str(value))
         except ValueError as error:
             raise ConfigError(self.flag, f"{_said(value)}: {error}") from None
-
-    def _hint_of_choices(self) -> str:
-        return f"; choose from {', '.join(map(str, self.choices))}" if self.choices else ""
 
     def note(self, value: Any) -> str | None:
         """What the user should hear about a converted value, or None. Raises ConfigError when it is refused."""
@@ -136,10 +192,31 @@ class Setting:
             return None
         raise ConfigError(self.flag, f"{_said(value)} is not supported: {option.why}")
 
+    def shown(self, value: Any) -> str:
+        """A value as one would write it in the file of `--config`; a secret as `***`."""
+        if value is None or value in ((), {}, ""):
+            return "nothing"
+        if self.is_secret:
+            return "***"
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, tuple):
+            return " ".join(map(str, value))
+        return json.dumps(value) if isinstance(value, Mapping) else str(value)
+
+
+def _named(value: Any) -> Any:
+    """Python values as text: a path, and a class as its qualified name; also inside a list."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return tuple(map(_named, value)) if isinstance(value, list | tuple) else value
+
 
 def _said(value: Any) -> str:
-    if isinstance(value, list):
-        value = " ".join(map(str, value))
+    if isinstance(value, list | tuple):
+        value = " ".join(value) if all(isinstance(each, str) for each in value) else list(value)
     return repr(value) if isinstance(value, str) else str(value)
 
 
@@ -149,7 +226,7 @@ def settings_of(config: type[Any]) -> Iterator[Setting]:
     for each in dataclasses.fields(config):
         option: Option = each.metadata["option"]
         yield Setting(
-            group=config.__name__,
+            config=config,
             field=each.name,
             name=(option.flag or each.name).replace("-", "_"),
             hint=hints[each.name],
@@ -175,4 +252,4 @@ DOCUMENTED_GROUPS: Final = (*ENGINE_GROUPS.values(), DeprecatedConfig, ServerCon
 
 def build(config: type[Any], values: Mapping[str, Any], settings: Iterable[Setting]) -> Any:
     """A configuration class from values by setting name."""
-    return config(**{s.field: values[s.name] for s in settings if s.group == config.__name__ and s.name in values})
+    return config(**{s.field: values[s.name] for s in settings if s.config is config and s.name in values})

@@ -8,7 +8,8 @@ Knows the order of things and nothing else: the scheduler decides, the backend c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from pagoda.common.backend import Backend, PendingResult
 from pagoda.common.config.engine import Limits
@@ -16,17 +17,61 @@ from pagoda.common.engine.kv_manager import KvManager
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.errors import ConfigError
+
+
+class StepScheduler(Protocol):
+    """What the step loop asks of a scheduler: the interface of another one. Most subclass scheduler.Scheduler."""
+
+    def add(self, asked: EngineRequest) -> None:
+        """Put a request in line. Raises RequestError naming the field when it can never run."""
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests and free what they hold; unknown ids are skipped."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests running or waiting."""
+        ...
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None when nothing can be computed before a result comes back or a request is added."""
+        ...
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
+        """Take the result of the oldest step in flight. Returns what is new for whom."""
+        ...
+
+    def stats(self, last_step_tokens: int = 0) -> EngineStats:
+        """A snapshot."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Every row and block is accounted for. Raises RuntimeError."""
+        ...
+
+
+MakeScheduler = Callable[[Limits, KvManager], StepScheduler]
 
 
 class EngineCore:
     """One model's engine over a backend that is loaded and has `num_blocks` KV blocks, the null block included.
 
-    Not thread-safe. When `step` raises what the backend raised, the engine is dead: make a new one.
+    `scheduler`: makes the scheduler. Not thread-safe. When `step` raises what the backend raised, the engine is dead:
+    make a new one.
     """
 
-    def __init__(self, backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        layout: KvLayout,
+        limits: Limits,
+        num_blocks: int,
+        scheduler: MakeScheduler = Scheduler,
+    ) -> None:
         if layout.block_size != limits.block_size:
             raise ConfigError(
                 "--block-size", f"{limits.block_size} differs from the cache layout's {layout.block_size}"
@@ -42,7 +87,7 @@ class EngineCore:
             prefix_caching=limits.prefix_caching,
             prefers_extents=backend.capabilities.prefers_extents,
         )
-        self._scheduler = Scheduler(limits, self._kv)
+        self._scheduler = scheduler(limits, self._kv)
         self._depth = 2 if limits.async_scheduling else 1
         self._pending: deque[tuple[StepPlan, PendingResult]] = deque()
 

@@ -13,7 +13,9 @@ array j of the backend's cache, so a block id costs the same bytes whichever gro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Mixer, ModelSpec
 
 
@@ -70,18 +72,33 @@ CacheSpec = FullCache | WindowCache | LatentCache | StateCache
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share one block table. `layers`: layer indices; position in the tuple = index of the cache array."""
+    """Layers that share one block table. `layers`: layer indices; position in the tuple = index of the cache array.
+
+    `windows`: tokens that each layer sees, where layers of several windows share the table; empty: what `spec` says.
+    """
 
     spec: CacheSpec
     layers: tuple[int, ...]
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def seen(self) -> tuple[int | None, ...]:
+        """The window of each layer, in tokens; None sees all."""
+        own = self.spec.window if isinstance(self.spec, WindowCache) else None
+        return self.windows or (own,) * len(self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KvLayout:
     """The groups of a model and the number of tokens in a block."""
 
     groups: tuple[KvGroup, ...]
     block_size: int
+
+    @cached_property
+    def views(self) -> tuple[tuple[int, int | None], ...]:
+        """(group, window): the ways in which layers read the cache, each with its block table and its mask."""
+        return tuple(dict.fromkeys((number, each) for number, group in enumerate(self.groups) for each in group.seen))
 
     @property
     def layers_per_group(self) -> int:
@@ -102,14 +119,18 @@ def cache_spec(mixer: Mixer) -> CacheSpec:
     return WindowCache(mixer.kv_heads, mixer.head_dim, mixer.window)
 
 
-def kv_layout(spec: ModelSpec, block_size: int) -> KvLayout:
+def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
     """Groups of equal size over the layers of a model; the last group of a kind may be short.
 
     The group size is the smallest number of layers that any kind has, so no kind wastes more than one group's padding.
+    `hybrid` False: one group; layers with a window keep everything and still see no more than their window.
+    Raises ConfigError where layers keep too different things for that.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         kinds.setdefault(cache_spec(layer.mixer), []).append(index)
+    if not hybrid and len(kinds) > 1:
+        return KvLayout((_one_group(spec, list(kinds)),), block_size)
     size = min(len(layers) for layers in kinds.values())
     groups = [
         KvGroup(kind, tuple(layers[start : start + size]))
@@ -117,3 +138,14 @@ def kv_layout(spec: ModelSpec, block_size: int) -> KvLayout:
         for start in range(0, len(layers), size)
     ]
     return KvLayout(tuple(groups), block_size)
+
+
+def _one_group(spec: ModelSpec, kinds: list[CacheSpec]) -> KvGroup:
+    """Every layer, keeping every token."""
+    whole = {FullCache(kind.kv_heads, kind.head_dim) for kind in kinds if isinstance(kind, FullCache | WindowCache)}
+    if len(whole) != 1 or not all(isinstance(kind, FullCache | WindowCache) for kind in kinds):
+        raise ConfigError(
+            "--disable-hybrid-kv-cache-manager",
+            "the layers of this model keep K and V of different shapes, which one group cannot hold; drop the flag",
+        )
+    return KvGroup(whole.pop(), tuple(range(len(spec.layers))), tuple(layer.mixer.window for layer in spec.layers))

@@ -1,8 +1,8 @@
 """How a token is chosen: the rules of one request, and the one definition of sampling noise.
 
 Knows token ids only, no text. Every backend implements the same order: logits -> repetition, frequency and
-presence penalties -> logit_bias -> masks (allowed ids, bad words, min_tokens) -> temperature -> top-k -> top-p
--> min-p -> argmax(logits + gumbel). Logprobs are of the raw logits, before all of it.
+presence penalties -> logit_bias -> masks (allowed ids, bad words, min_tokens) -> logits processors -> temperature
+-> top-k -> top-p -> min-p -> argmax(logits + gumbel). LogprobsMode says at which end of it logprobs are taken.
 
 The noise is counter-based: a 32-bit hash of (seed, position, token id). The same integers come out in numpy,
 torch, Triton and JAX, so one seed gives one answer in any batch. Greedy rows draw none.
@@ -10,11 +10,17 @@ torch, Triton and JAX, so one seed gives one answer in any batch. Greedy rows dr
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""What logprobs hold. raw: as the model gave them. processed: as the token was drawn from them, that is after all
+rules; tokens that cannot be drawn have minus infinity. A greedy row has no temperature and no filters. Prompt tokens
+were not drawn, so that both show theirs raw."""
 
 GREEDY_EPSILON: Final = 1e-5
 """Temperatures below this are greedy."""
@@ -26,6 +32,7 @@ class SamplingRules:
 
     `top_k` 0 keeps all. `stop_ids`: tokens masked out while fewer than `min_tokens` were generated.
     `logprobs` / `prompt_logprobs`: how many best tokens to report (0: only the chosen one, -1: all); None: no report.
+    `extra_args`: what the request says to logits processors; the engine itself reads nothing in it.
     """
 
     temperature: float = 0.0
@@ -43,6 +50,7 @@ class SamplingRules:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -53,6 +61,37 @@ class SamplingRules:
     def has_penalties(self) -> bool:
         """True when the history of the request changes its logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+
+class LogitsProcessor(Protocol):
+    """Code of the operator's that edits logits. One object serves all requests, so it keeps no state of any.
+
+    The backend's warm-up calls it too, on a made-up prompt. What it raises ends the engine.
+    """
+
+    def apply(
+        self,
+        logits: npt.NDArray[np.float32],
+        token_ids: Sequence[int],
+        num_prompt: int,
+        extra_args: Mapping[str, Any],
+    ) -> None:
+        """Edit the logits [V] of one sequence's next token in place; minus infinity forbids a token.
+
+        `token_ids`: every token so far, the first `num_prompt` of them prompt. `extra_args`: the request's own.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """What holds for all requests of an engine. `processors` run in order."""
+
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    processors: tuple[LogitsProcessor, ...] = ()
+
+
+USUAL: Final = SamplerOptions()
 
 
 U32 = npt.NDArray[np.uint32]

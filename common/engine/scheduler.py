@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -48,11 +48,12 @@ class _Flight:
 
 
 class Scheduler:
-    """Plans steps and takes their results, in the same order."""
+    """Plans steps and takes their results, in the same order. `settings`: --additional-config, for subclasses."""
 
-    def __init__(self, limits: Limits, kv: KvManager) -> None:
+    def __init__(self, limits: Limits, kv: KvManager, settings: Mapping[str, Any] | None = None) -> None:
         _check(limits)
         self.limits = limits
+        self.settings = settings or {}
         self.kv = kv
         self.running: list[Request] = []
         self.waiting: WaitingQueue = PriorityQueue() if limits.policy == "priority" else FcfsQueue()

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import Family
 from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.overrides import refuse_quantised
 from pagoda.common.models.spec import ModelSpec
 
 ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
@@ -48,8 +49,9 @@ def family(architecture: str) -> Family:
 def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     """The model that a Hugging Face config describes, and its family.
 
-    Raises ModelError for an unknown architecture, and for a key that is missing, unknown or out of range.
+    Raises ModelError for quantised weights, an unknown architecture, and a key missing, unknown or out of range.
     """
+    refuse_quantised(config)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ModelError(f"config.json: architectures is {architectures!r}; it must name one architecture")

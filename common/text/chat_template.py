@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jinja2
 
 from pagoda.common.errors import RequestError
+from pagoda.common.text import content_format as formats
 from pagoda.common.text.template_sandbox import compile_template
 from pagoda.common.text.tokenizer import Tokenizer
 
@@ -33,12 +34,14 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     special_tokens: Mapping[str, str] | None = None,
+    content_format: Literal["auto", "string", "openai"] = "auto",
     **kwargs: Any,
 ) -> str:
     """The prompt text of `messages`.
 
     `add_generation_prompt`: end with what opens the assistant's answer. `continue_final_message`: end within the last
     message, so that the answer goes on with it. `special_tokens`: role -> text, such as "bos_token" -> "<s>".
+    `content_format`: give the template each content as text, or as a list of parts; auto: what it looks for.
     `kwargs`: further variables of the template. Raises RequestError("messages") when the messages are malformed or the
     template refuses them, RequestError("chat_template") when it is no valid jinja.
     """
@@ -46,15 +49,17 @@ def render(
         raise RequestError(
             "continue_final_message", "continue_final_message and add_generation_prompt exclude each other; set one"
         )
+    compiled = _compiled(template)
+    parts = (formats.content_format(template) if content_format == "auto" else content_format) == "openai"
     try:
-        plain = [_message(f"messages[{i}]", message) for i, message in enumerate(_nonempty(messages))]
+        plain = [_message(f"messages[{i}]", message, parts) for i, message in enumerate(_nonempty(messages))]
         variables = _plain("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})
     except RecursionError:
         raise RequestError("messages", "the messages are nested too deeply") from None
     if continue_final_message:
-        plain[-1] = {**plain[-1], "content": plain[-1]["content"] + _END_MARK}
+        plain[-1] = {**plain[-1], "content": _marked(plain[-1]["content"])}
     scope = {"messages": plain, "add_generation_prompt": add_generation_prompt}
-    text = _render(_compiled(template), {**(special_tokens or {}), **variables, **scope})
+    text = _render(compiled, {**(special_tokens or {}), **variables, **scope})
     return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -76,28 +81,36 @@ def _nonempty(messages: object) -> Sequence[object]:
     return messages
 
 
-def _message(place: str, message: object) -> dict[str, Any]:
-    """A message as templates expect it: plain values, content a string, the arguments of tool calls objects."""
+def _message(place: str, message: object, parts: bool) -> dict[str, Any]:
+    """A message as templates expect it: plain values, content text or parts, the arguments of tool calls objects."""
     if not isinstance(message, Mapping):
         raise RequestError("messages", f"{place} must be an object with role and content")
     if not isinstance(message.get("role"), str):
         raise RequestError("messages", f"{place}.role must be a string")
     plain: dict[str, Any] = _plain(place, message)
-    plain["content"] = _content(f"{place}.content", plain.get("content"))
+    texts = _texts(f"{place}.content", plain.get("content"))
+    plain["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_tool_call(f"{place}.tool_calls", call) for call in plain["tool_calls"]]
     return plain
 
 
-def _content(place: str, content: object) -> str:
-    """Text parts joined by line breaks, which is how a template that knows strings only is given several."""
+def _texts(place: str, content: object) -> list[str]:
+    """The parts of a content. A template that knows text only is given them with line breaks between."""
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise RequestError("messages", f"{place} must be a string or a list of parts")
-    return "\n".join(_part(f"{place}[{i}]", part) for i, part in enumerate(content))
+    return [_part(f"{place}[{i}]", part) for i, part in enumerate(content)]
+
+
+def _marked(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """The content with the end mark behind its text."""
+    if isinstance(content, str):
+        return content + _END_MARK
+    return [*content[:-1], {"type": "text", "text": (content[-1]["text"] if content else "") + _END_MARK}]
 
 
 def _part(place: str, part: object) -> str:

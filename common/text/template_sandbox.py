@@ -38,9 +38,14 @@ class TemplateLimitError(jinja2.TemplateError):
     """A template that went beyond a bound."""
 
 
+def parse_template(source: str) -> nodes.Template:
+    """A template's syntax tree. Raises jinja2.TemplateSyntaxError."""
+    return _ENVIRONMENT.parse(source)
+
+
 def compile_template(source: str) -> jinja2.Template:
     """A template ready to render. Raises jinja2.TemplateSyntaxError."""
-    tree = _ENVIRONMENT.parse(source)
+    tree = parse_template(source)
     for loop in tree.find_all(nodes.For):
         loop.iter = _filtered(loop.iter, _count_rounds.__name__)
     for joined in list(tree.find_all(nodes.Concat)):

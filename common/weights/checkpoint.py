@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pagoda.common.config.load import LOAD_FORMATS
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf import GgufFile
 from pagoda.common.weights.gguf_checkpoint import GgufCheckpoint
+from pagoda.common.weights.gguf_files import pick_gguf
 from pagoda.common.weights.hub import resolve_model
 from pagoda.common.weights.mapped import NamedTensor
 
@@ -51,43 +53,53 @@ class Checkpoint(Protocol):
 
 
 _FOLDER_FORMATS = {"auto": ("safetensors", "pt"), "safetensors": ("safetensors",), "pt": ("pt",), "dummy": ()}
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
 def open_checkpoint(
     model: str | Path,
     load_format: str = "auto",
     *,
+    weights: bool = True,
     revision: str | None = None,
     token: str | None = None,
     download_dir: str | None = None,
+    ignore_patterns: Sequence[str] = (),
+    eager: bool = False,
 ) -> Checkpoint:
-    """The checkpoint MODEL names: a folder, a .gguf file, or a hub id (fetched with revision, token, download_dir).
+    """The checkpoint MODEL names, see `resolve_model`; of a hub id what is missing is fetched.
 
-    `load_format` restricts what is looked for; `dummy` reads the config and yields no tensors.
+    `load_format` restricts what is looked for; `dummy`, and any other with `weights` off, reads the config and yields
+    no tensors. `eager`: safetensors files are read whole instead of mapped.
     Raises ModelError or WeightError, one line with cause and remedy.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format} is unknown; known: {', '.join(LOAD_FORMATS)}")
-    path = resolve_model(str(model), load_format, revision=revision, token=token, download_dir=download_dir)
-    if path.is_file():
-        return _open_file(path, load_format)
-    gguf = _gguf_in(path, load_format)
-    if gguf is not None:
-        return _open_file(gguf, load_format)
+    weights = weights and load_format != "dummy"
+    path = resolve_model(
+        str(model),
+        load_format,
+        weights=weights,
+        revision=revision,
+        token=token,
+        download_dir=download_dir,
+        ignore_patterns=ignore_patterns,
+    )
+    file = path if path.is_file() else _gguf_in(path, load_format)
+    if file is not None:
+        return _open_file(file, load_format, weights)
     if load_format == "gguf":
         raise ModelError(f"{path}: no .gguf file in this folder")
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no config.json in this folder; is it a model's folder?")
-    return FolderCheckpoint(path, _FOLDER_FORMATS[load_format])
+    return FolderCheckpoint(path, _FOLDER_FORMATS[load_format] if weights else (), eager=eager)
 
 
-def _open_file(path: Path, load_format: str) -> Checkpoint:
+def _open_file(path: Path, load_format: str, weights: bool) -> Checkpoint:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         raise ModelError(f"{path}: weights alone are not a model; give the folder that holds it and config.json")
     if load_format in ("safetensors", "pt"):
         raise ModelError(f"{path}: is a file, but --load-format {load_format} reads a folder")
-    return GgufCheckpoint(GgufFile(path), weights=load_format != "dummy")
+    return GgufCheckpoint(GgufFile(path), weights=weights)
 
 
 def _gguf_in(folder: Path, load_format: str) -> Path | None:
@@ -98,7 +110,8 @@ def _gguf_in(folder: Path, load_format: str) -> Path | None:
         return None
     if load_format == "dummy" and (folder / "config.json").is_file():
         return None
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) > 1:
-        raise ModelError(f"{folder}: holds several models: {', '.join(file.name for file in files)}; name one of them")
-    return files[0] if files else None
+    names = [file.name for file in sorted(folder.glob("*.gguf"))]
+    try:
+        return folder / pick_gguf(names) if names else None
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None

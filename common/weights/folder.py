@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import ModelError, WeightError
-from pagoda.common.weights.mapped import NamedTensor, read_json
+from pagoda.common.weights.mapped import NamedTensor, read_file, read_json
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 
@@ -31,12 +31,16 @@ class WeightFile(Protocol):
 
 
 class FolderCheckpoint:
-    """A folder as `save_pretrained` writes it. `formats`: what to look for, best first; none: the config alone."""
+    """A folder as `save_pretrained` writes it. `formats`: what to look for, best first; none: the config alone.
+
+    `eager`: read each safetensors file whole before its tensors are handed out, instead of mapping it.
+    """
 
     gguf_metadata: Mapping[str, Any] | None = None
 
-    def __init__(self, folder: Path, formats: Sequence[str]) -> None:
+    def __init__(self, folder: Path, formats: Sequence[str], *, eager: bool = False) -> None:
         self.folder = folder
+        self._eager = eager
         self._config = read_json(folder / "config.json")
         self._files = _open_files(folder, formats)
 
@@ -62,8 +66,15 @@ class FolderCheckpoint:
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor, file by file; arrays share the files' memory."""
         for file, names in self._files:
-            for name in names:
-                yield name, file.tensor(name)
+            if self._eager and isinstance(file, SafetensorsFile):
+                yield from _tensors(SafetensorsFile(file.path, read_file(file.path)), names)
+            else:
+                yield from _tensors(file, names)
+
+
+def _tensors(file: WeightFile, names: Iterable[str]) -> Iterator[NamedTensor]:
+    for name in names:
+        yield name, file.tensor(name)
 
 
 _SUFFIXES = {"safetensors": ".safetensors", "pt": ".bin"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +24,29 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     The mapping is private: arrays cut from it are writable, and what is written never reaches the file.
     Raises WeightError for a file that is absent, empty or unreadable.
     """
+    with _opened(path) as file:
+        try:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except ValueError:
+            raise WeightError(f"{path}: the file is empty; download it again") from None
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def read_file(path: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of a file, read whole from front to back. Raises WeightError for one absent or unreadable."""
+    with _opened(path) as file:
+        return np.fromfile(file, dtype=np.uint8)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            yield file
     except FileNotFoundError:
         raise WeightError(f"{path}: no such file; the checkpoint is incomplete, download it again") from None
-    except ValueError:
-        raise WeightError(f"{path}: the file is empty; download it again") from None
     except OSError as error:
         raise WeightError(f"{path}: cannot be read ({error.strerror})") from None
-    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -57,11 +57,14 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """A validated file. Opening reads the header only; a tensor's bytes are read when they are touched."""
+    """A validated file. Opening reads the header only; a tensor's bytes are read when they are touched.
 
-    def __init__(self, path: Path) -> None:
+    `data`: the file's bytes where they are in memory already, in place of a mapping.
+    """
+
+    def __init__(self, path: Path, data: npt.NDArray[np.uint8] | None = None) -> None:
         self.path = path
-        self._data = map_file(path)
+        self._data = map_file(path) if data is None else data
         header_bytes, header = _header(path, self._data)
         self._start = _LENGTH_BYTES + header_bytes
         self._entries = {

@@ -29,6 +29,8 @@ _OWN_KEYWORDS: Final = frozenset(
         "unk_token",
         "return_dict",
         "return_tensors",
+        "content_format",
+        "special_tokens",
         "raise_exception",
         "strftime_now",
     }
@@ -36,6 +38,14 @@ _OWN_KEYWORDS: Final = frozenset(
 """Names that chat_template_kwargs may not set: they are fields of the request, or the template's own surroundings."""
 
 MAX_TEMPLATE_KEYWORDS: Final = 64
+
+
+def fault_of_keywords(keywords: Mapping[str, Any]) -> str:
+    """What is wrong with variables for a chat template; empty when nothing is."""
+    if len(keywords) > MAX_TEMPLATE_KEYWORDS:
+        return f"may have at most {MAX_TEMPLATE_KEYWORDS} entries"
+    own = next((name for name in keywords if name in _OWN_KEYWORDS), None)
+    return "" if own is None else f"may not set {own!r}"
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -82,11 +92,9 @@ class ChatCompletionRequest(SamplingFields):
             raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
         for index, message in enumerate(self.messages):
             _check_message(f"messages[{index}]", message)
-        for name in self.chat_template_kwargs or ():
-            if name in _OWN_KEYWORDS:
-                raise RequestError("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
-        if len(self.chat_template_kwargs or ()) > MAX_TEMPLATE_KEYWORDS:
-            raise RequestError("chat_template_kwargs", f"at most {MAX_TEMPLATE_KEYWORDS} entries are allowed")
+        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        if fault:
+            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
 
     @property
     def opens_answer(self) -> bool:
@@ -102,15 +110,11 @@ class ChatCompletionRequest(SamplingFields):
         except RequestError as error:
             raise self.in_own_names(error) from None
 
-    def in_own_names(self, error: RequestError) -> RequestError:
-        """An error of SamplingParams under the name that the field has in this request."""
-        field = {"logprobs": "top_logprobs", "prompt": "messages"}.get(error.field, error.field)
+    def own_name(self, field: str) -> str:
+        """The name of a SamplingParams field in this request."""
         if field == "max_tokens" and self.max_completion_tokens is not None:
-            field = "max_completion_tokens"
-        message = str(error)
-        if message.startswith(error.field):
-            message = field + message.removeprefix(error.field)
-        return RequestError(field, message)
+            return "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(field, super().own_name(field))
 
 
 def _check_message(where: str, message: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagoda.common.errors import EngineDeadError, PagodaError, RequestError
+from pagoda.common.errors import EngineDeadError, PagodaError, QueueFullError, RequestError
 
 _TYPES: Final = {
     400: "BadRequestError",
@@ -14,6 +14,7 @@ _TYPES: Final = {
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    429: "TooManyRequestsError",
     503: "ServiceUnavailableError",
 }
 
@@ -49,6 +50,8 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(400, str(error), error.field or None)
         case ModelNotFoundError():
             return HttpError(404, str(error), "model")
+        case QueueFullError():
+            return HttpError(429, str(error))
         case UnavailableError():
             return HttpError(503, str(error))
         case EngineDeadError():

@@ -72,6 +72,7 @@ class SamplingFields(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = Field(None, description="For logits processors; refused without any.")
 
     truncation_side: Any = unsupported(harmless=("left",))
     response_format: Any = unsupported(harmless=({"type": "text"},))
@@ -87,10 +88,20 @@ class SamplingFields(Body):
     return_mm_kwargs: Any = unsupported()
     kv_transfer_params: Any = unsupported()
     ec_transfer_params: Any = unsupported()
-    vllm_xargs: Any = unsupported()
     repetition_detection: Any = unsupported()
     thinking_token_budget: Any = unsupported()
     stream_interval: Any = unsupported(harmless=(1,))
+
+    def own_name(self, field: str) -> str:
+        """The name of a SamplingParams field in this request."""
+        return {"extra_args": "vllm_xargs"}.get(field, field)
+
+    def in_own_names(self, error: RequestError) -> RequestError:
+        """An error of SamplingParams under the name that the field has in this request."""
+        field, message = self.own_name(error.field), str(error)
+        if message.startswith(error.field):
+            message = field + message.removeprefix(error.field)
+        return RequestError(field, message)
 
     def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
         """Params whose outputs are deltas: many in a stream, else one at the end, which wakes this process once.
@@ -99,7 +110,7 @@ class SamplingFields(Body):
 
         Raises RequestError naming a field outside its bounds.
         """
-        values = {name: getattr(self, name) for name in _PASSED_ON} | own
+        values = {name: getattr(self, name) for name in _PASSED_ON} | {"extra_args": self.vllm_xargs} | own
         values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError(

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer
@@ -57,11 +58,13 @@ async def _prompt(state: ServerState, body: ChatCompletionRequest) -> dict[str, 
     template = body.chat_template if body.chat_template is not None else state.chat_template
     size = sum(len(str(message.get("content"))) for message in body.messages)
     if size < LONG_CONVERSATION:
-        return _rendered(tokenizer, body, template)
-    return await asyncio.to_thread(_rendered, tokenizer, body, template)
+        return _rendered(tokenizer, body, template, state.config)
+    return await asyncio.to_thread(_rendered, tokenizer, body, template, state.config)
 
 
-def _rendered(tokenizer: Tokenizer, body: ChatCompletionRequest, template: str | None) -> dict[str, Any]:
+def _rendered(
+    tokenizer: Tokenizer, body: ChatCompletionRequest, template: str | None, config: ServerConfig
+) -> dict[str, Any]:
     text = render_chat(
         tokenizer,
         body.messages,
@@ -69,7 +72,8 @@ def _rendered(tokenizer: Tokenizer, body: ChatCompletionRequest, template: str |
         add_generation_prompt=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         documents=body.documents,
-        **(body.chat_template_kwargs or {}),
+        content_format=config.chat_template_content_format,
+        **{**config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
     )
     ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     return {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}

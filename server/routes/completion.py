@@ -29,12 +29,15 @@ async def completions(request: Request) -> Response:
     model = state.model_name(body.model)
     llm = state.llm()
     body.check()
-    params = body.params(llm.info.sampling_defaults)
-    prompts = [await _prompt(state, body, prompt) for prompt in body.prompts]
-    request_id = answer_id(request, body, "cmpl")
-    generation = Generation(state, request_id, prompts, params, priority=body.priority or 0, user=body.user)
-    answer = CompletionAnswer(answer_head(state, body, request_id, model), body, _prompt_text(state, body))
-    return await respond(request, state, generation, answer, stream=bool(body.stream))
+    try:
+        params = body.params(llm.info.sampling_defaults)
+        prompts = [await _prompt(state, body, prompt) for prompt in body.prompts]
+        request_id = answer_id(request, body, "cmpl")
+        generation = Generation(state, request_id, prompts, params, priority=body.priority or 0, user=body.user)
+        answer = CompletionAnswer(answer_head(state, body, request_id, model), body, _prompt_text(state, body))
+        return await respond(request, state, generation, answer, stream=bool(body.stream))
+    except RequestError as error:
+        raise body.in_own_names(error) from None
 
 
 async def _prompt(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> dict[str, Any]:

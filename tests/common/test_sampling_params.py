@@ -34,6 +34,7 @@ SET_VALUES = {
     "logit_bias": {4: 1.5},
     "allowed_token_ids": [1, 2],
     "bad_words": ["bad"],
+    "extra_args": {"style": [1, "x"]},
     "skip_reading_prefix_cache": True,
 }
 REFUSED_VALUES = {
@@ -45,7 +46,6 @@ REFUSED_VALUES = {
     "stream_interval": 1,
     "output_text_buffer_length": 1,
     "structured_outputs": {"json": "{}"},
-    "extra_args": {},
     "thinking_token_budget": 1,
     "repetition_detection": {},
     "routed_experts_prompt_start": 1,

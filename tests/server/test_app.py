@@ -259,7 +259,7 @@ def test_a_bug_is_not_shown_to_clients(server: LiveServer, monkeypatch: pytest.M
 
 def test_requests_are_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pagoda")
-    with live_server(enable_log_requests=True, max_log_len=40) as server:
+    with live_server(engine={"enable_log_requests": True}, max_log_len=40) as server:
         logging.getLogger("pagoda").addHandler(caplog.handler)
         try:
             server.post("/v1/completions", TEXT | {"prompt": "b" * 50, "user": "me"})

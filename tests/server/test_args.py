@@ -1,10 +1,17 @@
+"""EngineArgs: keywords, flags, a file and the environment say the same, and are heard the same."""
+
+import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
+from pagoda.common.config.table import ENGINE_SETTINGS, Setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.args import AsyncEngineArgs, EngineArgs
 from pagoda.server.flags import FlagParser
@@ -71,7 +78,7 @@ def test_bad_values_name_the_flag(settings: dict[str, object], flag: str) -> Non
 
 
 def test_unknown_keyword_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match=r"'max_modellen'; did you mean 'max_model_len'"):
+    with pytest.raises(TypeError, match=r"'max_modellen'; did you mean max_model_len\?"):
         AsyncEngineArgs(max_modellen=3)
 
 
@@ -98,3 +105,218 @@ def test_config_survives_msgpack() -> None:
 def test_repr_shows_what_changed_and_hides_the_token() -> None:
     shown = repr(EngineArgs("m", hf_token="secret", max_num_seqs=3))
     assert shown == "EngineArgs(model='m', hf_token='***', max_num_seqs=3)"
+
+
+# --- four ways to say the same ---
+
+EXAMPLES: dict[str, Any] = {
+    "block_size": 32,
+    "cpu_omp_threads_bind": "0-1",
+    "gpu_memory_utilization": 0.5,
+    "log_level": "DEBUG",
+    "optimization_level": 2,
+}
+"""Values of settings that do not take any."""
+
+
+def example(setting: Setting) -> Any:
+    """A value that is not the default."""
+    if setting.name in EXAMPLES:
+        return EXAMPLES[setting.name]
+    if setting.is_switch:
+        return not setting.default
+    if setting.choices:
+        return next(choice for choice in setting.choices if choice != setting.default)
+    if setting.is_json:
+        return {"a": {"b": [1, "x"]}, "c": True}
+    if setting.is_list:
+        return {"a list of whole numbers": (3, 5), "a list of numbers": (1.5, 2.0)}.get(setting.kind, ("a", "b.c"))
+    if setting.kind == "a whole number":
+        return (setting.default or 0) + 7
+    return (setting.default or 0.0) + 0.25 if setting.kind == "a number" else "a.b"
+
+
+def words(value: Any) -> list[str]:
+    if isinstance(value, tuple):
+        return [str(each) for each in value]
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def by_keyword(setting: Setting, value: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    return EngineArgs(**{setting.name: value}).create_engine_config()
+
+
+def by_attribute(setting: Setting, value: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    args = EngineArgs()
+    setattr(args, setting.name, value)
+    return args.create_engine_config()
+
+
+def by_flag(setting: Setting, value: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    if setting.is_switch:
+        return parse(setting.flag if value else f"--no-{setting.key}")
+    return parse(setting.flag, *words(value))
+
+
+def by_file(setting: Setting, value: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    path.write_text(f"{setting.key}: {json.dumps(value)}")
+    return parse("--config", str(path))
+
+
+def by_variable(setting: Setting, value: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    monkeypatch.setenv(setting.variable, " ".join(words(value)))
+    return EngineArgs().create_engine_config()
+
+
+Way = Callable[[Setting, Any, Path, pytest.MonkeyPatch], EngineConfig]
+WAYS: tuple[Way, ...] = (by_keyword, by_attribute, by_flag, by_file, by_variable)
+NAMED = [pytest.param(each, id=each.name) for each in ENGINE_SETTINGS.values() if each.option.becomes is None]
+
+
+@pytest.mark.parametrize("setting", NAMED)
+def test_every_way_to_say_a_setting_says_the_same(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = example(setting)
+    assert value != setting.default
+    for way in WAYS:
+        with monkeypatch.context() as patch:
+            if setting.option.status == "refused" and value not in setting.option.accepts:
+                with pytest.raises(ConfigError, match=f"{setting.flag}: .* is not supported: "):
+                    way(setting, value, tmp_path / "c.yaml", patch)
+                continue
+            config = way(setting, value, tmp_path / "c.yaml", patch)
+        if setting.option.deprecated is None and setting.group != "DeprecatedConfig":
+            assert held(config, setting) == value, way.__name__
+            assert config != EngineConfig()
+
+
+def held(config: EngineConfig, setting: Setting) -> Any:
+    group = next(
+        each
+        for each in (getattr(config, name) for name in EngineConfig.__dataclass_fields__)
+        if type(each) is setting.config
+    )
+    return getattr(group, setting.field)
+
+
+# --- one line for what changes nothing ---
+
+
+def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    parse("--swap-space", "1", "--rope-theta", "5", "--cuda-graph-sizes", "8", "--max-num-seqs", "3")
+    told = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert sorted(told) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
+    caplog.clear()
+    args = EngineArgs(swap_space=1, max_num_seqs=3)
+    args.seed = 5
+    assert args.create_engine_config().model.seed == 5
+    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["--swap-space"]
+
+
+# --- flags in every shape ---
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["--hf-overrides", '{"a": {"b": 1}, "c": ["x", "y", 2]}'],
+        ['--hf-overrides={"a": {"b": 1}, "c": ["x", "y", 2]}'],
+        ["--hf_overrides.a.b", "1", "--hf-overrides.c+", "x,y", "--hf-overrides.c+=2"],
+        ["--hf-overrides.a.b=1", '--hf-overrides.c+=["x","y",2]'],
+        ["--hf-overrides.a.b=1", '--hf-overrides.c=["x","y",2]'],
+        ["--hf-overrides.a.b=1", "--hf-overrides", '{"a": {"b": 7}, "c": ["x", "y", 2]}'],
+        ["--hf-overrides", '{"a": {"b": 1}}', "--hf-overrides", '{"c": ["x", "y", 2]}'],
+    ],
+)
+def test_json_in_every_shape(said: list[str]) -> None:
+    assert parse(*said).model.hf_overrides == {"a": {"b": 1}, "c": ["x", "y", 2]}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1.5", 1.5),
+        ("true", True),
+        ("null", None),
+        ("auto", "auto"),
+        ("True", "True"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("-1", -1),
+        ('"1"', "1"),
+        ("NaN", "NaN"),
+        ("[1]", [1]),
+    ],
+)
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_piece_is_json_or_text(text: str, value: object, joined: bool) -> None:
+    said = [f"--hf-overrides.x_y={text}"] if joined else ["--hf-overrides.x_y", text]
+    assert parse(*said).model.hf_overrides == {"x_y": value}
+
+
+@pytest.mark.parametrize(
+    "said", [["-O3"], ["-O", "3"], ["-O=3"], ["--optimization-level", "3"], ["-cc", "3"], ["--compilation-config", "3"]]
+)
+def test_levels(said: list[str]) -> None:
+    assert parse(*said).compilation.optimization_level == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["-O.level=3"],
+        ["-O", '{"level": 3}'],
+        ['-O={"level": 3}'],
+        ["-cc.level", "3"],
+        ["--compilation-config.level", "3"],
+        ["--compilation_config.level=3"],
+    ],
+)
+def test_compilation_settings(said: list[str]) -> None:
+    assert parse(*said).compilation.compilation_config == {"level": 3}
+
+
+@pytest.mark.parametrize("said", ["", "None"])
+def test_nothing_said_on_purpose_beats_the_file(said: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("max-num-seqs: 7\nhf-overrides: {a: 1}")
+    assert parse("--config", str(path)).scheduler.max_num_seqs == 7
+    assert parse("--config", str(path), f"--max-num-seqs={said}").scheduler.max_num_seqs is None
+
+
+def test_switches_and_underscores() -> None:
+    assert parse("--no-async-scheduling").scheduler.async_scheduling is False
+    assert parse("--no_async_scheduling", "--async_scheduling").scheduler.async_scheduling is True
+    assert parse("--max_num_seqs=5").scheduler.max_num_seqs == 5
+    assert parse("--scheduling_policy", "priority").scheduler.policy == "priority"
+
+
+def test_repeated_lists_grow_and_repeated_numbers_are_the_last() -> None:
+    assert parse("--served-model-name", "a", "b", "--served-model-name", "c").model.names == ("a", "b", "c")
+    assert parse("--max-num-seqs", "1", "--max-num-seqs", "2").scheduler.max_num_seqs == 2
+
+
+def test_assigned_attributes_are_checked() -> None:
+    args = EngineArgs("m", max_num_seqs=5, rope_theta=7.0)
+    args.max_model_len = "2k"
+    config = args.create_engine_config()
+    assert (config.model.max_model_len, config.scheduler.max_num_seqs) == (2000, 5)
+    assert config.model.hf_overrides == {"rope_theta": 7.0}
+    assert args.sources["max_model_len"] == "keyword"
+    args.tensor_parallel_size = 2
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: 2 is not supported"):
+        args.create_engine_config()
+
+
+def test_scripts_take_arguments_apart(caplog: pytest.LogCaptureFixture) -> None:
+    args = AsyncEngineArgs("m", max_num_seqs=3, served_model_name=["a", "b"], hf_overrides={"x": 1})
+    parts = dataclasses.asdict(args)
+    assert parts["max_num_seqs"] == 3
+    with caplog.at_level("WARNING"):
+        assert EngineArgs(**(parts | {"seed": 5})) == EngineArgs(
+            "m", max_num_seqs=3, served_model_name=["a", "b"], hf_overrides={"x": 1}, seed=5
+        )
+    assert not caplog.records
+    assert [field.name for field in dataclasses.fields(EngineArgs)] == list(ENGINE_SETTINGS)

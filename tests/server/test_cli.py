@@ -1,27 +1,23 @@
-"""The command line: flags, errors in one line, the terminal clients, and the life and death of `serve`."""
+"""The command line: flags, errors in one line, and the life and death of `serve`."""
 
 import argparse
-import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live_server import LiveServer, live_server
+from support.live_server import live_server
+from support.served import environment, served, wait_ready
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import bench_latency, bench_throughput, cli, serve
+from pagoda.server import cli, serve
 from pagoda.server.flags import FlagParser
 from pagoda.server.http_client import ApiClient, ApiError
-
-TESTS = Path(__file__).resolve().parents[1]
+from pagoda.server.http_server import http_server
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -55,17 +51,16 @@ def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -
         (["--max-modle-len", "5"], "unknown flag --max-modle-len; did you mean --max-model-len?"),
         (["--prot=5"], "unknown flag --prot; did you mean --port?"),
         (["a", "b"], "unknown argument b"),
-        (["--port", "x"], "argument --port: invalid int value: 'x'"),
-        (["--uvicorn-log-level", "loud"], "invalid choice: 'loud'"),
+        (["-tpp", "2"], "unknown flag -tpp; did you mean -tp?"),
+        (["--port"], "argument --port: expected one argument"),
+        (["--port.x", "1"], "--port is no JSON setting and has no key x; write --port VALUE"),
     ],
 )
 def test_flag_errors_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parsed(*words)
+        cli.main(["serve", *words])
     assert end.value.code == 2
-    text = capsys.readouterr().err
-    assert line in text
-    assert text.count("\n") == 1
+    assert capsys.readouterr().err == f"pagoda serve: error: {line}\n"
 
 
 def test_serve_flags() -> None:
@@ -77,7 +72,7 @@ def test_serve_flags() -> None:
     assert server.port == 0
     engine, server = serve.configurations(parsed("--model", "m", "--enable-log-requests", "--allowed-origins", '["x"]'))
     assert engine.model.model == "m"
-    assert server.enable_log_requests
+    assert engine.observability.enable_log_requests
     assert server.allowed_origins == ("x",)
 
 
@@ -90,6 +85,7 @@ def test_two_models_are_an_error() -> None:
         serve.configurations(parsed("one", "--model", "two"))
 
 
+@pytest.mark.variable("PAGODA_API_KEY")
 @pytest.mark.parametrize("name", ["PAGODA_API_KEY", "VLLM_API_KEY"])
 def test_the_key_may_come_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "secret")
@@ -144,7 +140,7 @@ def test_wrong_certificates_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     for path in (str(tmp_path / "x"), str(tmp_path / "nothing")):
         with pytest.raises(ConfigError, match="--ssl-certfile"):
-            serve.http_server(None, ServerConfig(ssl_keyfile=path, ssl_certfile=path))
+            http_server(None, ServerConfig(ssl_keyfile=path, ssl_certfile=path))
 
 
 def test_wrong_chat_template() -> None:
@@ -153,67 +149,6 @@ def test_wrong_chat_template() -> None:
     with pytest.raises(ConfigError, match="--chat-template"):
         read_chat_template("/no/such/file")
     assert read_chat_template("{{ x }}") == "{{ x }}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with live_server() as server:
-        yield server
-
-
-def test_chat_and_complete_once(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
-    url = ["--url", f"{server.url}/v1", "--max-tokens", "3"]
-    assert cli.main(["chat", *url, "-q", "a"]) == 0
-    assert capsys.readouterr().out == ";<=\n"
-    assert cli.main(["complete", *url, "-q", "a"]) == 0
-    assert capsys.readouterr().out == "bcd\n"
-
-
-def test_a_conversation_goes_on(
-    server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = iter(["a", "", "b"])
-
-    def typed(prompt: str = "") -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", typed)
-    words = ["chat", "--url", f"{server.url}/v1", "--max-tokens", "2", "--system-prompt", "s"]
-    assert cli.main(words) == 0
-    assert capsys.readouterr().out == ";<\n;<\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--url", "http://127.0.0.1:1/v1"], "is the server running?"),
-        (["--url", "ftp://x"], "--url"),
-        (["--model-name", "other"], "404"),
-    ],
-)
-def test_client_errors_are_one_line(
-    server: LiveServer, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = [] if "--url" in words else ["--url", f"{server.url}/v1"]
-    assert cli.main(["chat", *url, *words, "-q", "a"]) == 1
-    text = capsys.readouterr().err
-    assert line in text
-    assert text.count("\n") == 1
-
-
-def test_the_key_is_sent() -> None:
-    with live_server(api_key=("k",)) as server:
-        with pytest.raises(ApiError, match="401"):
-            ApiClient(f"{server.url}/v1").models()
-        assert ApiClient(f"{server.url}/v1", "k").models() == ["fake"]
-
-
-def test_an_error_inside_a_stream_is_told() -> None:
-    with live_server("fake:crash") as server, pytest.raises(ApiError, match="the device is gone"):
-        list(ApiClient(f"{server.url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 9}))
 
 
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,88 +160,7 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "secret" not in text
 
 
-class FakeLLM:
-    """What the benchmarks need of LLM."""
-
-    def __init__(self) -> None:
-        from support.fake_engine import build
-
-        from pagoda.server.args import EngineArgs
-        from pagoda.server.llm import LLM
-        from pagoda.server.llm_engine import LLMEngine
-
-        config = EngineArgs("fake", skip_tokenizer_init=True).create_engine_config()
-        self.llm = LLM.from_engine(LLMEngine(config, build=build, open_text=lambda _: None))
-
-
-def bench(module: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(module, "start_llm", lambda args: FakeLLM().llm)
-    parser = FlagParser(prog="bench")
-    module.add_arguments(parser)
-    assert module.run(parser.parse_args(["--skip-tokenizer-init", *words])) == 0
-
-
-def test_bench_throughput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    words = ["--input-len", "8", "--output-len", "4", "--num-prompts", "5", "--n", "2", "--output-json", str(file)]
-    bench(bench_throughput, monkeypatch, *words)
-    text = capsys.readouterr().out
-    assert re.search(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s", text)
-    assert "Total num prompt tokens:  40" in text
-    assert "Total num output tokens:  40" in text
-    assert '"num_requests": 5' in file.read_text()
-
-
-def test_bench_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    words = [
-        "--input-len",
-        "4",
-        "--output-len",
-        "2",
-        "--batch-size",
-        "2",
-        "--num-iters",
-        "3",
-        "--num-iters-warmup",
-        "1",
-    ]
-    bench(bench_latency, monkeypatch, *words, "--output-json", str(file))
-    text = capsys.readouterr().out
-    assert "Avg latency: " in text
-    assert "99% percentile latency: " in text
-    assert '"latencies"' in file.read_text()
-    with pytest.raises(ConfigError, match="--num-iters"):
-        bench(bench_latency, monkeypatch, "--num-iters", "0")
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
-
-
-@contextmanager
-def served(model: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`pagoda serve` over a fake engine, and its address, read from its log."""
-    words = [sys.executable, str(TESTS / "support" / "fake_serve.py"), model, "--port", "0", *flags]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert process.stderr is not None
-        url = ""
-        while not (found := re.search(r"listening on (http://[\d.:]+)", url)):
-            url = process.stderr.readline()
-            assert url, "it ended before it listened"
-        yield process, found.group(1)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_ready(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
-    while "ready after" not in (line := process.stderr.readline()):
-        assert line, "it ended before it was ready"
-
-
+@pytest.mark.command("serve")
 def test_a_signal_ends_it_in_good_order() -> None:
     with served("fake", "--served-model-name", "m") as (process, url):
         wait_ready(process)
@@ -331,13 +185,13 @@ def test_an_engine_that_dies_ends_it_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "line"), [("fake:config", "--dtype: not today; use another"), ("fake:bug", "KeyError")]
+    ("model", "line", "status"), [("fake:config", "--dtype: not today; use another", 2), ("fake:bug", "KeyError", 1)]
 )
-def test_an_engine_that_does_not_start_ends_it_with_one_line(model: str, line: str) -> None:
+def test_an_engine_that_does_not_start_ends_it_with_one_line(model: str, line: str, status: int) -> None:
     with served(model) as (process, _):
         assert process.stderr is not None
         lines = process.stderr.read().rstrip().splitlines()
-        assert process.wait(10) == 1
+        assert process.wait(10) == status
     assert lines[-1].startswith("pagoda: error: ")
     assert line in lines[-1]
 

@@ -110,7 +110,11 @@ def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
     ("more", "error", "words"),
     [
         ({"backend": "simulated"}, ConfigError, "--backend: simulated: not in this version"),
-        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the 128 positions"),
+        (
+            {"max_model_len": 129},
+            ConfigError,
+            "--max-model-len: 129 exceeds the model's positions, 128; use 128 or less, or set",
+        ),
         ({"load_format": "auto"}, ModelError, "no weights|holds no|safetensors"),
     ],
 )
@@ -134,4 +138,10 @@ def test_a_missing_tokenizer_is_named(folder: Path) -> None:
 def test_a_folder_with_one_gguf_file_has_its_tokenizer_in_it(tmp_path: Path) -> None:
     (tmp_path / "some.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"some\.gguf"):
+        open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config())
+    (tmp_path / "mmproj-some.gguf").touch()
+    with pytest.raises(ModelError, match=r"/some\.gguf"):
+        open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config())
+    (tmp_path / "more.gguf").touch()
+    with pytest.raises(ModelError, match=r"several GGUF files; .*more\.gguf, some\.gguf"):
         open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config())

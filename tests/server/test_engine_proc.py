@@ -15,7 +15,6 @@ from support.fake_engine import PROGRAM
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server import engine_client
 from pagoda.server.args import AsyncEngineArgs
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.process_client import ProcessClient
@@ -161,21 +160,25 @@ async def until_unhealthy(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.setting("--rpc-timeout")
+@pytest.mark.variable("PAGODA_RPC_TIMEOUT")
 async def test_silence_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RPC_TIMEOUT", "2000")
     llm = started.llm()
     await llm.check_health()
-    monkeypatch.setattr(engine_client, "SILENT_SECONDS", 0.2)
     pid = started.clients[0].pid
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EngineDeadError, match="has not answered"):
+    with pytest.raises(EngineDeadError, match=r"has not answered for ([2-9]|1[0-4]) s"):  # the default is 15
         await asyncio.wait_for(until_unhealthy(llm), GRACE)
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.setting("--engine-iteration-timeout-s")
+@pytest.mark.variable("PAGODA_ENGINE_ITERATION_TIMEOUT_S")
 async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.5")
     llm = started.llm("fake:hang")
     task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
-    monkeypatch.setattr(engine_client, "STALL_SECONDS", 0.5)
     with pytest.raises(EngineDeadError, match="in one step"):
         await asyncio.wait_for(until_unhealthy(llm), GRACE)
     llm.shutdown(timeout=0.1)  # by force: it does not listen
@@ -183,12 +186,31 @@ async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.
         await task
 
 
-async def test_idleness_is_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = started.llm()
+async def test_idleness_is_health(started: Started) -> None:
+    llm = started.llm(engine_iteration_timeout_s=0.05)
     await text_of(llm, "r", "abc", max_tokens=2)
-    monkeypatch.setattr(engine_client, "STALL_SECONDS", 0.05)
     await asyncio.sleep(0.2)
     await llm.check_health()
+
+
+@pytest.mark.setting("--rpc-base-path")
+@pytest.mark.variable("PAGODA_RPC_BASE_PATH")
+def test_the_folder_of_the_sockets(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    client = started.client()
+    client.wait_ready()
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_ISSOCK((folder / "engine.in").stat().st_mode)
+    client.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["missing", "x" * 99])
+def test_a_folder_that_takes_no_sockets_is_one_line(started: Started, tmp_path: Path, name: str) -> None:
+    if name != "missing":
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="--rpc-base-path: "):
+        started.client(rpc_base_path=str(tmp_path / name))
 
 
 def test_shutdown_while_starting(started: Started) -> None:

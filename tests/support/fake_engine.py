@@ -15,8 +15,9 @@ from collections.abc import Callable
 from fakes import FakeBackend, full_layout
 from support.byte_text import EOS
 
-from pagoda.common.config.defaults import resolve_limits
+from pagoda.common.config.defaults import ModelLimits, resolve_limits
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.platform import Platform
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.errors import ConfigError
 from pagoda.server.engine_build import BuiltEngine
@@ -37,7 +38,9 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     backend = FakeBackend(layout, num_blocks=num_blocks, next_token=NEXT.get(kind, alphabet))
     if kind == "crash":
         backend.fail_at = 3
-    limits = resolve_limits(config, device="cpu", usage="llm", block_size=4, model_max_len=MAX_LEN)
+    limits = resolve_limits(
+        config, platform=Platform("cpu"), usage="llm", block_size=4, model=ModelLimits(MAX_LEN)
+    ).limits
     info = EngineInfo(
         names=config.model.names,
         limits=limits,

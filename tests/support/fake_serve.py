@@ -4,15 +4,16 @@ import sys
 from typing import Any
 
 from support.byte_text import byte_tokenizer
-from support.fake_engine import PROGRAM
+from support.fake_engine import PROGRAM, build
 
 from pagoda.server import cli, serve
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.process_client import ProcessClient
+from pagoda.server.thread_client import ThreadClient
 
 
-def start_fake(config: Any, *, in_process: bool) -> ProcessClient:
-    return ProcessClient(config, PROGRAM)
+def start_fake(config: Any, *, in_process: bool) -> ProcessClient | ThreadClient:
+    return ThreadClient(config, build) if in_process else ProcessClient(config, PROGRAM)
 
 
 if __name__ == "__main__":

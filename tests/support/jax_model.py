@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+import support.jax_devices  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

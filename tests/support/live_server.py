@@ -19,7 +19,8 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import create_app
 from pagoda.server.args import AsyncEngineArgs
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.serve import bind, http_server
+from pagoda.server.http_server import http_server
+from pagoda.server.serve import bind
 from pagoda.server.state import ServerState
 from pagoda.server.thread_client import ThreadClient
 

@@ -33,10 +33,10 @@ class AttentionMixer:
         if rotation is not None:
             heads = rotation(heads)
         queries, keys = heads[:, : spec.heads], heads[:, spec.heads :]
-        group = batch.groups[cache.group]
-        cache.keys.index_copy_(1, group.write_slots, keys.transpose(0, 1))
-        cache.values.index_copy_(1, group.write_slots, projected[:, spec.heads + spec.kv_heads :].transpose(0, 1))
-        return self.params.out(self._attend_all(queries, batch, group.spans, cache))
+        view = batch.views[cache.view]
+        cache.keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
+        cache.values.index_copy_(1, view.write_slots, projected[:, spec.heads + spec.kv_heads :].transpose(0, 1))
+        return self.params.out(self._attend_all(queries, batch, view.spans, cache))
 
     def _attend_all(self, queries: Tensor, batch: Batch, spans: tuple[Span, ...], cache: LayerCache) -> Tensor:
         """Queries [T, N, H] -> [T, N*H], sequence by sequence."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from fakes import tiny_spec
 
 from pagoda.common.engine.kv_spec import FullCache, KvGroup, KvLayout, LatentCache, StateCache, WindowCache, kv_layout
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
 
@@ -31,6 +33,24 @@ def test_the_rarest_kind_sets_the_group_size():
     )
     assert layout.layers_per_group == 2
     assert layout.block_elements == 2 * (2 * 1 * 8 * 16)
+
+
+def test_one_group_keeps_everything_and_knows_each_window():
+    layout = kv_layout(with_windows(4, None, 8, None), 16, hybrid=False)
+    assert layout.groups == (KvGroup(FullCache(1, 8), (0, 1, 2, 3), (4, None, 8, None)),)
+    assert layout.views == ((0, 4), (0, None), (0, 8))
+    assert kv_layout(with_windows(4, 4), 16, hybrid=False) == kv_layout(with_windows(4, 4), 16)
+
+
+def test_views_are_the_groups_where_groups_are_uniform():
+    assert kv_layout(with_windows(4, 4, None), 16).views == ((0, 4), (1, 4), (2, None))
+
+
+def test_layers_of_different_shapes_do_not_fit_one_group():
+    spec = with_windows(4, None)
+    odd = replace(spec.layers[1], mixer=replace(spec.layers[1].mixer, head_dim=16))
+    with pytest.raises(ConfigError, match=r"--disable-hybrid-kv-cache-manager: .* different shapes.*drop the flag"):
+        kv_layout(replace(spec, layers=(spec.layers[0], odd)), 16, hybrid=False)
 
 
 def test_different_windows_are_different_kinds():

@@ -316,7 +316,7 @@ def test_one_architecture_must_be_named(architectures: object):
     ("extra", "message"),
     [
         ({"attention_sinks": 4}, r"attention_sinks unknown key that could change the result \(model type 'llama'\)"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config unknown key"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),
         ({"hidden_size": None}, "hidden_size is missing"),

@@ -147,5 +147,25 @@ def test_paths_that_are_no_model(folder: Path) -> None:
 def test_several_gguf_files_are_not_guessed_between(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"several models: a.gguf, b.gguf; name one"):
+    with pytest.raises(ModelError, match=r"several GGUF files; name one after a colon, like :a: a.gguf, b.gguf"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_eager_reads_a_file_before_its_first_tensor(folder: Path, eager: bool) -> None:
+    path = folder / "model.safetensors"
+    save_file({"a": torch.zeros(4096), "b": torch.zeros(4096)}, path)
+    stream = open_checkpoint(folder, eager=eager).tensors()
+    next(stream)
+    with path.open("r+b") as file:
+        file.seek(-4096 * 4, 2)
+        file.write(np.ones(4096, np.float32).tobytes())
+    name, values = next(stream)
+    assert name == "b"
+    assert set(np.asarray(values).tolist()) == {0.0 if eager else 1.0}
+
+
+def test_without_weights_only_the_config_is_read(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder, weights=False)
+    assert checkpoint.config()["vocab_size"] == 3
+    assert list(checkpoint.tensors()) == []

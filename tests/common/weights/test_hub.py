@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from pagoda.common.errors import ModelError
-from pagoda.common.weights.hub import resolve_model, wanted_files
+from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.weights.hub import Wanted, is_local, resolve_model, wanted_files
 
 
 class Hub:
@@ -62,22 +62,70 @@ def test_downloads_one_format(hub: Hub) -> None:
     patterns = hub.asked["allow_patterns"]
     assert "model*.safetensors" in patterns
     assert "*.json" in patterns
-    assert not any(".bin" in pattern or "gguf" in pattern for pattern in patterns)
+    assert not any(".bin" in pattern or "gguf" in pattern or ".py" in pattern for pattern in patterns)
 
 
-def test_wanted_files() -> None:
-    assert "pytorch_model*.bin" in wanted_files(["pytorch_model.bin", "x.gguf"], "auto")
-    assert "*.gguf" in wanted_files(["x.gguf"], "auto")
-    assert "*.gguf" in wanted_files(["x.gguf", "model.safetensors"], "gguf")
-    assert not any("model" in pattern for pattern in wanted_files(["model.safetensors"], "dummy") if "safe" in pattern)
-    with pytest.raises(ModelError, match=r"several GGUF files; .*: x.gguf, y.gguf"):
-        wanted_files(["x.gguf", "y.gguf"], "auto")
+COMMON = wanted_files([], "auto").patterns
+SAFETENSORS = (*COMMON, "model*.safetensors")
+TORCH = (*COMMON, "pytorch_model*.bin")
+
+
+@pytest.mark.parametrize(
+    ("names", "load_format", "wanted"),
+    [
+        (["config.json", "model.safetensors", "pytorch_model.bin", "x.gguf"], "auto", Wanted(SAFETENSORS)),
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "pt", Wanted(TORCH)),
+        (["config.json", "model.safetensors", "x.gguf"], "gguf", Wanted((*COMMON, "x.gguf"), "x.gguf")),
+        (["config.json", "model.safetensors", "x.gguf"], "dummy", Wanted(COMMON)),
+        (["pytorch_model.bin", "x.gguf"], "auto", Wanted(TORCH)),
+        (["pytorch_model.bin", "x.gguf"], "safetensors", Wanted(COMMON)),
+        (["config.json", "x.gguf"], "auto", Wanted((*COMMON, "x.gguf"), "x.gguf")),
+        (["config.json", "x.gguf", "y.gguf"], "dummy", Wanted(COMMON)),
+        (["x.gguf", "mmproj-x.gguf"], "dummy", Wanted((*COMMON, "x.gguf"), "x.gguf")),
+        (["tokenizer.json"], "auto", Wanted(COMMON)),
+    ],
+)
+def test_wanted_files(names: list[str], load_format: str, wanted: Wanted) -> None:
+    assert wanted_files(names, load_format) == wanted
+
+
+def test_without_weights_only_what_describes_the_model_is_wanted() -> None:
+    assert wanted_files(["config.json", "model.safetensors"], "auto", weights=False) == Wanted(COMMON)
+    # A GGUF file holds config and tokenizer, so there is no way around it.
+    assert wanted_files(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
+
+
+def test_a_quantisation_names_the_file() -> None:
+    names = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "model.safetensors", "config.json"]
+    assert wanted_files(names, "auto", quant="q8_0") == Wanted((*COMMON, "m-Q8_0.gguf"), "m-Q8_0.gguf")
+    with pytest.raises(ModelError, match=r"no GGUF file in it is Q2_K; there are: m-Q4_K_M.gguf, m-Q8_0.gguf"):
+        wanted_files(names, "auto", quant="Q2_K")
+    with pytest.raises(ModelError, match=r":Q8_0 names a GGUF file, but --load-format is safetensors"):
+        wanted_files(names, "safetensors", quant="Q8_0")
+    with pytest.raises(ModelError, match=r"it holds no GGUF file; drop :Q8_0"):
+        wanted_files(["model.safetensors"], "auto", quant="Q8_0")
 
 
 def test_a_choice_of_gguf_files_names_the_model(hub: Hub) -> None:
     hub.files = ("x.gguf", "y.gguf")
-    with pytest.raises(ModelError, match=r"^org/name: it holds several GGUF files"):
+    with pytest.raises(ModelError, match=r"^org/name: it holds several GGUF files; name one .*: x.gguf, y.gguf$"):
         resolve_model("org/name")
+    assert resolve_model("org/name:y") == hub.folder / "y.gguf"
+    assert hub.asked["allow_patterns"][-1] == "y.gguf"
+
+
+def test_a_local_folder_and_a_quantisation(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("m.Q8_0.gguf", "sub/m.Q4_0.gguf"):
+        (tmp_path / name).touch()
+    assert resolve_model(f"{tmp_path}:Q8_0") == tmp_path / "m.Q8_0.gguf"
+    assert resolve_model(f"{tmp_path}:q4_0") == tmp_path / "sub" / "m.Q4_0.gguf"
+    assert is_local(f"{tmp_path}:Q8_0")
+    assert not is_local("org/name:Q8_0")
+    with pytest.raises(ModelError, match=r"no GGUF file in it is Q5_0; there are: m.Q8_0.gguf, sub/m.Q4_0.gguf"):
+        resolve_model(f"{tmp_path}:Q5_0")
+    with pytest.raises(ModelError, match="no such file or folder"):
+        resolve_model(f"{tmp_path}/none:Q5_0")
 
 
 def _http(kind: type[Exception]) -> Exception:
@@ -92,15 +140,16 @@ def _http(kind: type[Exception]) -> Exception:
         (errors.RepositoryNotFoundError, "no such public model on the hub"),
         (errors.GatedRepoError, "accept its terms there and set HF_TOKEN"),
         (errors.RevisionNotFoundError, "the hub has no revision v1"),
+        (errors.LocalTokenNotFoundError, "no token is stored; log in with `hf auth login`"),
         (errors.OfflineModeIsEnabled, "not downloaded before, and the hub cannot be reached"),
         (ConnectionError, "the hub cannot be reached"),
     ],
 )
 def test_problems_are_one_line_with_a_remedy(kind: type[Exception], message: str, hub: Hub) -> None:
     hub.problem = _http(kind)
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises((ModelError, ConfigError), match=message) as caught:
         resolve_model("org/name", revision="v1")
-    assert str(caught.value).startswith("org/name: ")
+    assert str(caught.value).startswith(("org/name: ", "--hf-token: "))
     assert "\n" not in str(caught.value)
 
 

@@ -1,0 +1,71 @@
+"""A user's changes to a model's config, made before any family reads it; and a spec without its sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from pagoda.common.config.merge import merged
+from pagoda.common.errors import ModelError
+from pagoda.common.models.spec import ModelSpec
+
+_ROPE_KINDS: Final = ("rope_type", "type")
+_FULL: Final = "full_attention"
+
+
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with `overrides` over it, objects within objects merged.
+
+    `rope_scaling` and `rope_theta` reach `rope_parameters` where a config spells them so. A rope section that names its
+    type replaces the old one, whose factors would mean nothing to the new type.
+    """
+    changes = dict(overrides)
+    base = dict(config)
+    parameters = base.get("rope_parameters")
+    if isinstance(parameters, Mapping) and "rope_parameters" not in changes:
+        moved: dict[str, Any] = dict(changes.pop("rope_scaling", None) or {})
+        if "rope_theta" in changes:
+            moved["rope_theta"] = changes.pop("rope_theta")
+        if moved:
+            changes["rope_parameters"] = {_FULL: moved} if isinstance(parameters.get(_FULL), Mapping) else moved
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(base.get(key), Mapping) and isinstance(changes.get(key), Mapping):
+            base[key] = _without_old_kind(base[key], changes[key])
+    return merged(base, changes)
+
+
+def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of a rope section under a new one: the base of the rotation, when the type is stated anew."""
+    if isinstance(old.get(_FULL), Mapping) and isinstance(new.get(_FULL), Mapping):
+        return {**old, _FULL: _without_old_kind(old[_FULL], new[_FULL])}
+    if any(kind in new for kind in _ROPE_KINDS):
+        return {key: value for key, value in old.items() if key in ("rope_theta", "partial_rotary_factor")}
+    return dict(old)
+
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raise ModelError, naming the method, when the config says that the weights are quantised."""
+    for key in ("quantization_config", "compression_config"):
+        found = config.get(key)
+        if found is None:
+            continue
+        details = found if isinstance(found, Mapping) else {}
+        method = details.get("quant_method") or "a method it does not name"
+        kind = f" ({details['format']})" if details.get("format") else ""
+        raise ModelError(
+            f"config.json: {key}: the weights are quantised by {method}{kind}, which this version does not read; "
+            "serve a GGUF file of the model (org/name:Q4_K_M), or its unquantised weights"
+        )
+
+
+def without_windows(spec: ModelSpec) -> ModelSpec:
+    """The same model cut to its narrowest window, within which every layer attends to all. Unchanged without windows.
+
+    Exact: a window of n tokens hides nothing from a sequence of n.
+    """
+    windows = [layer.mixer.window for layer in spec.layers if layer.mixer.window is not None]
+    if not windows:
+        return spec
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=None)) for layer in spec.layers)
+    return replace(spec, layers=layers, max_positions=min(spec.max_positions, *windows))

@@ -1,0 +1,254 @@
+"""What `--help` and `--help=WHAT` print: an overview, a group, a flag, or every flag that says a word."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pagoda.common.config.deprecated import DeprecatedConfig
+from pagoda.common.config.nearest import did_you_mean
+from pagoda.common.config.numbers import human_readable_int, human_readable_int_or_auto
+from pagoda.common.config.table import DOCUMENTED_GROUPS, ENGINE_GROUPS, Setting
+from pagoda.common.errors import ConfigError
+
+_SHARED: Final = frozenset(config.__name__ for config in DOCUMENTED_GROUPS)
+"""Groups that several commands take; the overview names them and does not spell them out."""
+
+_OTHER_NAMES: Final = {"vllmconfig": "extensionconfig", "frontend": "serverconfig"}
+_ORDER: Final = ("implemented", "no effect", "refused")
+_HUMAN: Final = (human_readable_int, human_readable_int_or_auto)
+_INDENT: Final = 30
+_SHORT: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag, or a positional when it has no spellings. `optional`: its value may be left out."""
+
+    spellings: tuple[str, ...]
+    metavar: str
+    optional: bool
+    text: str
+    setting: Setting | None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every spelling without dashes in front."""
+        return frozenset(each.lstrip("-").lower() for each in self.spellings)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Flags that belong together."""
+
+    name: str
+    about: str
+    flags: tuple[Flag, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """All that a command takes."""
+
+    program: str
+    about: str
+    groups: tuple[Group, ...]
+
+    @property
+    def spellings(self) -> frozenset[str]:
+        """Every flag, in every spelling."""
+        return frozenset(each for group in self.groups for flag in group.flags for each in flag.spellings)
+
+
+def answer(page: Page, what: str) -> str:
+    """The part of a page that `--help=what` asks for. Raises ConfigError when there is none."""
+    word = what.strip().lower()
+    if not word:
+        return overview(page)
+    if word == "listgroup":
+        return "\n".join(_groups(group for group in page.groups if any(flag.setting for flag in group.flags)))
+    if word == "all":
+        return "\n\n".join(_group(group) for group in page.groups)
+    for group in page.groups:
+        if group.name.lower() == _OTHER_NAMES.get(word, word):
+            return _group(group)
+    name = word.lstrip("-").replace("_", "-")
+    flags = [flag for group in page.groups for flag in group.flags]
+    for flag in flags:
+        if name in flag.names:
+            return _detail(flag, everywhere="--config" in page.spellings)
+    return _search(page, name, word)
+
+
+def overview(page: Page) -> str:
+    """Usage, the command's own flags, the groups of the others, and how to ask for more."""
+    own = [group for group in page.groups if not _is_shared(group)]
+    shared = [group for group in page.groups if _is_shared(group)]
+    parts = [_usage(page), page.about, *map(_group, own)]
+    if shared:
+        parts.append("\n".join(["Groups of flags:", *_groups(shared)]))
+        parts.append("\n".join(["More:", *_hints(page, shared)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _is_shared(group: Group) -> bool:
+    return group.name in _SHARED and len(group.flags) > 1
+
+
+def _usage(page: Page) -> str:
+    words = [
+        f"[{flag.metavar}]" if flag.optional else flag.metavar
+        for group in page.groups
+        for flag in group.flags
+        if not flag.spellings
+    ]
+    return " ".join(["usage:", page.program, *words, "[--flag VALUE ...]"])
+
+
+def _hints(page: Page, groups: Sequence[Group]) -> Iterator[str]:
+    group = next((group for group in groups if group.name == "SchedulerConfig"), groups[0])
+    rows = [
+        (f"--help={group.name}", "one group"),
+        (f"--help={group.flags[0].spellings[0].lstrip('-')}", "one flag"),
+        ("--help=max", "every flag that says the word"),
+        ("--help=all", "every flag"),
+    ]
+    if "--explain-config" in page.spellings:
+        rows.append(("--explain-config", "what each setting comes to, where that comes from, and why"))
+    return _columns([(f"{page.program} {words}", about) for words, about in rows], indent=len(page.program) + 30)
+
+
+def _groups(groups: Iterable[Group]) -> list[str]:
+    return list(_columns((group.name, f"{group.about} ({len(group.flags)})".strip()) for group in groups))
+
+
+def _group(group: Group) -> str:
+    def rank(flag: Flag) -> int:
+        return 0 if flag.setting is None else _ORDER.index(flag.setting.option.status)
+
+    title = f"{group.name}: {group.about}" if group.about else f"{group.name}:"
+    rows = ((_spelled(flag), _text(flag)) for flag in sorted(group.flags, key=rank))
+    return "\n".join([*_wrapped(title, 0), *_columns(rows)])
+
+
+def _search(page: Page, name: str, word: str) -> str:
+    """Every flag with the word in its name; failing that, in its help; failing that, ConfigError."""
+    flags = [flag for group in page.groups for flag in group.flags]
+    named = [flag for flag in flags if any(name in each for each in flag.names)]
+    saying = [flag for flag in flags if flag not in named and word in _text(flag).lower()]
+    if not named and not saying:
+        known = [each for flag in flags for each in flag.names] + [group.name for group in page.groups]
+        near = did_you_mean(name, known) or "; try --help=listgroup"
+        raise ConfigError("--help", f"no group, flag or help text has {word!r}{near}")
+    parts = []
+    for title, found in ((f"Named {name}:", named), (f"Saying {word}:", saying)):
+        if found:
+            parts.append("\n".join([title, *_columns((_spelled(flag), _text(flag)) for flag in found)]))
+    return "\n\n".join(parts)
+
+
+def _detail(flag: Flag, *, everywhere: bool) -> str:
+    """One flag. `everywhere`: the command reads the file of --config and the environment too."""
+    setting = flag.setting
+    if setting is None:
+        return "\n".join(_columns([(_spelled(flag), _text(flag))]))
+    facts = [("group", setting.group), ("value", _value(setting)), ("default", default_text(setting))]
+    facts.append(("here", status_text(setting)))
+    if everywhere:
+        facts += [("key of --config", f"{setting.key}:"), ("variable", setting.variable)]
+    if setting.config in (*ENGINE_GROUPS.values(), DeprecatedConfig):
+        facts.append(("in Python", f"LLM({setting.name}=...)"))
+    return "\n".join([_spelled(flag), *_wrapped(setting.option.help, 2), "", *_columns(facts, indent=20)])
+
+
+def _value(setting: Setting) -> str:
+    if setting.is_switch:
+        return f"none: {setting.flag}, or --no-{setting.key}"
+    if setting.is_json:
+        return f"a JSON object, whole or in pieces: {setting.flag}.key VALUE, {setting.flag}.list+ VALUE"
+    if setting.is_list:
+        return f"{setting.kind}: {setting.flag} A B, or the flag several times"
+    if setting.option.parse in _HUMAN:
+        return "a whole number; 4k is 4000, 4K is 4096, 25.6k is 25600"
+    return setting.kind + ("; may be left out" if setting.option.optional_value is not None else "")
+
+
+def status_text(setting: Setting) -> str:
+    """What becomes of a setting here, and why."""
+    option = setting.option
+    if option.deprecated is not None:
+        return f"deprecated: use {option.deprecated}"
+    if option.status == "implemented":
+        return "implemented"
+    return f"{option.status}: {option.why}" if option.status == "no effect" else _refusal(setting)
+
+
+def _refusal(setting: Setting) -> str:
+    default = () if _is_plain(setting.default) else (default_text(setting),)
+    accepted = ", ".join(map(str, (*default, *setting.option.accepts)))
+    return f"only {accepted}: {setting.option.why}" if accepted else f"refused: {setting.option.why}"
+
+
+def _is_plain(default: object) -> bool:
+    """Whether a default goes without saying."""
+    return default is None or default is False or default in ((), {}, "")
+
+
+def _text(flag: Flag) -> str:
+    return flag.text if flag.setting is None else describe(flag.setting)
+
+
+def describe(setting: Setting) -> str:
+    """A flag's help: what it is, its default, and what becomes of it here."""
+    choices = f" ({setting.kind})" if setting.choices and "{" not in metavar(setting) else ""
+    default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
+    status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"
+    return f"{setting.option.help}{choices}{default}{status}"
+
+
+def metavar(setting: Setting) -> str:
+    """What stands for a flag's value: its choices, where they are short."""
+    choices = "{" + ",".join(map(str, setting.choices or ())) + "}"
+    if setting.choices and len(choices) <= _SHORT:
+        return choices
+    return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
+
+
+def default_text(setting: Setting) -> str:
+    """The default as one would write it in the file of `--config`."""
+    return setting.shown(setting.default)
+
+
+def _spelled(flag: Flag) -> str:
+    """`--max-num-seqs SEQS`, `--[no-]enforce-eager`, `-tp, --tensor-parallel-size SIZE`."""
+    if not flag.spellings:
+        return flag.metavar
+    both = {f"--no-{each[2:]}": each for each in flag.spellings if each.startswith("--")}
+    words = [f"--[no-]{each[2:]}" if f"--no-{each[2:]}" in flag.spellings else each for each in flag.spellings]
+    shown = [word for word, each in zip(words, flag.spellings) if both.get(each) not in flag.spellings]
+    value = flag.metavar
+    if flag.optional:
+        value = f"[{value}]"
+    elif flag.setting is not None and flag.setting.is_list:
+        value += " ..."
+    return " ".join(filter(None, (", ".join(sorted(shown, key=len)), value)))
+
+
+def _columns(rows: Iterable[tuple[str, str]], indent: int = _INDENT) -> Iterator[str]:
+    """Two columns; a long left one has a line of its own."""
+    for left, right in rows:
+        lines = _wrapped(right, indent)
+        if len(left) + 4 > indent or not lines:
+            yield f"  {left}"
+        else:
+            lines[0] = f"  {left}".ljust(indent) + lines[0].lstrip()
+        yield from lines
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    margin = " " * indent
+    return textwrap.wrap(text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)

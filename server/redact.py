@@ -1,0 +1,53 @@
+"""Text that leaves the machine, without what is nobody's business: keys, passwords, names, the home folder."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pagoda.common.config.env_var import is_secret
+
+HIDDEN: Final = "***"
+
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/\s@]+@")
+_QUERY: Final = re.compile(r"(\w+://[^\s?#]*)[?#]\S+")
+_TOKEN: Final = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{6,}")
+_HOME: Final = re.compile(r"/(home|Users)/[^/\s:,;'\"]+")
+_EVERYBODY: Final = frozenset({"root", "user", "nobody", "daemon", "ubuntu", "pagoda", "vllm"})
+_SHORTEST_SECRET: Final = 6
+
+
+class Redactor:
+    """Hides secrets in text: those that look like one, and the values of secret variables wherever they turn up."""
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        source = os.environ if environ is None else environ
+        secrets = {value for name, value in source.items() if is_secret(name) and len(value) >= _SHORTEST_SECRET}
+        self._secrets = sorted(secrets, key=len, reverse=True)
+        names = {source.get("USER", ""), source.get("LOGNAME", ""), _user()} - _EVERYBODY
+        self._names = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in sorted(names) if len(name) > 2]
+        self._home = source.get("HOME", "").rstrip("/")
+
+    def __call__(self, text: str) -> str:
+        """The text without them."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        text = _QUERY.sub(rf"\1?{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", text))
+        text = _TOKEN.sub(HIDDEN, text)
+        if Path(self._home).is_absolute():
+            text = re.sub(rf"{re.escape(self._home)}(?=/|\b|$)", "~", text)
+        text = _HOME.sub(rf"/\1/{HIDDEN}", text)
+        for name in self._names:
+            text = name.sub(HIDDEN, text)
+        return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return ""

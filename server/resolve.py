@@ -1,0 +1,207 @@
+"""From what was asked to what holds: model, backend, dtype and limits, before any weight is read or framework imported.
+
+`build_engine` starts with this and `--explain-config` prints it, so that the explanation is the truth.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from pagoda.backends.registry import choose_backend
+from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
+from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.platform import BLOCK_SIZES, KINDS, detect
+from pagoda.common.engine.kv_spec import KvLayout, StateCache, cache_spec, kv_layout
+from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.models.family import Family
+from pagoda.common.models.overrides import overridden, without_windows
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
+from pagoda.common.weights.hub import is_local
+from pagoda.server.generation_config import Generation, read_generation
+
+if TYPE_CHECKING:
+    from pagoda.common.config.table import Setting
+
+__all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
+
+_DTYPES: Final = {"float": "float32", "half": "float16"}
+_SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
+_LATER: Final = {
+    "num_gpu_blocks_override": "counted once the weights are loaded",
+    "kv_cache_memory_bytes": "what the weights leave of the memory for it",
+    "download_dir": "the hub client's own cache",
+}
+"""Settings that nobody stated and that nothing before the weights decides, and what does."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Everything about an engine that is known before its weights are. `hf_config`: overrides included.
+
+    `derived`: what was settled here and why. `sources`: setting -> who stated it.
+    """
+
+    config: EngineConfig
+    sources: Mapping[str, str]
+    checkpoint: Checkpoint
+    hf_config: Mapping[str, Any]
+    spec: ModelSpec
+    family: Family
+    backend: str
+    dtype: str
+    limits: Limits
+    layout: KvLayout
+    generation: Generation
+    derived: tuple[ResolvedRow, ...]
+
+    @property
+    def rows(self) -> tuple[ResolvedRow, ...]:
+        """One row per engine setting, in the order of the documentation."""
+        from pagoda.common.config.table import ENGINE_GROUPS, settings_of  # 20 ms that an engine need not wait for
+
+        derived = {row.name: row for row in self.derived}
+        return tuple(
+            _row(setting, getattr(getattr(self.config, attribute), setting.field), self.sources, derived)
+            for attribute, group in ENGINE_GROUPS.items()
+            for setting in settings_of(group)
+        )
+
+
+def resolve(
+    config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None, *, weights: bool = False
+) -> Resolved:
+    """Open the checkpoint and settle what the configuration leaves open.
+
+    `sources`: setting -> who stated it. `weights`: the checkpoint shall yield tensors, and is fetched for it.
+    Raises ConfigError, ModelError or WeightError.
+    """
+    backend = choose_backend(config.model.backend)
+    checkpoint = open_model(config, weights=weights)
+    _check_quantization(config, checkpoint)
+    hf_config = _hf_config(config, checkpoint)
+    try:
+        spec, family = spec_from_config(hf_config)
+    except ModelError as error:
+        raise ModelError(f"{config.model.model}: {error}") from None
+    model = _model_limits(spec)
+    if config.model.disable_sliding_window:
+        spec, model = _without_windows(spec, model)
+    world = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    platform = detect(KINDS[backend], world)
+    found = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
+    dtype, dtype_why = _dtype(config.model.dtype, hf_config)
+    generation = read_generation(config.model, checkpoint, hf_config)
+    return Resolved(
+        config=config,
+        sources=sources or {},
+        checkpoint=checkpoint,
+        hf_config=hf_config,
+        spec=spec,
+        family=family,
+        backend=backend,
+        dtype=dtype,
+        limits=found.limits,
+        layout=kv_layout(spec, found.limits.block_size, hybrid=not config.scheduler.disable_hybrid_kv_cache_manager),
+        generation=generation,
+        derived=(
+            *found.rows,
+            ResolvedRow("dtype", dtype, "model", dtype_why),
+            ResolvedRow("backend", backend, "platform default", "the first that can run here"),
+            *_model_rows(config, checkpoint, generation),
+        ),
+    )
+
+
+def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
+    """The checkpoint that the configuration names."""
+    model, load = config.model, config.load
+    return open_checkpoint(
+        model.model,
+        load.load_format,
+        weights=weights,
+        revision=model.revision,
+        token=model.hf_token,
+        download_dir=load.download_dir,
+        ignore_patterns=load.ignore_patterns,
+        eager=load.safetensors_load_strategy == "eager",
+    )
+
+
+def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The model's config, or the one named in its place, with the overrides over it."""
+    model, found = config.model, checkpoint.config()
+    if model.hf_config_path is not None:
+        try:
+            found = open_checkpoint(
+                model.hf_config_path, "dummy", token=model.hf_token, download_dir=config.load.download_dir
+            ).config()
+        except ModelError as error:
+            raise ConfigError("--hf-config-path", str(error)) from None
+    return overridden(found, model.hf_overrides)
+
+
+def _model_limits(spec: ModelSpec) -> ModelLimits:
+    return ModelLimits(
+        spec.max_positions,
+        extensible=spec.embedding.positions is None,
+        prefix_caching=not any(isinstance(cache_spec(layer.mixer), StateCache) for layer in spec.layers),
+    )
+
+
+def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, ModelLimits]:
+    whole = without_windows(spec)
+    if whole == spec:
+        logger.info("--disable-sliding-window: the model has no sliding windows")
+        return spec, model
+    logger.info("--disable-sliding-window: sequences are cut to the window, %d tokens", whole.max_positions)
+    return whole, replace(model, max_len=whole.max_positions, why="its sliding window, which is disabled")
+
+
+def _check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    if config.model.quantization == "gguf" and checkpoint.gguf_metadata is None:
+        raise ConfigError("--quantization", "the model is no GGUF file; name one, such as org/name:Q4_K_M, or drop it")
+
+
+def _dtype(asked: str, hf_config: Mapping[str, Any]) -> tuple[str, str]:
+    """The dtype to run in and why; `auto` is what the checkpoint says, bfloat16 where it says nothing."""
+    if asked != "auto":
+        return _DTYPES.get(asked, asked), f"{asked} is {_DTYPES[asked]}" if asked in _DTYPES else ""
+    stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if stated in _SERVED_DTYPES:
+        return str(stated), f"the checkpoint says {stated}"
+    return "bfloat16", f"the checkpoint says {stated}, which is not served" if stated else "the checkpoint says nothing"
+
+
+def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Generation) -> Iterator[ResolvedRow]:
+    model = config.model
+    yield ResolvedRow("served_model_name", model.names, "model", "the model's name")
+    yield ResolvedRow("tokenizer", model.tokenizer or model.model, "model", "the model's own")
+    if model.revision is not None and model.tokenizer in (None, model.model):
+        yield ResolvedRow("tokenizer_revision", model.tokenizer_revision or model.revision, "model", "the model's")
+    if not is_local(model.model):
+        yield ResolvedRow("revision", model.revision, "default", "the repository's default branch")
+    defaults = ", ".join(f"{key} {value}" for key, value in generation.sampling.items())
+    yield ResolvedRow("generation_config", model.generation_config, "default", f"sets {defaults or 'no default'}")
+    if checkpoint.gguf_metadata is not None:
+        yield ResolvedRow("quantization", "gguf", "model", "as the file's tensors are")
+        yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+
+
+def _row(setting: Setting, value: Any, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]) -> ResolvedRow:
+    """A setting as stated, or as derived where it was left open."""
+    stated = sources.get(setting.name) or ("default" if value == setting.default else "keyword")
+    row = derived.get(setting.name)
+    if setting.name == "hf_token" and value is not None:
+        return ResolvedRow(setting.name, "***", stated, "hidden")
+    if row is None:
+        return ResolvedRow(setting.name, value, stated, _LATER.get(setting.name, "") if value is None else "")
+    if stated == "default":
+        return row
+    return ResolvedRow(setting.name, row.value, stated, row.why if row.value != value else "")

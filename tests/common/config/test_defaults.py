@@ -1,0 +1,173 @@
+"""Every row of the tables of defaults, the order of clamps, and the reasons that go with them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from pagoda.common.config.defaults import (
+    BatchDefaults,
+    ModelLimits,
+    ResolvedLimits,
+    ResolvedRow,
+    Usage,
+    batch_defaults,
+    resolve_limits,
+)
+from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.platform import Platform
+from pagoda.common.errors import ConfigError
+from pagoda.server.args import EngineArgs
+
+GIB = 1 << 30
+H100 = Platform("cuda", 80 * GIB, "NVIDIA H100 80GB HBM3")
+MODEL = ModelLimits(4096)
+
+
+def asked(**settings: Any) -> EngineConfig:
+    return EngineArgs("m", **settings).create_engine_config()
+
+
+def resolved(
+    platform: Platform = H100, usage: Usage = "server", model: ModelLimits = MODEL, **settings: Any
+) -> ResolvedLimits:
+    return resolve_limits(asked(**settings), platform=platform, usage=usage, block_size=16, model=model)
+
+
+def limits(platform: Platform = H100, usage: Usage = "server", max_len: int = 4096, **settings: Any) -> Limits:
+    return resolved(platform, usage, ModelLimits(max_len), **settings).limits
+
+
+def row(found: ResolvedLimits, name: str) -> ResolvedRow:
+    (one,) = (each for each in found.rows if each.name == name)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("platform", "llm", "server"),
+    [
+        (H100, (16384, 1024), (8192, 1024)),
+        (Platform("cuda", 70 * GIB, "x"), (16384, 1024), (8192, 1024)),
+        (Platform("cuda", 70 * GIB - 1, "x"), (8192, 256), (2048, 256)),
+        (Platform("cuda", 80 * GIB, "NVIDIA A100-SXM4-80GB"), (8192, 256), (2048, 256)),
+        (Platform("cuda", 24 * GIB, "NVIDIA L4"), (8192, 256), (2048, 256)),
+        (Platform("cuda"), (8192, 256), (2048, 256)),
+        (Platform("tpu", 32 * GIB, "V6E"), (2048, 256), (1024, 256)),
+        (Platform("tpu", 16 * GIB, "V5E"), (1024, 256), (512, 256)),
+        (Platform("tpu", 95 * GIB, "V5P"), (512, 1024), (256, 1024)),
+        (Platform("tpu", 0, "V5P"), (512, 256), (256, 256)),
+        (Platform("tpu", 32 * GIB, "V4"), (8192, 256), (2048, 256)),
+        (Platform("cpu", 512 * GIB, "x86_64"), (4096, 256), (2048, 128)),
+        (Platform("cpu", world_size=4), (16384, 1024), (8192, 512)),
+    ],
+    ids=lambda value: f"{value.kind}-{value.device_name}-{value.memory_bytes}" if isinstance(value, Platform) else "",
+)
+def test_the_table(platform: Platform, llm: tuple[int, int], server: tuple[int, int]) -> None:
+    assert batch_defaults(platform, "llm") == BatchDefaults(*llm)
+    assert batch_defaults(platform, "server") == BatchDefaults(*server)
+
+
+@pytest.mark.setting("--max-num-batched-tokens", "--max-num-seqs", "--max-model-len", "--enable-chunked-prefill")
+@pytest.mark.parametrize(
+    ("max_len", "settings", "tokens", "seqs"),
+    [
+        (4096, {}, 8192, 1024),
+        (32768, {"enable_chunked_prefill": False}, 32768, 1024),
+        (448, {"max_num_seqs": 1}, 448, 1),
+        (4096, {"max_num_batched_tokens": 512}, 512, 512),
+        (4096, {"max_num_batched_tokens": 512, "max_num_seqs": 4}, 512, 4),
+        (4096, {"max_num_seqs": 9000, "max_num_batched_tokens": 9000}, 9000, 9000),
+        (4, {}, 4096, 1024),  # 1024 sequences of 4 tokens
+        (1, {}, 1024, 1024),
+        (32768, {"enable_chunked_prefill": False, "max_num_seqs": 1}, 32768, 1),
+        (32768, {"max_model_len": 1000, "max_num_seqs": 2}, 2000, 2),
+    ],
+)
+def test_clamps_come_in_order_and_spare_what_was_stated(
+    max_len: int, settings: dict[str, Any], tokens: int, seqs: int
+) -> None:
+    found = limits(max_len=max_len, **settings)
+    assert (found.max_num_batched_tokens, found.max_num_seqs) == (tokens, seqs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "why"),
+    [
+        ({}, "max_num_batched_tokens", "for an API server on a GPU (NVIDIA H100 80GB HBM3) with 80 GiB"),
+        ({"max_num_seqs": 1}, "max_num_batched_tokens", "max_num_seqs * max_model_len, below the default 8192"),
+        ({"max_num_batched_tokens": 8}, "max_num_seqs", "max_num_batched_tokens, below the default 1024"),
+        ({}, "max_model_len", "the model's positions, if the KV cache holds as many"),
+        ({}, "enable_prefix_caching", "the model supports it"),
+    ],
+)
+def test_reasons(settings: dict[str, Any], name: str, why: str) -> None:
+    assert row(resolved(**settings), name).why == why
+
+
+def test_reason_of_a_budget_for_whole_prompts() -> None:
+    found = resolved(model=ModelLimits(32768), enable_chunked_prefill=False)
+    why = row(found, "max_num_batched_tokens").why
+    assert why == "max_model_len, above the default 8192, as prompts are not split"
+
+
+@pytest.mark.setting("--enable-chunked-prefill", "--enable-prefix-caching")
+def test_chunked_prefill_and_prefix_caching_follow_the_model_unless_stated() -> None:
+    assert (limits().chunked_prefill, limits().prefix_caching) == (True, True)
+    neither = ModelLimits(4096, chunked_prefill=False, prefix_caching=False)
+    found = resolved(model=neither).limits
+    assert (found.chunked_prefill, found.prefix_caching) == (False, False)
+    found = resolved(model=neither, enable_chunked_prefill=True, enable_prefix_caching=True).limits
+    assert (found.chunked_prefill, found.prefix_caching) == (True, True)
+    found = limits(enable_chunked_prefill=False, enable_prefix_caching=False)
+    assert (found.chunked_prefill, found.prefix_caching) == (False, False)
+
+
+@pytest.mark.parametrize("architecture", ["ppc64le", "s390x", "riscv64"])
+def test_plain_architectures_have_neither(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+    platform = Platform("cpu", device_name=architecture)
+    found = limits(platform, enable_prefix_caching=True)
+    assert (found.chunked_prefill, found.prefix_caching) == (False, False)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"--enable-prefix-caching: off, because this CPU is a {architecture}"
+    ]
+    both = limits(Platform("cpu", device_name="aarch64"))
+    assert (both.chunked_prefill, both.prefix_caching) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"max_model_len": 4097},
+            "--max-model-len: 4097 exceeds the model's positions, 4096; use 4096 or less",
+        ),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, r"8 is below --max-num-seqs 9; raise it to 9"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 4095},
+            r"4095 cannot hold a prompt of 4096 tokens without chunked prefill; raise it to 4096",
+        ),
+    ],
+)
+def test_what_cannot_be_names_a_value_that_works(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        limits(**settings)
+
+
+@pytest.mark.variable("PAGODA_ALLOW_LONG_MAX_MODEL_LEN")
+def test_a_length_beyond_the_model_needs_to_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    with caplog.at_level(logging.WARNING):
+        assert limits(max_model_len=5000).max_model_len == 5000
+    assert "--max-model-len: 5000 exceeds the model's positions, 4096" in caplog.text
+    with pytest.raises(ConfigError, match=r"use 4096 or less$"):
+        resolved(model=ModelLimits(4096, extensible=False), max_model_len=5000)
+
+
+@pytest.mark.setting("--block-size")
+def test_block_size() -> None:
+    assert limits().block_size == 16
+    assert limits(block_size=64).block_size == 64

@@ -1,0 +1,221 @@
+"""Variables: one row each, what they become, and what is said about those that become nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.common.config import env
+from pagoda.common.config.env_var import is_secret
+from pagoda.common.config.sources import from_environment
+from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.common.errors import ConfigError
+from pagoda.server.args import EngineArgs
+from pagoda.server.plugins import load_general_plugins
+from pagoda.server.resolve import resolve
+
+TABLES = [ENGINE_SETTINGS, SERVER_SETTINGS]
+SETTINGS = [name for table in TABLES for name in table]
+
+
+def said(**environ: str) -> dict[str, Any]:
+    return {name: sourced.value for name, sourced in from_environment(TABLES, environ).items()}
+
+
+def test_every_row_says_what_becomes_of_it() -> None:
+    names = [name for variable in env.VARIABLES for name in variable.names]
+    assert len(names) == len(set(names))
+    for variable in env.VARIABLES:
+        assert variable.help.endswith("."), variable.name
+        assert bool(variable.why) == (variable.status != "implemented"), variable.name
+        assert variable.becomes is None or variable.status == "implemented", variable.name
+
+
+@pytest.mark.variable("PAGODA_API_KEY", "HF_TOKEN", "PAGODA_TEST_FORCE_LOAD_FORMAT", "PAGODA_CPU_KVCACHE_SPACE")
+@pytest.mark.parametrize(
+    ("name", "text", "setting", "value"),
+    [
+        ("VLLM_API_KEY", "k", "api_key", ("k",)),
+        ("PAGODA_API_KEY", "k", "api_key", ("k",)),
+        ("HF_TOKEN", "t", "hf_token", "t"),
+        ("HUGGING_FACE_HUB_TOKEN", "t", "hf_token", "t"),
+        ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1", "allow_long_max_model_len", True),
+        ("VLLM_TEST_FORCE_LOAD_FORMAT", "gguf", "load_format", "gguf"),
+        ("VLLM_PLUGINS", "a, b", "plugins", ("a", "b")),
+        ("VLLM_ATTENTION_BACKEND", "TORCH_SDPA", "attention_backend", "TORCH_SDPA"),
+        ("VLLM_CPU_KVCACHE_SPACE", "2", "kv_cache_memory_bytes", 2**31),
+        ("PAGODA_CPU_KVCACHE_SPACE", "0.5", "kv_cache_memory_bytes", 2**29),
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-2,7", "cpu_omp_threads_bind", "0-2,7"),
+        ("VLLM_CONFIGURE_LOGGING", "0", "configure_logging", False),
+        ("VLLM_LOGGING_CONFIG_PATH", "x.json", "log_config_file", "x.json"),
+        ("VLLM_LOGGING_LEVEL", "debug", "log_level", "DEBUG"),
+        ("VLLM_LOGGING_PREFIX", "[a] ", "log_prefix", "[a] "),
+        ("VLLM_LOG_BATCHSIZE_INTERVAL", "2.5", "log_stats_interval", 2.5),
+        ("VLLM_RPC_BASE_PATH", "/tmp", "rpc_base_path", "/tmp"),
+        ("VLLM_RPC_TIMEOUT", "5000", "rpc_timeout", 5000),
+        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "60", "engine_iteration_timeout_s", 60.0),
+        ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "true", "keep_alive_on_engine_death", True),
+        ("VLLM_SERVER_DEV_MODE", "1", "server_dev_mode", True),
+        ("PAGODA_MAX_MODEL_LEN", "4k", "max_model_len", 4000),
+    ],
+)
+def test_what_a_variable_becomes(name: str, text: str, setting: str, value: Any) -> None:
+    assert said(**{name: text}) == {setting: value}
+    assert from_environment(TABLES, {name: text})[setting].source == f"environment {name}"
+
+
+def test_values_that_leave_the_default() -> None:
+    assert said(VLLM_CPU_KVCACHE_SPACE="0", VLLM_LOG_BATCHSIZE_INTERVAL="-1", VLLM_API_KEY="") == {}
+
+
+def test_our_name_is_stronger_than_its_alias() -> None:
+    assert said(PAGODA_RPC_TIMEOUT="3000", VLLM_RPC_TIMEOUT="9000") == {"rpc_timeout": 3000}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "much", "VLLM_CPU_KVCACHE_SPACE: 'much': not a number"),
+        ("VLLM_CPU_KVCACHE_SPACE", "-1", "VLLM_CPU_KVCACHE_SPACE: '-1': not a number of GiB"),
+        ("VLLM_RPC_TIMEOUT", "soon", "VLLM_RPC_TIMEOUT: --rpc-timeout: 'soon' is not a whole number"),
+        ("VLLM_LOGGING_LEVEL", "loud", "VLLM_LOGGING_LEVEL: --log-level: 'loud': no log level; choose from DEBUG"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-3|4-7", "one list per process"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "3-0", "runs backwards"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "a", "is no core number"),
+        ("PAGODA_PORT", "http", "PAGODA_PORT: --port: 'http' is not a whole number"),
+    ],
+)
+def test_an_unreadable_variable_is_named(name: str, text: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        said(**{name: text})
+    assert line in str(error.value)
+    assert error.value.setting == name
+
+
+@pytest.mark.variable("PAGODA_ATTENTION_BACKEND")
+def test_a_refused_value_is_told_by_the_name_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+    with pytest.raises(ConfigError, match=r"^VLLM_ATTENTION_BACKEND: stands for --attention-backend: 'FLASH_ATTN'"):
+        EngineArgs()
+    assert EngineArgs(attention_backend="auto").attention_backend == "auto"  # a keyword is stronger
+
+
+def test_what_has_no_effect_is_said_once() -> None:
+    assert env.notes({"VLLM_USE_V1": "1", "VLLM_NO_USAGE_STATS": "1"}) == (
+        "VLLM_NO_USAGE_STATS has no effect: no usage data is ever collected or sent",
+        "VLLM_USE_V1 has no effect: there is one engine, and it works like V1",
+    )
+    assert env.notes({"VLLM_USE_V1": ""}) == ()
+
+
+def test_nothing_is_said_about_variables_that_other_programs_share() -> None:
+    assert env.notes({"MAX_JOBS": "8", "CUDA_VISIBLE_DEVICES": "0", "LD_LIBRARY_PATH": "/x", "PATH": "/bin"}) == ()
+
+
+def test_a_start_tells_what_has_no_effect(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    EngineArgs()
+    assert [record.message for record in caplog.records] == [
+        "VLLM_MLA_DISABLE has no effect: no model served here has latent attention"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "accepted"),
+    [("VLLM_USE_MODELSCOPE", "True", "0"), ("VLLM_DP_SIZE", "2", "1"), ("VLLM_DP_RANK", "1", "0")],
+)
+def test_a_refused_variable_ends_the_start(
+    name: str, refused: str, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert env.notes({name: accepted}) == ()
+    monkeypatch.setenv(name, refused)
+    with pytest.raises(ConfigError, match=f"^{name}: '{refused}' is not supported: .*; "):
+        EngineArgs()
+
+
+def test_an_unknown_variable_is_told_with_the_nearest_name_and_without_its_value() -> None:
+    notes = env.notes({"VLLM_MAX_MODEL_LEN": "hush", "PAGODA_LOGING_LEVEL": "hush", "VLLM_ZZZZ": "hush"}, SETTINGS)
+    assert notes == (
+        "PAGODA_LOGING_LEVEL is no variable that pagoda reads; did you mean PAGODA_LOGGING_LEVEL?",
+        "VLLM_MAX_MODEL_LEN is no variable that pagoda reads; did you mean PAGODA_MAX_MODEL_LEN?",
+        "VLLM_ZZZZ is no variable that pagoda reads",
+    )
+    assert env.notes({"PAGODA_MAX_MODEL_LEN": "5"}, SETTINGS) == ()
+
+
+def test_what_kubernetes_says_about_a_service_of_our_name_is_not_ours() -> None:
+    links = {
+        "PAGODA_PORT": "tcp://10.0.0.1:8000",
+        "PAGODA_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "VLLM_PORT": "tcp://10.0.0.2:80",
+        "VLLM_SERVICE_HOST": "10.0.0.2",
+        "VLLM_SERVICE_PORT_HTTP": "80",
+    }
+    assert said(**links) == {}
+    (line,) = env.notes(links, SETTINGS)
+    assert f"Kubernetes says it about services: {', '.join(sorted(links))}; " in line
+    assert said(PAGODA_PORT="9000") == {"port": 9000}
+    assert env.notes({"VLLM_PORT": "9000"})[0].startswith("VLLM_PORT has no effect")
+
+
+def test_switches() -> None:
+    for text in ("1", "true", "yes", "ON"):
+        assert env.HF_HUB_OFFLINE.is_on({"HF_HUB_OFFLINE": text})
+    for text in ("", "0", "False", "no", "off"):
+        assert not env.HF_HUB_OFFLINE.is_on({"HF_HUB_OFFLINE": text})
+
+
+def test_secret_names() -> None:
+    assert all(map(is_secret, ("PAGODA_API_KEY", "HF_TOKEN", "S3_SECRET_ACCESS_KEY", "S3_ACCESS_KEY_ID", "APIKEY")))
+    assert not any(map(is_secret, ("PAGODA_TOKENIZER", "PAGODA_MAX_NUM_BATCHED_TOKENS", "VLLM_DISABLED_KERNELS")))
+
+
+@pytest.mark.setting("--allow-long-max-model-len")
+@pytest.mark.variable("PAGODA_ALLOW_LONG_MAX_MODEL_LEN")
+def test_a_length_beyond_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32},
+        **{"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def limit() -> int:
+        args = EngineArgs(tmp_path, load_format="dummy", skip_tokenizer_init=True, max_model_len=500)
+        return resolve(args.create_engine_config(), "llm").limits.max_model_len
+
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        limit()
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert limit() == 500
+
+
+@pytest.mark.setting("--plugins")
+@pytest.mark.variable("PAGODA_PLUGINS")
+def test_plugins_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_general_plugins(EngineArgs().create_engine_config())
+    monkeypatch.setenv("VLLM_PLUGINS", "absent")
+    with pytest.raises(ConfigError, match="no plugin 'absent' is installed"):
+        load_general_plugins(EngineArgs().create_engine_config())
+
+
+@pytest.mark.variable("HF_HUB_OFFLINE")
+def test_offline_asks_no_hub() -> None:
+    program = (
+        "from pagoda.common.weights.hub import resolve_model\n"
+        "try: resolve_model('org/never-downloaded')\n"
+        "except Exception as error: print(error)"
+    )
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "HF_HUB_OFFLINE": "1",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60)
+    assert "HF_HUB_OFFLINE" in done.stdout, done.stderr

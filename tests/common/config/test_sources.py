@@ -1,0 +1,269 @@
+"""Who wins: flags over the file, the file over the environment, all over the defaults; and files in every shape."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.common.config.sources import Sourced, from_environment, from_file, from_keywords, settle
+from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.common.errors import ConfigError
+
+ALL = ENGINE_SETTINGS | SERVER_SETTINGS
+
+
+def said(source: str = "flag", **values: Any) -> dict[str, Sourced]:
+    return {name: Sourced(ALL[name].convert(value), source) for name, value in values.items()}
+
+
+def yaml(tmp_path: Path, text: str) -> dict[str, Sourced]:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return from_file(str(path), ALL)
+
+
+def values(layer: dict[str, Sourced]) -> dict[str, Any]:
+    return {name: sourced.value for name, sourced in layer.items()}
+
+
+# --- layers ---
+
+
+@pytest.mark.parametrize("upper", [0, 1, 2])
+@pytest.mark.parametrize("lower", [1, 2, 3])
+def test_the_stronger_layer_wins(upper: int, lower: int) -> None:
+    if upper >= lower:
+        return
+    layers: list[dict[str, Sourced]] = [{}, {}, {}]
+    layers[upper] = said(f"layer {upper}", max_num_seqs=5)
+    if lower < 3:
+        layers[lower] = said(f"layer {lower}", max_num_seqs=9)
+    settled = settle(ALL, *layers)
+    assert settled.values["max_num_seqs"] == 5
+    assert settled.sources == {"max_num_seqs": f"layer {upper}"}
+
+
+def test_what_nobody_says_is_the_default() -> None:
+    settled = settle(ALL, {}, {}, {})
+    assert settled.values == {name: setting.default for name, setting in ALL.items()}
+    assert (settled.sources, settled.notes) == ({}, ())
+
+
+def test_a_stronger_nothing_wins_too() -> None:
+    flag = {"max_num_seqs": Sourced(None, "flag")}
+    assert settle(ALL, flag, said("file", max_num_seqs=9)).values["max_num_seqs"] is None
+
+
+def test_json_is_merged_key_by_key() -> None:
+    settled = settle(
+        ALL,
+        said("flag", hf_overrides={"a": {"x": 1}, "b": 1}),
+        said("file", hf_overrides={"a": {"x": 2, "y": 2}, "b": {"z": 2}}),
+        said("environment", hf_overrides={"a": {"y": 3, "w": 3}, "c": 3}),
+    )
+    assert settled.values["hf_overrides"] == {"a": {"x": 1, "y": 2, "w": 3}, "b": 1, "c": 3}
+    assert settled.sources["hf_overrides"] == "flag, file, environment"
+
+
+# --- old names ---
+
+
+def test_an_old_flag_holds_in_its_own_layer() -> None:
+    stronger = settle(ALL, said("flag", rope_theta=5.0), said("file", hf_overrides={"rope_theta": 7.0, "x": 1}))
+    assert stronger.values["hf_overrides"] == {"rope_theta": 5.0, "x": 1}
+    weaker = settle(ALL, said("flag", hf_overrides={"rope_theta": 7.0}), said("file", rope_theta=5.0))
+    assert weaker.values["hf_overrides"] == {"rope_theta": 7.0}
+    switch = settle(ALL, said("flag", disable_log_requests=True), said("environment", enable_log_requests=True))
+    assert switch.values["enable_log_requests"] is False
+
+
+def test_two_old_flags_share_one_setting() -> None:
+    settled = settle(ALL, said(rope_theta=5.0, rope_scaling={"factor": 2.0}, hf_overrides={"x": 1}))
+    assert settled.values["hf_overrides"] == {"x": 1, "rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_theta": 5.0, "hf_overrides": {"rope_theta": 7.0}},
+        {"device": "cpu", "backend": "jax_tpu"},
+        {"disable_log_requests": True, "enable_log_requests": True},
+        {"rope_scaling": {"factor": 2.0}, "hf_overrides": {"rope_scaling": {"factor": 4.0}}},
+        {"tokens_only": True, "skip_tokenizer_init": False},
+    ],
+)
+def test_an_old_flag_that_contradicts_the_new_one(values: dict[str, Any]) -> None:
+    old = next(iter(values))
+    with pytest.raises(ConfigError, match=f"--{old.replace('_', '-')}: contradicts --.*; drop --"):
+        settle(ALL, said(**values))
+
+
+def test_an_old_flag_may_agree_with_the_new_one() -> None:
+    settled = settle(ALL, said(device="cpu", backend="reference"))
+    assert settled.values["backend"] == "reference"
+
+
+def test_an_old_flag_at_its_default_says_nothing_new() -> None:
+    layer = {"task": Sourced(None, "flag"), "rope_scaling": Sourced({}, "flag")}
+    settled = settle(ALL, layer)
+    assert settled.values["runner"] == "auto"
+    assert settled.values["hf_overrides"] == {}
+    assert len(settled.notes) == 2
+
+
+def test_a_refusal_names_the_flag_that_was_said() -> None:
+    with pytest.raises(ConfigError, match=r"^--task: stands for --runner: 'pooling' is not supported: "):
+        settle(ALL, said(task="embed"))
+
+
+# --- what the user hears ---
+
+
+@pytest.mark.parametrize(
+    ("values", "starts"),
+    [
+        ({"swap_space": 1}, ["--swap-space has no effect: "]),
+        ({"rope_theta": 5.0}, ["--rope-theta is deprecated; use --hf-overrides.rope_theta"]),
+        ({"cuda_graph_sizes": [8]}, ["--cuda-graph-sizes is deprecated; use --cudagraph-capture-sizes; --cud"]),
+        ({"cuda_graph_sizes": [8], "swap_space": 1}, ["--cuda-graph-sizes is deprecated", "--swap-space"]),
+        ({"num_scheduler_steps": 8}, ["--num-scheduler-steps has no effect: "]),
+        ({"swap_space": 4.0, "max_num_seqs": 3}, []),
+        ({"attention_backend": "auto"}, []),
+    ],
+)
+def test_one_line_for_each_flag_that_calls_for_one(values: dict[str, Any], starts: list[str]) -> None:
+    notes = settle(ALL, said(**values)).notes
+    assert len(notes) == len(starts)
+    assert all(note.startswith(start) for note, start in zip(notes, starts))
+    assert all("\n" not in note for note in notes)
+
+
+# --- keywords and variables ---
+
+
+def test_keywords_that_are_none_say_nothing() -> None:
+    assert from_keywords(ALL, {"max_num_seqs": None, "seed": 3}) == said("keyword", seed=3)
+
+
+def test_variables() -> None:
+    environ = {
+        "PAGODA_MAX_NUM_SEQS": "7",
+        "PAGODA_SERVED_MODEL_NAME": "a b",
+        "PAGODA_HF_OVERRIDES": '{"a": 1}',
+        "PAGODA_ENFORCE_EAGER": "true",
+        "PAGODA_TOKENIZER": "",
+        "VLLM_API_KEY": "secret",
+    }
+    found = from_environment([ALL], environ)
+    assert values(found) == {
+        "max_num_seqs": 7,
+        "served_model_name": ("a", "b"),
+        "hf_overrides": {"a": 1},
+        "enforce_eager": True,
+        "api_key": ("secret",),
+    }
+    assert found["max_num_seqs"].source == "environment PAGODA_MAX_NUM_SEQS"
+    assert found["api_key"].source == "environment VLLM_API_KEY"
+
+
+def test_a_variable_says_nothing_to_a_command_that_has_no_such_setting() -> None:
+    assert from_environment([ENGINE_SETTINGS], {"PAGODA_PORT": "x", "VLLM_API_KEY": "k"}) == {}
+
+
+def test_a_bad_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^PAGODA_PORT: --port: 'x' is not a whole number"):
+        from_environment([ALL], {"PAGODA_PORT": "x"})
+
+
+def test_a_service_of_our_name_is_no_setting() -> None:
+    assert from_environment([ALL], {"PAGODA_PORT": "tcp://10.0.0.1:80"}) == {}
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("", {}),
+        ("# nothing\n", {}),
+        ("{}", {}),
+        ("max-num-seqs: 7", {"max_num_seqs": 7}),
+        ("max_num_seqs: 7", {"max_num_seqs": 7}),
+        ("--max-num-seqs: 7", None),
+        ("max-model-len: 4k", {"max_model_len": 4000}),
+        ("max-model-len: auto", {"max_model_len": None}),
+        ("max-num-seqs: null", {}),
+        ("model: m\nseed: 3", {"model": "m", "seed": 3}),
+        ("model_tag: m", {"model": "m"}),
+        ("enforce-eager: true", {"enforce_eager": True}),
+        ("enforce-eager: off", {"enforce_eager": False}),
+        ("no-async-scheduling: true", {"async_scheduling": False}),
+        ("swap-space: 2", {"swap_space": 2.0}),
+        ("served-model-name: a", {"served_model_name": ("a",)}),
+        ("served-model-name: [a, b]", {"served_model_name": ("a", "b")}),
+        ("served-model-name:\n- a\n- b\n", {"served_model_name": ("a", "b")}),
+        ("cudagraph-capture-sizes: [1, 2]", {"cudagraph_capture_sizes": (1, 2)}),
+        ("cudagraph-capture-sizes: ['1', '2']", {"cudagraph_capture_sizes": (1, 2)}),
+        ("allowed-origins: [a, b]", {"allowed_origins": ("a", "b")}),
+        ("hf-overrides:\n  a: {b: 1}\n  c: [x]", {"hf_overrides": {"a": {"b": 1}, "c": ["x"]}}),
+        ("hf-overrides: '{\"a\": 1}'", {"hf_overrides": {"a": 1}}),
+        ("hf-overrides.a.b: 1\nhf-overrides.c: x", {"hf_overrides": {"a": {"b": 1}, "c": "x"}}),
+        ("port: 8001", {"port": 8001}),
+        ("port: '8001'", {"port": 8001}),
+    ],
+)
+def test_files(text: str, meant: dict[str, Any] | None, tmp_path: Path) -> None:
+    if meant is None:
+        with pytest.raises(ConfigError, match="unknown key"):
+            yaml(tmp_path, text)
+    else:
+        assert values(yaml(tmp_path, text)) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seq: 7", "unknown key max-num-seq; did you mean max-num-seqs?"),
+        ("no-max-num-seqs: true", "unknown key no-max-num-seqs; did you mean max-num-seqs?"),
+        ("zzz: 1", "unknown key zzz"),
+        ("1: 2", "unknown key 1"),
+        ("- a\n- b", "a mapping is needed, such as `max-model-len: 4096`, not a list"),
+        ("just words", "a mapping is needed, such as `max-model-len: 4096`, not a str"),
+        ("a: [", "not YAML: "),
+        ("a: b: c", "not YAML: "),
+        ("a: !!python/object:os.system x", "not YAML: "),
+        ("seed: 1\nseed: 2", "seed is there twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "max-num-seqs is there twice"),
+        ("seed.x: 1", "seed.x: --seed is a whole number and has no keys"),
+        ("revision: 1.10", "--revision: 1.1 is not text; put it in quotes"),
+        ("revision: 2024-01-01", "--revision: 2024-01-01 is not text; put it in quotes"),
+        ("served-model-name: [a, 1.10]", "is not a list of texts; put it in quotes"),
+        ("max-num-seqs: many", "--max-num-seqs: 'many' is not a whole number"),
+        ("max-num-seqs: [1]", "--max-num-seqs: [1] is not a whole number"),
+        ("max-model-len: 1.5K", "did you mean 1.5k?"),
+        ("enforce-eager: perhaps", "--enforce-eager: 'perhaps' is not true or false"),
+        ("hf-overrides: [1]", "--hf-overrides: [1] is not a JSON object"),
+        ("hf-overrides: &a {x: *a}", "--hf-overrides: "),
+        ("dtype: float23", "did you mean float32?"),
+    ],
+)
+def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        yaml(tmp_path, text)
+    assert caught.value.setting == "--config"
+    assert message in str(caught.value)
+    assert str(tmp_path / "c.yaml") in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config: .*nowhere\.yaml: No such file"):
+        from_file(str(tmp_path / "nowhere.yaml"), ALL)
+    with pytest.raises(ConfigError, match=r"--config: .*Is a directory"):
+        from_file(str(tmp_path), ALL)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"--config: .*b\.yaml: "):
+        from_file(str(tmp_path / "b.yaml"), ALL)
+    (tmp_path / "zero.yaml").write_bytes(b"a: \x00")
+    with pytest.raises(ConfigError, match=r"--config: .*zero\.yaml: not YAML"):
+        from_file(str(tmp_path / "zero.yaml"), ALL)

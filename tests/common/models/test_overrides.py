@@ -1,0 +1,74 @@
+"""Changes to a config before any family reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes import tiny_spec
+
+from pagoda.common.errors import ModelError
+from pagoda.common.models.overrides import overridden, refuse_quantised, without_windows
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5.0}
+PER_LAYER = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "result"),
+    [
+        ({"a": 1}, {}, {"a": 1}),
+        ({"a": 1}, {"a": 2, "b": 3}, {"a": 2, "b": 3}),
+        ({"a": {"b": {"c": 1, "d": 2}}}, {"a": {"b": {"c": 3}}}, {"a": {"b": {"c": 3, "d": 2}}}),
+        ({"a": {"b": 1}}, {"a": None}, {"a": None}),
+        # The older spelling of rotary positions.
+        ({"rope_theta": 5.0}, {"rope_theta": 7.0}, {"rope_theta": 7.0}),
+        ({"rope_scaling": None}, {"rope_scaling": YARN}, {"rope_scaling": YARN}),
+        ({"rope_scaling": LLAMA3}, {"rope_scaling": {"factor": 4.0}}, {"rope_scaling": {**LLAMA3, "factor": 4.0}}),
+        ({"rope_scaling": LLAMA3}, {"rope_scaling": YARN}, {"rope_scaling": {**YARN, "rope_theta": 5.0}}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": YARN}, {"rope_scaling": YARN}),
+        # The newer one, which is where either spelling of the change must arrive.
+        ({"rope_parameters": LLAMA3}, {"rope_theta": 7.0}, {"rope_parameters": {**LLAMA3, "rope_theta": 7.0}}),
+        ({"rope_parameters": LLAMA3}, {"rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5.0}}),
+        (
+            {"rope_parameters": LLAMA3},
+            {"rope_parameters": {"factor": 4.0}},
+            {"rope_parameters": {**LLAMA3, "factor": 4.0}},
+        ),
+        (
+            {"rope_parameters": PER_LAYER},
+            {"rope_theta": 7.0, "rope_scaling": YARN},
+            {"rope_parameters": {**PER_LAYER, "full_attention": {**YARN, "rope_theta": 7.0}}},
+        ),
+    ],
+)
+def test_overrides(config: dict[str, Any], overrides: dict[str, Any], result: dict[str, Any]) -> None:
+    before = repr(config), repr(overrides)
+    assert overridden(config, overrides) == result
+    assert (repr(config), repr(overrides)) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: the weights are quantised by gptq, "),
+        ({"compression_config": {"quant_method": "x", "format": "y"}}, r"compression_config: .* by x \(y\), which"),
+        ({"quantization_config": []}, "a method it does not name"),
+    ],
+)
+def test_quantised_weights_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        refuse_quantised(config)
+    refuse_quantised(dict.fromkeys(config))
+
+
+def test_without_windows_a_model_is_as_long_as_the_narrowest() -> None:
+    spec = tiny_spec(layers=4, window=6)
+    wider = replace(spec.layers[3], mixer=replace(spec.layers[3].mixer, window=9))
+    whole = without_windows(replace(spec, layers=(*spec.layers[:3], wider)))
+    assert whole.max_positions == 6
+    assert [layer.mixer.window for layer in whole.layers] == [None] * 4
+    assert without_windows(tiny_spec()) == tiny_spec()
+    assert without_windows(replace(spec, max_positions=5)).max_positions == 5

@@ -1,0 +1,83 @@
+"""Flags of older releases become what replaced them, and say so in one line."""
+
+from typing import Any
+
+import pytest
+
+from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda.common.config.sources import Settled
+from pagoda.common.errors import ConfigError
+from pagoda.server.args import EngineArgs, settle_all
+from pagoda.server.flags import FlagParser
+from pagoda.server.serve import add_arguments
+
+
+def settled(*flags: str) -> Settled:
+    parser = FlagParser()
+    add_arguments(parser)
+    return settle_all(parser.parse_args(flags), COMMAND_SETTINGS["serve"])
+
+
+@pytest.mark.setting("--task", "--device", "--rope-scaling", "--rope-theta", "--override-pooler-config")
+@pytest.mark.setting("--disable-log-requests", "--guided-decoding-backend", "--guided-decoding-disable-fallback")
+@pytest.mark.setting("--guided-decoding-disable-any-whitespace", "--guided-decoding-disable-additional-properties")
+@pytest.mark.setting("--num-redundant-experts", "--eplb-window-size", "--eplb-step-interval", "--eplb-log-balancedness")
+@pytest.mark.setting("--enable-multimodal-encoder-data-parallel", "--disable-mm-preprocessor-cache")
+@pytest.mark.setting("--cuda-graph-sizes", "--tokens-only")
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        ("--task generate", {"runner": "generate"}),
+        ("--device cpu", {"backend": "reference"}),
+        ('--rope-scaling {"factor":2.0}', {"hf_overrides": {"rope_scaling": {"factor": 2.0}}}),
+        ("--rope-theta 5e5", {"hf_overrides": {"rope_theta": 500000.0}}),
+        ('--override-pooler-config {"a":1}', {"pooler_config": {"a": 1}}),
+        ("--no-disable-log-requests", {"enable_log_requests": True}),
+        ("--guided-decoding-backend auto", {"structured_outputs_config": {"backend": "auto"}}),
+        ("--guided-decoding-disable-fallback", {"structured_outputs_config": {"disable_fallback": True}}),
+        ("--guided-decoding-disable-any-whitespace", {"structured_outputs_config": {"disable_any_whitespace": True}}),
+        (
+            "--guided-decoding-disable-additional-properties",
+            {"structured_outputs_config": {"disable_additional_properties": True}},
+        ),
+        ("--num-redundant-experts 3", {"eplb_config": {"num_redundant_experts": 3}}),
+        ("--eplb-window-size 9", {"eplb_config": {"window_size": 9}}),
+        ("--eplb-step-interval 8", {"eplb_config": {"step_interval": 8}}),
+        ("--eplb-log-balancedness", {"eplb_config": {"log_balancedness": True}}),
+        ("--enable-multimodal-encoder-data-parallel", {"mm_encoder_tp_mode": "data"}),
+        ("--disable-mm-preprocessor-cache", {"mm_processor_cache_gb": 0.0}),
+        ("--cuda-graph-sizes 1 2 4", {"cudagraph_capture_sizes": (1, 2, 4)}),
+        ("--CUDA-graph-sizes 8", {"cudagraph_capture_sizes": (8,)}),
+        ("--tokens-only", {"skip_tokenizer_init": True}),
+    ],
+)
+def test_an_old_flag_becomes_the_new_setting(words: str, becomes: dict[str, Any]) -> None:
+    flag, *value = words.split(" ")
+    found = settled(flag, *value)
+    assert {name: found.values[name] for name in becomes} == becomes
+    name = flag.removeprefix("--no-").removeprefix("--").lower()
+    about = [note for note in found.notes if note.startswith(f"--{name} ")]
+    assert len(about) == (name != "tokens-only"), found.notes
+    assert all("is deprecated; use --" in note for note in about)
+
+
+def test_two_pieces_of_one_setting_are_merged() -> None:
+    found = settled("--rope-theta", "5e5", "--hf-overrides.max_position_embeddings", "64")
+    assert found.values["hf_overrides"] == {"rope_theta": 500000.0, "max_position_embeddings": 64}
+
+
+def test_an_old_flag_that_contradicts_the_new_one() -> None:
+    with pytest.raises(ConfigError, match="--rope-theta: contradicts --hf-overrides; drop --rope-theta"):
+        settled("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
+
+
+def test_what_an_old_flag_stands_for_may_be_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only text generation is served"):
+        settled("--task", "embed")
+
+
+def test_keywords_do_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineArgs("m", rope_theta=5e5).create_engine_config().model.hf_overrides == {"rope_theta": 5e5}
+    assert [record.getMessage() for record in caplog.records] == [
+        "--rope-theta is deprecated; use --hf-overrides.rope_theta"
+    ]

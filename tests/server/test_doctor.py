@@ -1,0 +1,257 @@
+"""doctor and collect-env: what they find on a machine, and what they keep to themselves."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.common.config.doctor import DoctorConfig
+from pagoda.common.errors import ConfigError
+from pagoda.server import checkup, cli, machine
+from pagoda.server.checkup import Check, Finding
+from pagoda.server.redact import Redactor
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def found(check: Check, **config: Any) -> list[Finding]:
+    return list(check(DoctorConfig(**config)))
+
+
+def one(check: Check, **config: Any) -> Finding:
+    (finding,) = found(check, **config)
+    return finding
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = cli.main(["doctor", *words])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.command("doctor")
+def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = doctor(capsys, "--port", "0", "--backend", "reference")
+    assert status == 0, text
+    lines = text.splitlines()
+    assert {line.split()[0] for line in lines[:-1]} <= {"ok", "warn"}
+    for subject in ("python", "packages", "backend", "processor", "memory", "downloads", "sockets", "port", "hub"):
+        assert any(line[6:].startswith(subject) for line in lines), subject
+
+
+@pytest.mark.setting("--port", "--host")
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, text = doctor(capsys, "--port", str(taken.getsockname()[1]))
+    assert status == 1
+    assert "fail  port" in text
+    assert "choose another --port" in text
+    assert "to fix" in text.splitlines()[-1]
+    assert one(checkup.port, host="host.invalid", port=0).level == "fail"
+    with pytest.raises(ConfigError, match="--port"):
+        DoctorConfig(port=70000)
+
+
+def test_an_older_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one(checkup.python_version).level == "ok"
+    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
+    assert one(checkup.python_version).level == "fail"
+
+
+def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["numpy>=2.0,<3", "msgspec>=0.20", "pyzmq>=27", 'torch>=2.11; extra == "cpu"', 'ray>=2; extra == "ray"']
+    monkeypatch.setattr(machine, "project", lambda: (">=3.11", wanted))
+    versions = {"numpy": "1.9", "msgspec": "0.22", "torch": "2.0"}
+    monkeypatch.setattr(machine, "version", versions.get)
+    monkeypatch.setattr(checkup, "choose_backend", lambda name: "reference")
+    assert found(checkup.packages) == [
+        Finding("warn", "packages", "numpy 1.9 is not a version that was tried; pip install 'numpy<3,>=2.0'"),
+        Finding("fail", "packages", "pyzmq is not installed; pip install 'pyzmq>=27'"),
+        Finding("warn", "packages", "torch 2.0 is not a version that was tried; pip install 'torch>=2.11'"),
+        Finding("ok", "packages", "1 in their ranges"),
+    ]
+
+
+def test_the_requirements_are_the_projects() -> None:
+    python, requirements = machine.project()
+    assert python.startswith((">=3.11", "<3.14"))
+    assert any(each.startswith("msgspec") for each in requirements)
+    assert any("torch" in each and "extra" in each and "cpu" in each for each in requirements)
+
+
+@pytest.mark.setting("--backend")
+def test_a_backend_that_cannot_run() -> None:
+    findings = found(checkup.backends, backend="simulated")
+    assert findings[0] == Finding("fail", "backend", "--backend: simulated: not in this version")
+    assert {each.level for each in findings[1:]} <= {"ok", "warn"}
+    assert any(each == Finding("ok", "backend", "reference, on CPU") for each in found(checkup.backends))
+
+
+@pytest.mark.parametrize(
+    ("files", "smi", "level", "text"),
+    [
+        ([], ([], "nvidia-smi is not installed"), "ok", "none"),
+        (["nvidia0"], (["H200, 143771 MiB, 570"], ""), "ok", "H200"),
+        (["nvidia0"], ([], "nvidia-smi: version mismatch"), "warn", "install the driver's tools"),
+        ([], ([], "nvidia-smi: no devices"), "warn", "docker run --gpus all"),
+    ],
+)
+def test_gpus(
+    files: list[str], smi: tuple[list[str], str], level: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def device_files(*patterns: str) -> list[Path]:
+        return [Path("/dev") / name for name in files] if "nvidiactl" in patterns else []
+
+    monkeypatch.setattr(machine, "device_files", device_files)
+    monkeypatch.setattr(machine, "gpus", lambda: smi)
+    gpu = found(checkup.devices)[0]
+    assert (gpu.subject, gpu.level) == ("gpu", level)
+    assert text in gpu.text
+
+
+def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = tmp_path / "accel0"
+    chip.touch()
+    monkeypatch.setattr(machine, "device_files", lambda *patterns: [chip] if "accel[0-9]*" in patterns else [])
+    assert found(checkup.devices)[-1] == Finding("ok", "tpu", f"1 chips or groups: {chip}")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert found(checkup.devices)[-1].level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("check", "patches", "level", "text"),
+    [
+        (checkup.processor, {"has_bfloat16": lambda: False}, "ok", "no bfloat16"),
+        (checkup.processor, {"cores": lambda: 64, "cpu_quota": lambda: 4.0}, "warn", "set OMP_NUM_THREADS=4"),
+        (checkup.memory, {"memory": lambda: (2**34, 2**33)}, "ok", "8.0 GiB of 16.0 GiB free"),
+        (checkup.memory, {"memory": lambda: (2**34, 2**29)}, "warn", "--kv-cache-memory-bytes"),
+        (checkup.limits, {"limit": lambda name: 256}, "warn", "ulimit -n 65536"),
+        (checkup.limits, {"limit": lambda name: None}, "ok", "no limit"),
+        (checkup.folders, {"free_bytes": lambda folder: 2**25}, "warn", "make room"),
+    ],
+)
+def test_what_is_scarce(
+    check: Check, patches: dict[str, Callable[..., Any]], level: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in patches.items():
+        monkeypatch.setattr(machine, name, value)
+    findings = found(check)
+    assert any(each.level == level and text in each.text for each in findings), findings
+
+
+@pytest.mark.setting("--download-dir", "--rpc-base-path")
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"download_dir": str(tmp_path / "new" / "cache"), "rpc_base_path": str(tmp_path)}
+    levels = {each.subject: each.level for each in found(checkup.folders, **here)}
+    assert levels["sockets"] == "ok"
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    texts = {each.subject: each.text for each in found(checkup.folders, **here) if each.level == "fail"}
+    assert (
+        texts["downloads"]
+        == f"{here['download_dir']} cannot be written to; name another with --download-dir or HF_HOME"
+    )
+    assert "--rpc-base-path" in texts["sockets"]
+
+
+@pytest.mark.variable("HF_HUB_OFFLINE")
+def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "HF_HUB_OFFLINE is set" in one(checkup.hub).text
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    finding = one(checkup.hub)
+    assert finding.level == "warn"
+    assert "not reachable" in finding.text
+
+
+def test_variables_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    assert Finding(
+        "warn", "environment", "VLLM_USE_V1 has no effect: there is one engine, and it works like V1"
+    ) in found(checkup.environment)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert found(checkup.environment)[-1].level == "fail"
+
+
+CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32},
+    **{"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32"},
+}
+
+
+@pytest.mark.setting("--model")
+def test_a_model_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert one(checkup.model, model=str(tmp_path)).text.endswith("float32, up to 128 tokens")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["NoSuchForCausalLM"]}))
+    finding = one(checkup.model, model=str(tmp_path))
+    assert finding.level == "fail"
+    assert "NoSuchForCausalLM" in finding.text
+    assert "not here" in one(checkup.model, model="org/never-downloaded").text
+    assert found(checkup.model) == []
+
+
+def test_facts_of_this_machine() -> None:
+    total, free = machine.memory()
+    assert 0 < free <= total
+    assert machine.cores() >= 1
+    assert machine.processor()
+    assert machine.existing(Path("/no/such/folder")) == Path("/")
+
+
+@pytest.mark.command("collect-env")
+def test_secrets_stay_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {
+        "PAGODA_API_KEY": "planted-ax",
+        "HF_TOKEN": "planted-bx",
+        "OPENAI_API_KEY": "planted-cx",
+        "S3_SECRET_ACCESS_KEY": "planted-dx",
+        "AWS_SESSION_TOKEN": "planted-ex",
+        "HTTPS_PROXY": "http://planted-fx:planted-gx@proxy:3128",
+        "HF_ENDPOINT": "https://mirror/x?token=planted-hx",
+        "VLLM_SECRET_SAUCE": "planted-ix",
+        "PAGODA_MODEL": "/home/planted-jx/models/x",
+        "HF_HOME": "/data/planted-kx/hub",
+        "HOME": "/data/planted-kx",
+        "VLLM_USAGE_SOURCE": "hf_plantedlxplantedlx",
+        "PAGODA_CHAT_TEMPLATE": "signed with planted-cx",
+        "USER": "planted-mx",
+        "VLLM_HOST_IP": "planted-mx.example.org",
+    }
+    for name, value in planted.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["collect-env"]) == 0
+    text = capsys.readouterr().out
+    assert "planted" not in text
+    for part in (
+        "HTTPS_PROXY",
+        "***@proxy:3128",
+        "~/hub",
+        "/home/***/models/x",
+        "VLLM_SECRET_SAUCE",
+        "https://mirror/x?***",
+    ):
+        assert part in text, part
+    assert "AWS_SESSION_TOKEN" not in text
+    for section in ("pagoda", "system", "devices", "packages", "environment", "limits", "backends"):
+        assert f"[{section}]" in text
+    assert "reference" in text
+    assert "numpy" in text
+
+
+def test_what_is_no_secret_is_left_as_it_is() -> None:
+    hide = Redactor({"HOME": "/", "USER": "root", "SOME_KEY": "on"})
+    for text in ("on the root of https://x.org/a", "/rootless/x", "torch 2.13.0+cpu", "max_num_tokens=5"):
+        assert hide(text) == text

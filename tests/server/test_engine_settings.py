@@ -1,0 +1,251 @@
+"""Settings of the engine: what one changes in the answers of a tiny random model, or of a fake one."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.byte_text import byte_tokenizer
+from support.fake_engine import build as build_fake
+from support.live_server import live_server
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.server.args import EngineArgs
+from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.outputs import RequestOutput
+
+VOCAB = 96
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+class Tiny:
+    """An engine over the tiny model."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        usual = {"load_format": "dummy", "skip_tokenizer_init": True, "num_gpu_blocks_override": 16, "max_logprobs": -1}
+        self.engine = LLMEngine.from_engine_args(EngineArgs(folder, **usual | settings))
+
+    def __enter__(self) -> "Tiny":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.shutdown()
+
+    def answer(self, **params: Any) -> RequestOutput:
+        """The whole answer to PROMPT, greedy unless said otherwise."""
+        usual = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+        self.engine.add_request("r", PROMPT, SamplingParams(**usual | params))
+        last = None
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                last = output
+        assert last is not None
+        return last
+
+
+# --- logprobs ---
+
+
+def values(position: Any) -> dict[int, float]:
+    return {token: each.logprob for token, each in position.items()}
+
+
+def array(position: Any) -> np.ndarray:
+    """float64 [V]: a position that has the whole vocabulary."""
+    found = values(position)
+    return np.array([found[token] for token in range(VOCAB)])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
+@pytest.mark.setting("--logprobs-mode")
+def test_logprobs_modes(folder: Path) -> None:
+    params = {"logprobs": -1, "max_tokens": 1, "temperature": 0.5, "top_k": 4, "seed": 3, "logit_bias": {9: 5.0}}
+    shown = {}
+    for mode in ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"):
+        with Tiny(folder, logprobs_mode=mode) as tiny:
+            output = tiny.answer(**params, prompt_logprobs=-1).outputs[0]
+            assert output.logprobs is not None
+            shown[mode] = array(output.logprobs[0])
+    raw = shown["raw_logits"]
+    np.testing.assert_allclose(shown["raw_logprobs"], log_softmax(raw), atol=1e-5)
+    scaled = (raw + 5.0 * (np.arange(VOCAB) == 9)) / 0.5
+    kept = scaled >= np.sort(scaled)[-4]
+    np.testing.assert_allclose(shown["processed_logits"], np.where(kept, scaled, -np.inf), atol=1e-4)
+    np.testing.assert_allclose(np.exp(shown["processed_logprobs"]).sum(), 1.0, atol=1e-5)
+    np.testing.assert_allclose(shown["processed_logprobs"][kept], log_softmax(scaled[kept]), atol=1e-4)
+
+
+@pytest.mark.setting("--logprobs-mode")
+def test_prompt_logprobs_as_logits(folder: Path) -> None:
+    shown = {}
+    for mode in ("raw_logits", "raw_logprobs", "processed_logits"):
+        with Tiny(folder, logprobs_mode=mode) as tiny:
+            positions = tiny.answer(prompt_logprobs=-1).prompt_logprobs
+            assert positions is not None
+            shown[mode] = array(positions[1])
+    np.testing.assert_allclose(shown["raw_logprobs"], log_softmax(shown["raw_logits"]), atol=1e-5)
+    np.testing.assert_array_equal(shown["processed_logits"], shown["raw_logits"])
+    assert abs(shown["raw_logprobs"] - shown["raw_logits"]).max() > 0.1
+
+
+# --- processors, schedulers, seeds ---
+
+
+class Only:
+    """Allows one token: --additional-config's, or the request's own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.token = config.extension.additional_config["token"]
+
+    def apply(self, logits: Any, token_ids: Any, num_prompt: int, extra_args: Any) -> None:
+        assert list(token_ids[:num_prompt]) in (PROMPT, [0]), "the prompt, or that of the warm-up"
+        token = extra_args.get("token", self.token)
+        kept = logits[token]
+        logits[:] = -np.inf
+        logits[token] = kept
+
+
+class Then:
+    """After `Only`: the last allowed token gives way to the next one."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        pass
+
+    def apply(self, logits: Any, token_ids: Any, num_prompt: int, extra_args: Any) -> None:
+        if len(token_ids) > num_prompt:
+            logits[:] = np.roll(logits, 1)
+
+
+@pytest.mark.setting("--logits-processors", "--additional-config")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_processors_run_in_order_on_every_token(folder: Path, temperature: float) -> None:
+    names = [f"{__name__}.Only", f"{__name__}.Then"]
+    with Tiny(folder, logits_processors=names, additional_config={"token": 11}) as tiny:
+        assert tiny.answer(temperature=temperature).outputs[0].token_ids == [11, 12, 12]
+        asked = tiny.answer(temperature=temperature, extra_args={"token": 20})
+        assert asked.outputs[0].token_ids == [20, 21, 21]
+
+
+def test_extra_args_without_a_processor_are_refused(folder: Path) -> None:
+    with Tiny(folder) as tiny, pytest.raises(RequestError) as error:
+        tiny.answer(extra_args={"token": 20})
+    assert error.value.field == "extra_args"
+    with live_server() as server:
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
+            status, answer = server.post(f"/v1/{path}", body | {"vllm_xargs": {"token": 1}})
+            assert (status, answer["error"]["param"]) == (400, "vllm_xargs")
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+class Doorkeeper(Scheduler):
+    """Takes no prompt longer than --additional-config says."""
+
+    def add(self, asked: EngineRequest) -> None:
+        if len(asked.prompt_token_ids) > self.settings["longest"]:
+            raise RequestError("prompt", "the doorkeeper says no")
+        super().add(asked)
+
+
+@pytest.mark.setting("--scheduler-cls", "--additional-config")
+def test_another_scheduler(folder: Path) -> None:
+    name = f"{__name__}.Doorkeeper"
+    with Tiny(folder, scheduler_cls=name, additional_config={"longest": 3}) as tiny:
+        assert len(tiny.answer().outputs[0].token_ids) == 3
+    with (
+        Tiny(folder, scheduler_cls=name, additional_config={"longest": 2}) as tiny,
+        pytest.raises(RequestError, match="doorkeeper"),
+    ):
+        tiny.answer()
+
+
+@pytest.mark.setting("--seed")
+def test_seed_of_requests_that_bring_none(folder: Path) -> None:
+    def run(seed: int) -> list[list[int]]:
+        with Tiny(folder, seed=seed, load_format="dummy") as tiny:
+            return [list(tiny.answer(temperature=5.0, max_tokens=8).outputs[0].token_ids) for _ in range(2)]
+
+    first, again, other = run(1), run(1), run(2)
+    assert first == again
+    assert first[0] != first[1]
+    assert first != other
+
+
+# --- streams ---
+
+
+def deltas(**settings: Any) -> Iterator[RequestOutput]:
+    config = EngineArgs("fake", **settings).create_engine_config()
+    engine = LLMEngine(config, build=build_fake, open_text=lambda _: byte_tokenizer())
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=0, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("r", "a", params)
+    while engine.has_unfinished_requests():
+        yield from engine.step()
+
+
+@pytest.mark.setting("--stream-interval")
+@pytest.mark.parametrize(
+    ("interval", "texts"),
+    [(1, list("bcdefghi")), (3, ["b", "cde", "fgh", "i"]), (100, ["b", "cdefghi"])],
+)
+def test_tokens_per_message(interval: int, texts: list[str]) -> None:
+    outputs = [output.outputs[0] for output in deltas(stream_interval=interval)]
+    assert [output.text for output in outputs] == texts
+    assert [len(output.token_ids) for output in outputs] == list(map(len, texts))
+    assert [len(output.logprobs or []) for output in outputs] == list(map(len, texts))
+    assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.setting("--stream-interval")
+def test_an_abort_shows_what_was_kept_back() -> None:
+    config = EngineArgs("fake", stream_interval=100).create_engine_config()
+    engine = LLMEngine(config, build=build_fake, open_text=lambda _: byte_tokenizer())
+    kind = RequestOutputKind.DELTA
+    engine.add_request("r", "a", SamplingParams(max_tokens=20, temperature=0, output_kind=kind))
+    seen = [output for _ in range(4) for output in engine.step()]
+    seen += engine.abort_request("r")
+    assert [output.outputs[0].text for output in seen] == ["b", "cde"]
+    assert seen[-1].outputs[0].token_ids == list(b"cde")
+
+
+@pytest.mark.setting("--stream-interval")
+def test_messages_of_a_server() -> None:
+    with live_server("fake:slow", engine={"stream_interval": 4}) as server:
+        raw = server.post("/v1/completions", {"prompt": "a", "max_tokens": 9, "stream": True})[1]
+    events = [json.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+    texts = [event["choices"][0]["text"] for event in events]
+    assert "".join(texts) == "bcdefghij"
+    assert len(texts) <= 3
+    assert texts[0] == "b"

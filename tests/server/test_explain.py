@@ -1,0 +1,99 @@
+"""`--explain-config`: every setting, what it comes to, where that came from and why; and it starts nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda.common.config.table import ENGINE_SETTINGS
+from pagoda.server import cli
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[str, ...]]:
+    """Setting -> value, source and why."""
+    assert cli.main([*words, "--explain-config"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    rows = [re.split(r"  +", line.strip()) for line in lines]
+    return {name: tuple(rest) for name, *rest in rows}
+
+
+@pytest.mark.model
+@pytest.mark.setting("--explain-config")
+@pytest.mark.parametrize("command", ["serve", "run-batch", "bench latency", "bench throughput", "bench startup"])
+def test_every_setting_has_its_row(command: str, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("-i", "in.jsonl", "-o", "out.jsonl") if command == "run-batch" else ()
+    rows = explained(capsys, *command.split(), "--model", str(model_file), *files)
+    old = {name for name, setting in ENGINE_SETTINGS.items() if setting.group == "DeprecatedConfig"}
+    assert set(rows) >= set(COMMAND_SETTINGS[command]) - old
+    assert all(len(row) in (2, 3) for row in rows.values())
+    assert rows["model"] == (str(model_file), "flag")
+    assert rows["swap_space"] == ("4.0", "default")
+
+
+@pytest.mark.model
+@pytest.mark.setting("--explain-config", "--config")
+def test_where_values_come_from(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max-num-seqs: 3\nport: 1234\nhf-overrides: {rope_theta: 7}\n")
+    monkeypatch.setenv("PAGODA_BLOCK_SIZE", "8")
+    monkeypatch.setenv("PAGODA_MAX_NUM_SEQS", "9")
+    monkeypatch.setenv("PAGODA_HOST", "::1")
+    rows = explained(capsys, "serve", str(model_file), "--config", str(file), "--stream-interval", "2")
+    assert rows["stream_interval"] == ("2", "flag")
+    assert rows["max_num_seqs"] == ("3", f"file {file}")
+    assert rows["port"] == ("1234", f"file {file}")
+    assert rows["hf_overrides"] == ('{"rope_theta": 7}', f"file {file}")
+    assert rows["block_size"] == ("8", "environment PAGODA_BLOCK_SIZE")
+    assert rows["host"] == ("::1", "environment PAGODA_HOST")
+    assert rows["max_model_len"][:2] == ("8192", "model")
+    assert rows["backend"][1] == "platform default"
+    assert rows["uvicorn_log_level"] == ("info", "default")
+
+
+@pytest.mark.model
+@pytest.mark.setting("--explain-config")
+def test_the_defaults_are_those_of_the_command(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = explained(capsys, "serve", str(model_file))
+    offline = explained(capsys, "bench", "throughput", "--model", str(model_file))
+    assert int(server["max_num_batched_tokens"][0]) * 2 == int(offline["max_num_batched_tokens"][0])
+    assert "API server" in server["max_num_batched_tokens"][2]
+
+
+@pytest.mark.model
+def test_old_flags_are_shown_when_they_were_said(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = explained(capsys, "serve", str(model_file), "--rope-theta", "100000", "--swap-space", "1")
+    assert rows["swap_space"] == ("1.0", "flag", "no effect: preempted requests are recomputed, not swapped")
+    assert rows["rope_theta"] == ("100000.0", "flag", "deprecated: use --hf-overrides.rope_theta")
+    assert rows["hf_overrides"][:2] == ('{"rope_theta": 100000.0}', "flag --rope-theta")
+    assert "task" not in rows
+
+
+@pytest.mark.model
+def test_secrets_are_not_shown(
+    model_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert cli.main(["serve", str(model_file), "--hf-token", "hf_sesame", "--explain-config"]) == 0
+    said = capsys.readouterr()
+    assert "sesame" not in said.out + said.err
+    assert "***" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "99999"], "--port: 99999 is not a port"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: 0 is not positive"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 is not supported"),
+    ],
+)
+def test_what_could_not_start_is_not_explained(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "m", *words, "--explain-config"]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""

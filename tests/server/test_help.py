@@ -1,0 +1,205 @@
+"""`--help` and `--help=WHAT`, on every command that starts an engine or reaches one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.server import cli
+from pagoda.server.flags import FlagParser
+
+ENGINE_COMMANDS = ("serve", "run-batch", "bench latency", "bench throughput")
+COMMANDS = (*ENGINE_COMMANDS, "bench startup", "bench serve", "chat", "complete", "collect-env")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def shown(command: str, capsys: pytest.CaptureFixture[str], what: str = "") -> str:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), f"--help={what}" if what else "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert all(len(line) <= 100 or " " not in line.strip() for line in said.out.splitlines())
+    return said.out
+
+
+def flags_in(text: str) -> list[str]:
+    """The flags that a listing has entries for, in its order."""
+    found = []
+    for line in text.splitlines():
+        word = line.strip().split(" ")[0].rstrip(",")
+        if line.startswith("  -") and not line.startswith("   "):
+            found.append(word.replace("[no-]", ""))
+    return found
+
+
+@pytest.mark.setting("--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_plain_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(command, capsys)
+    assert text.startswith(f"usage: pagoda {command} ")
+    assert "-h, --help" in text
+
+
+def test_plain_help_shows_the_groups_and_how_to_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("serve", capsys)
+    assert "[MODEL]" in text.splitlines()[0]
+    assert "  SchedulerConfig  " in text
+    assert "pagoda serve --help=SchedulerConfig" in text
+    assert "--max-num-seqs" not in text
+    assert "--enable-chunked-prefill" not in text
+    assert len(text.splitlines()) < 50
+
+
+def test_a_command_spells_out_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("bench latency", capsys)
+    assert "--num-iters-warmup" in text
+    assert "--max-num-seqs" not in text
+
+
+def test_short_help(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = shown("serve", capsys)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "-h"])
+    assert capsys.readouterr().out == whole
+
+
+@pytest.mark.setting("--help")
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+def test_the_groups(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [line.split()[0] for line in shown(command, capsys, "listgroup").splitlines() if line[2] != " "]
+    assert len(names) == len(set(names))
+    assert set(names) >= {setting.group for setting in ENGINE_SETTINGS.values()}
+
+
+@pytest.mark.setting("--help")
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+@pytest.mark.parametrize("what", ["SchedulerConfig", "schedulerconfig"])
+def test_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(command, capsys, what)
+    expected = {each.flag for each in ENGINE_SETTINGS.values() if each.group == "SchedulerConfig"}
+    assert text.startswith("SchedulerConfig: ")
+    assert set(flags_in(text)) == expected
+    order = [ENGINE_SETTINGS[flag[2:].replace("-", "_")].option.status for flag in flags_in(text)]
+    assert order == sorted(order, key=["implemented", "no effect", "refused"].index)
+
+
+@pytest.mark.parametrize(("what", "group"), [("VllmConfig", "ExtensionConfig"), ("Frontend", "ServerConfig")])
+def test_groups_under_their_older_names(what: str, group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown("serve", capsys, what) == shown("serve", capsys, group)
+
+
+@pytest.mark.setting("--help")
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+@pytest.mark.parametrize("what", ["max-num-seqs", "--max-num-seqs", "max_num_seqs", "MAX-NUM-SEQS"])
+def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(command, capsys, what)
+    assert text.startswith("--max-num-seqs SEQS\n")
+    for part in ("Most sequences in one step.", "SchedulerConfig", "a whole number", "implemented"):
+        assert part in text
+    for part in ("max-num-seqs:", "PAGODA_MAX_NUM_SEQS", "LLM(max_num_seqs=...)"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("tp", ["-tp, --tensor-parallel-size", "only 1: "]),
+        ("swap-space", ["4.0", "no effect: preempted requests are recomputed"]),
+        ("dtype", ["one of auto, float32, ", "auto"]),
+        ("no-async-scheduling", ["--[no-]async-scheduling", "or --no-async-scheduling"]),
+        ("max-model-len", ["4k is 4000, 4K is 4096"]),
+        ("hf-overrides", ["--hf-overrides.key VALUE"]),
+        ("served-model-name", ["--served-model-name A B"]),
+        ("rope-theta", ["deprecated: use --hf-overrides.rope_theta"]),
+        ("config", ["--config FILE", "YAML"]),
+        ("port", ["8000", "PAGODA_PORT"]),
+        ("hf-token", ["--hf-token [TOKEN]"]),
+    ],
+)
+def test_what_a_flag_says(what: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(shown("serve", capsys, what).split())
+    for part in parts:
+        assert part in text
+    assert ("LLM(" in text) == (what not in ("config", "port"))
+
+
+def test_a_client_reads_no_file_and_no_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("chat", capsys, "url")
+    assert "http://localhost:8000/v1" in text
+    assert "PAGODA_" not in text
+
+
+@pytest.mark.setting("--help")
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+def test_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = flags_in(shown(command, capsys, "max"))
+    named = {each.flag for each in COMMAND_SETTINGS[command].values() if "max" in each.name}
+    assert named <= set(found)
+    assert all("max" in flag for flag in found[: len(named)])
+
+
+def test_a_word_of_the_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("serve", capsys, "TLS")
+    assert {"--ssl-keyfile"} <= set(flags_in(text))
+    assert "Saying tls:" in text
+
+
+def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    found = flags_in(shown("serve", capsys, "all"))
+    settings = ENGINE_SETTINGS | SERVER_SETTINGS
+    assert len(found) == len(set(found))
+    shortest = {min(each.flags, key=len) for each in settings.values()}
+    assert shortest <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("maxnumsek", "did you mean max-num-seqs?"),
+        ("SchedulrConfig", "did you mean SchedulerConfig?"),
+        ("qqqq", "try --help=listgroup"),
+    ],
+)
+def test_no_match(what: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", f"--help={what}"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("pagoda: error: --help: ")
+    assert hint in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_parser_prints_the_same_page() -> None:
+    parser = FlagParser(prog="x", description="Does it.")
+    parser.add_argument("--mine", help="A flag that is %s.")
+    assert parser.format_help().startswith("usage: x [--flag VALUE ...]\n\nDoes it.\n")
+    assert "A flag that is %s." in parser.format_help()
+
+
+def test_help_of_a_server_imports_nothing_heavy() -> None:
+    check = (
+        "import sys; from pagoda.server.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'jax', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    root = str(Path(cli.__file__).resolve().parents[1])
+    paths = [path for path in sys.path if path]
+    done = subprocess.run(
+        [sys.executable, "-c", check],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(paths), "COLUMNS": "100"},
+        cwd=root,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,151 @@
+"""Logs as the configuration asks for them, in each process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.common.config.logs import LoggingConfig
+from pagoda.common.errors import ConfigError
+from pagoda.common.observe.logs import configure, configure_unless_done
+from pagoda.server.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.process_client import ProcessClient
+
+LOGGERS = ("pagoda", "uvicorn", "vllm")
+
+
+@pytest.fixture(autouse=True)
+def loggers_of_their_own() -> Iterator[None]:
+    """The loggers are as before afterwards."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    for each in loggers:
+        each.handlers[:] = []
+    yield
+    for each, (handlers, level, propagate) in zip(loggers, before):
+        each.handlers[:], each.propagate = handlers, propagate
+        each.setLevel(level)
+
+
+def say() -> None:
+    log = logging.getLogger("pagoda.some.module")
+    log.debug("quiet")
+    log.info("usual")
+    log.error("loud")
+
+
+def config(**settings: Any) -> LoggingConfig:
+    return EngineArgs(**settings).create_engine_config().logging
+
+
+@pytest.mark.setting("--log-level")
+@pytest.mark.variable("PAGODA_LOGGING_LEVEL")
+def test_level(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(config())
+    say()
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["INFO", "ERROR"]
+    configure(config(log_level="debug"))
+    say()
+    assert "quiet" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "error")
+    configure(config())
+    say()
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["ERROR"]
+
+
+@pytest.mark.setting("--log-prefix")
+@pytest.mark.variable("PAGODA_LOGGING_PREFIX")
+def test_prefix(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_PREFIX", "100% [a]\n ")
+    configure(config(), also=("uvicorn",))
+    try:
+        raise ValueError("cause")
+    except ValueError:
+        logging.getLogger("pagoda.x").exception("it failed")
+    logging.getLogger("uvicorn").warning("so did I")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 3
+    assert all(line.startswith("100% [a]\\n ") for line in lines)
+
+
+@pytest.mark.setting("--configure-logging")
+@pytest.mark.variable("PAGODA_CONFIGURE_LOGGING")
+def test_logging_can_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
+    configure(config(), also=("uvicorn",))
+    assert [logging.getLogger(name).handlers for name in LOGGERS] == [[], [], []]
+    with pytest.raises(ConfigError, match="--log-config-file"):
+        config(log_config_file="x.json")
+
+
+def test_a_program_that_set_up_logging_keeps_it() -> None:
+    mine = logging.NullHandler()
+    logging.getLogger("pagoda").addHandler(mine)
+    configure_unless_done(config())
+    assert logging.getLogger("pagoda").handlers == [mine]
+
+
+@pytest.mark.setting("--log-config-file")
+@pytest.mark.variable("PAGODA_LOGGING_CONFIG_PATH")
+@pytest.mark.parametrize("logger", ["pagoda", "vllm"])
+def test_a_file_for_logging(logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "log"
+    file = tmp_path / "logging.json"
+    handler = {"class": "logging.FileHandler", "filename": str(target), "formatter": "short", "level": "ERROR"}
+    file.write_text(
+        json.dumps(
+            {
+                "formatters": {"short": {"format": "<%(message)s>"}},
+                "handlers": {"file": handler},
+                "loggers": {logger: {"handlers": ["file"], "level": "INFO", "propagate": False}},
+            }
+        )
+    )
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", str(file))
+    configure(config())
+    say()
+    for each in logging.getLogger("pagoda").handlers:
+        each.close()
+    assert target.read_text() == "<loud>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (None, "No such file"),
+        ("{", "not JSON"),
+        ("[]", "a JSON object"),
+        ('{"handlers": {"h": {"class": "no.such.Handler"}}}', "Unable to configure handler 'h': "),
+        ('{"version": 2}', "Unsupported version"),
+    ],
+)
+def test_a_wrong_file_is_one_line(text: str | None, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "logging.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        configure(LoggingConfig(log_config_file=str(file)))
+    assert error.value.setting == "--log-config-file"
+    assert line in str(error.value)
+
+
+def test_the_engines_process_logs_alike(capfd: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "import logging, os, sys; from pagoda.server import engine_proc; from support.fake_engine import build\n"
+        "def loud(config, usage):\n"
+        "    logging.getLogger('pagoda.x').info('hello')\n"
+        "    return build(config, usage)\n"
+        "os._exit(engine_proc.serve(sys.argv[1], loud))"
+    )
+    engine = AsyncEngineArgs("fake", log_prefix="[engine] ").create_engine_config()
+    client = ProcessClient(engine, (sys.executable, "-c", program))
+    client.wait_ready()
+    client.close()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "hello" in line]
+    assert line.startswith("[engine] INFO ")

@@ -1,0 +1,179 @@
+"""Code that is not ours: found by name or entry point, run where it is asked for, told from ours when it fails."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served import environment
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.errors import ConfigError
+from pagoda.server import plugins
+from pagoda.server.args import EngineArgs
+
+called: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_called_yet() -> Iterator[None]:
+    called.clear()
+    yield
+    called.clear()
+
+
+def note(config: EngineConfig) -> None:
+    called.append(config.extension.additional_config)
+
+
+def note_too(config: EngineConfig) -> None:
+    called.append("too")
+
+
+def fail(config: EngineConfig) -> None:
+    raise OSError("no luck")
+
+
+class Slow(Scheduler):
+    """A scheduler that is the engine's own but for its name."""
+
+
+class Favour:
+    """A logits processor that makes one token certain."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.token = config.extension.additional_config["favour"]
+
+    def apply(self, logits: Any, token_ids: Any, num_prompt: int, extra_args: Any) -> None:
+        logits[self.token] = 1e4
+
+
+class NoProcessor:
+    def __init__(self, config: EngineConfig) -> None:
+        pass
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineArgs("fake", **settings).create_engine_config()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
+    """Entry points `group__name="attribute of this module"`."""
+    made = []
+    for key, value in points.items():
+        group, name = key.split("__")
+        target = value if "." in value else f"{__name__}:{value}"
+        made.append(EntryPoint(name, target.replace("..", ""), f"pagoda.{group}"))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(made).select(group=group))
+
+
+@pytest.mark.setting("--additional-config", "--plugins")
+def test_general_plugins_get_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, general_plugins__one="note", general_plugins__two="note_too")
+    plugins.load_general_plugins(config(additional_config={"a": 1}))
+    assert called == [{"a": 1}, "too"]
+    called.clear()
+    plugins.load_general_plugins(config(plugins="two"))
+    assert called == ["too"]
+    called.clear()
+    plugins.load_general_plugins(config(plugins=()))
+    assert called == []
+
+
+@pytest.mark.variable("PAGODA_PLUGINS")
+def test_the_environment_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, general_plugins__one="note", general_plugins__two="note_too")
+    monkeypatch.setenv("PAGODA_PLUGINS", "two")
+    plugins.load_general_plugins(config())
+    assert called == ["too"]
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("no.such.module", r"plugin 'one' \(no.such.module\) cannot be imported: ModuleNotFoundError"),
+        ("fail", "plugin 'one' failed: OSError: no luck"),
+    ],
+)
+def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch, target: str, line: str) -> None:
+    install(monkeypatch, general_plugins__one=target)
+    with pytest.raises(ConfigError, match=line):
+        plugins.load_general_plugins(config())
+    with pytest.raises(ConfigError, match="--plugins: no plugin 'other' is installed; there are: one"):
+        plugins.load_general_plugins(config(plugins="other"))
+
+
+def test_other_projects_plugins_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = []
+    monkeypatch.setattr(plugins, "entry_points", lambda group: groups.append(group) or EntryPoints())
+    plugins.load_general_plugins(config())
+    assert groups == ["pagoda.general_plugins"]
+
+
+PLUGIN = """
+import os
+def run(config):
+    with open(os.environ["WITNESS"], "a") as file:
+        file.write(f"{os.getpid()} {config.extension.additional_config['word']}\\n")
+"""
+
+
+@pytest.mark.setting("--additional-config")
+def test_a_plugin_runs_in_the_api_process_and_in_the_engine_process(tmp_path: Path) -> None:
+    """An installed package, as pip leaves it, and the real engine process, which then finds no model."""
+    (tmp_path / "somewhat.py").write_text(PLUGIN)
+    about = tmp_path / "somewhat-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: somewhat\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[pagoda.general_plugins]\nsomewhat = somewhat:run\n")
+    code = (
+        "import os; from pagoda.server.args import EngineArgs; from pagoda.server.engine_client import start_engine\n"
+        "config = EngineArgs('/no/such/model', additional_config={'word': 'hear'}).create_engine_config()\n"
+        "client = start_engine(config, in_process=False)\n"
+        "try: client.wait_ready()\n"
+        "except Exception as error: print(os.getpid(), type(error).__name__)\n"
+    )
+    env = environment()
+    env |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), env["PYTHONPATH"]]), "WITNESS": str(tmp_path / "seen")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    parent, error = done.stdout.split()
+    lines = [line.split() for line in (tmp_path / "seen").read_text().splitlines()]
+    assert error == "ModelError", done.stderr
+    assert [word for _, word in lines] == ["hear", "hear"]
+    assert parent in {pid for pid, _ in lines}
+    assert len({pid for pid, _ in lines}) == 2
+
+
+def test_names_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, schedulers__slow="Slow", logits_processors__favour="Favour")
+    for name in ("slow", f"{__name__}.Slow", f"{__name__}:Slow"):
+        assert plugins.scheduler_of(config(scheduler_cls=name)).func is Slow  # type: ignore[attr-defined]
+    assert plugins.scheduler_of(config()) is Scheduler
+    made = plugins.sampler_options(
+        config(logits_processors=["favour", f"{__name__}.Favour"], additional_config={"favour": 7})
+    )
+    assert [each.token for each in made.processors] == [7, 7]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"scheduler_cls": "fast"}, "--scheduler-cls: no pagoda.schedulers entry point 'fast'; there are: none"),
+        ({"scheduler_cls": "no.such"}, "--scheduler-cls: no.such cannot be imported: ModuleNotFoundError"),
+        ({"scheduler_cls": "json.JSONDecoder"}, "json.JSONDecoder is no scheduler, it has no add, abort"),
+        ({"logits_processors": ["json.NoSuch"]}, "--logits-processors: json.NoSuch cannot be imported"),
+        ({"logits_processors": [f"{__name__}.Favour"]}, "Favour: it cannot be made: KeyError: 'favour'"),
+        ({"logits_processors": [f"{__name__}.NoProcessor"]}, "NoProcessor has no method apply"),
+    ],
+)
+def test_what_does_not_fit_is_named(settings: dict[str, Any], line: str) -> None:
+    make = plugins.scheduler_of if "scheduler_cls" in settings else plugins.sampler_options
+    with pytest.raises(ConfigError) as error:
+        make(config(**settings))
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,160 @@
+"""What holds, where it came from and why: the rows of `--explain-config`, which an engine starts with too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_folder import write_model
+
+from pagoda.common.config.defaults import ResolvedRow, Usage
+from pagoda.common.config.table import ENGINE_GROUPS, settings_of
+from pagoda.common.errors import ConfigError, ModelError
+from pagoda.server.args import EngineArgs
+from pagoda.server.engine_build import build_engine
+from pagoda.server.resolve import Resolved, resolve
+from pagoda.tests.common.weights.gguf_writing import convert
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def resolved(model: object, usage: Usage = "server", **settings: Any) -> Resolved:
+    args = EngineArgs(str(model), **settings)
+    return resolve(args.create_engine_config(), usage, args.sources)
+
+
+def rows(found: Resolved) -> dict[str, ResolvedRow]:
+    return {row.name: row for row in found.rows}
+
+
+def test_every_setting_of_the_engine_has_one_row(folder: Path) -> None:
+    names = [row.name for row in resolved(folder).rows]
+    assert names == [setting.name for group in ENGINE_GROUPS.values() for setting in settings_of(group)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "source", "why"),
+    [
+        ("dtype", "float32", "model", "the checkpoint says float32"),
+        ("max_model_len", 128, "model", "the model's positions, if the KV cache holds as many"),
+        ("max_num_batched_tokens", 2048, "platform default", "for an API server on a CPU"),
+        ("max_num_seqs", 128, "platform default", "for an API server on a CPU"),
+        ("block_size", 32, "platform default", "suits the backend's kernels"),
+        ("enable_prefix_caching", True, "model", "the model supports it"),
+        ("enable_chunked_prefill", True, "model", "the model supports it"),
+        ("backend", "reference", "platform default", "the first that can run here"),
+        ("generation_config", "auto", "default", "sets no default"),
+        ("swap_space", 4.0, "default", ""),
+        ("kv_cache_memory_bytes", None, "default", "what the weights leave of the memory for it"),
+    ],
+)
+def test_what_nobody_stated(folder: Path, name: str, value: object, source: str, why: str) -> None:
+    row = rows(resolved(folder))[name]
+    assert (row.value, row.source) == (value, source)
+    assert row.why.startswith(why)
+
+
+def test_names_follow_the_model(folder: Path) -> None:
+    found = rows(resolved(folder))
+    assert found["served_model_name"].value == (str(folder),)
+    assert found["tokenizer"] == ResolvedRow("tokenizer", str(folder), "model", "the model's own")
+
+
+def test_what_was_stated_names_its_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_MAX_NUM_SEQS", "3")
+    found = rows(resolved(folder, dtype="half", max_model_len=64, generation_config="vllm"))
+    assert found["dtype"] == ResolvedRow("dtype", "float16", "keyword", "half is float16")
+    assert found["max_model_len"] == ResolvedRow("max_model_len", 64, "keyword")
+    assert found["max_num_seqs"] == ResolvedRow("max_num_seqs", 3, "environment PAGODA_MAX_NUM_SEQS")
+    assert found["max_num_batched_tokens"].why == "max_num_seqs * max_model_len, below the default 2048"
+    assert found["generation_config"].source == "keyword"
+    stated_as_auto = resolve(
+        EngineArgs(str(folder)).create_engine_config(), "server", {"max_model_len": "flag", "dtype": "file x.yaml"}
+    )
+    row = rows(stated_as_auto)["max_model_len"]
+    assert (row.value, row.source, row.why) == (128, "flag", "the model's positions, if the KV cache holds as many")
+    assert rows(stated_as_auto)["dtype"].source == "file x.yaml"
+
+
+def test_of_a_hub_model_the_branch_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)  # a local folder is no hub model, however it is spelled
+    assert rows(resolved(folder.name))["revision"] == ResolvedRow("revision", None, "default")
+
+
+def test_a_token_is_never_shown(folder: Path) -> None:
+    row = rows(resolved(folder, hf_token="secret"))["hf_token"]
+    assert row == ResolvedRow("hf_token", "***", "keyword", "hidden")
+
+
+def test_a_gguf_file_decides_format_and_quantisation(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "m.gguf", "llama")
+    found = rows(resolved(tmp_path / "m.gguf"))
+    assert found["quantization"] == ResolvedRow("quantization", "gguf", "model", "as the file's tensors are")
+    assert found["load_format"] == ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+
+
+def test_generation_defaults_are_told(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 9}')
+    assert rows(resolved(tmp_path))["generation_config"].why == "sets temperature 0.6, max_tokens 9"
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype", "why"),
+    [
+        ("float64", "bfloat16", "the checkpoint says float64, which is not served"),
+        (None, "bfloat16", "the checkpoint says nothing"),
+        ("float16", "float16", "the checkpoint says float16"),
+    ],
+)
+def test_dtype_of_the_checkpoint(stated: str | None, dtype: str, why: str, tmp_path: Path) -> None:
+    found = resolved(write_model(tmp_path, torch_dtype=stated))
+    assert (found.dtype, rows(found)["dtype"].why) == (dtype, why)
+
+
+@pytest.mark.parametrize("usage", ["llm", "server"])
+def test_an_engine_runs_with_what_is_explained(folder: Path, usage: Usage) -> None:
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, max_num_batched_tokens=100, block_size=16)
+    config = args.create_engine_config()
+    explained, built = resolve(config, usage), build_engine(config, usage)
+    built.backend.close()
+    assert built.info.limits == explained.limits
+    assert (built.info.backend, built.info.dtype) == (explained.backend, explained.dtype)
+    assert (built.info.sampling_defaults, built.info.eos_token_ids) == ({}, (256,))
+    shown = rows(explained)
+    assert shown["max_num_seqs"].value == built.info.limits.max_num_seqs == 100
+
+
+def test_no_weights_are_needed_and_no_framework_is_imported(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    program = (
+        "import sys; from pagoda.server.args import EngineArgs; from pagoda.server.resolve import resolve;"
+        f"config = EngineArgs({str(tmp_path)!r}).create_engine_config(); rows = resolve(config, 'server').rows;"
+        "print(len(rows), *({'torch', 'jax', 'transformers', 'fastapi'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(resolved(folder).rows))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"backend": "none"}, ConfigError, "--backend: none is unknown"),
+        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the model's positions, 128"),
+        ({"load_format": "gguf"}, ModelError, r"no \.gguf file"),
+        ({"generation_config": "/no/where"}, ConfigError, "--generation-config: /no/where"),
+        ({"hf_overrides": {"architectures": ["Abacus"]}}, ModelError, "architecture Abacus is not supported"),
+    ],
+)
+def test_what_cannot_start_cannot_be_explained(
+    folder: Path, settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        resolved(folder, **settings)

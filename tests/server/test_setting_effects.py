@@ -1,0 +1,225 @@
+"""Engine settings, said as flags, change what the engine does: over a fake backend, or a tiny model at random."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes import FakeBackend
+from support.byte_text import byte_tokenizer
+from support.fake_engine import build
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.args import EngineArgs
+from pagoda.server.flags import FlagParser
+from pagoda.server.llm import LLM
+from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.outputs import RequestOutput
+
+TEXT = byte_tokenizer()
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+TINY_BLOCK_BYTES = 2 * 2 * 8 * 32 * 2 * 4
+"""K and V, 2 heads of 8, 32 tokens, 2 layers, float32."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def config(*flags: str) -> EngineConfig:
+    parser = FlagParser()
+    EngineArgs.add_cli_args(parser)
+    return EngineArgs.from_cli_args(parser.parse_args(flags)).create_engine_config()
+
+
+def fake(*flags: str) -> tuple[LLM, FakeBackend]:
+    """An engine with blocks of 4 tokens and a context of 64, and what it asks of its device."""
+    engine = LLMEngine(config("--model", "fake", *flags), build=build, open_text=lambda _: TEXT)
+    backend = engine._built.backend
+    assert isinstance(backend, FakeBackend)
+    return LLM.from_engine(engine), backend
+
+
+def tiny(folder: Path, *flags: str) -> LLMEngine:
+    return LLMEngine(config("--model", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", *flags))
+
+
+def answer(llm: LLM, *prompts: str, **params: object) -> list[RequestOutput]:
+    return llm.generate(list(prompts), SamplingParams(**{"max_tokens": 3} | params), use_tqdm=False)
+
+
+def run(engine: LLMEngine, prompt: list[int], **params: object) -> RequestOutput:
+    engine.add_request("r", prompt, SamplingParams(**{"max_tokens": 2, "temperature": 0, "ignore_eos": True} | params))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs[-1]
+
+
+# --- how work is handed out ---
+
+
+@pytest.mark.setting("--max-num-seqs")
+@pytest.mark.parametrize(("flags", "most"), [((), 4), (("--max-num-seqs", "2"), 2)])
+def test_sequences_in_one_step(flags: tuple[str, ...], most: int) -> None:
+    llm, backend = fake(*flags)
+    answer(llm, "a", "b", "c", "d")
+    assert max(plan.num_seqs for plan in backend.plans) == most
+
+
+@pytest.mark.setting("--max-num-batched-tokens")
+@pytest.mark.parametrize(("flags", "most"), [((), 20), (("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), 8)])
+def test_tokens_in_one_step(flags: tuple[str, ...], most: int) -> None:
+    llm, backend = fake(*flags)
+    answer(llm, "a" * 20)
+    assert max(plan.num_tokens for plan in backend.plans) == most
+
+
+@pytest.mark.setting("--enable-chunked-prefill")
+@pytest.mark.parametrize(("flag", "first"), [("--enable-chunked-prefill", 64), ("--no-enable-chunked-prefill", 40)])
+def test_a_prompt_is_split_over_steps_or_waits(flag: str, first: int) -> None:
+    llm, backend = fake(flag, "--max-num-batched-tokens", "64", "--max-num-seqs", "4")
+    answer(llm, "a" * 40, "b" * 40)
+    assert backend.plans[0].num_tokens == first
+
+
+@pytest.mark.setting("--long-prefill-token-threshold")
+@pytest.mark.parametrize(("threshold", "first"), [("0", 20), ("5", 5)])
+def test_a_long_prompt_takes_only_its_share_of_a_step(threshold: str, first: int) -> None:
+    llm, backend = fake("--long-prefill-token-threshold", threshold)
+    answer(llm, "a" * 20)
+    assert backend.plans[0].num_tokens == first
+
+
+@pytest.mark.setting("--async-scheduling")
+@pytest.mark.parametrize(("flag", "started"), [("--async-scheduling", 2), ("--no-async-scheduling", 1)])
+def test_the_next_step_is_started_while_one_runs(flag: str, started: int) -> None:
+    llm, backend = fake(flag)
+    llm.llm_engine.add_request("r", "abc", SamplingParams(max_tokens=9))
+    llm.llm_engine.step()
+    assert len(backend.plans) == started
+
+
+@pytest.mark.setting("--scheduling-policy")
+@pytest.mark.parametrize(("policy", "first"), [("fcfs", "a"), ("priority", "k")])
+def test_who_goes_first(policy: str, first: str) -> None:
+    llm, _ = fake("--scheduling-policy", policy, "--max-num-seqs", "1")
+    engine = llm.llm_engine
+    for name, priority in (("a", 2), ("k", 1)):
+        engine.add_request(name, name, SamplingParams(max_tokens=2), priority=priority if policy == "priority" else 0)
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output.request_id for output in engine.step() if output.finished]
+    assert finished[0] == first
+
+
+@pytest.mark.setting("--seed")
+def test_requests_without_a_seed_repeat_with_the_engines() -> None:
+    def seeds(seed: str) -> list[int]:
+        llm, backend = fake("--seed", seed)
+        answer(llm, "a", "b", temperature=1.0)
+        return [start.rules.seed for plan in backend.plans for start in plan.starts]
+
+    assert seeds("1") == seeds("1") != seeds("2")
+    assert len(set(seeds("1"))) == 2
+
+
+# --- the KV cache ---
+
+
+@pytest.mark.setting("--enable-prefix-caching")
+@pytest.mark.parametrize(("flag", "cached"), [("--enable-prefix-caching", 16), ("--no-enable-prefix-caching", 0)])
+def test_a_prompt_that_was_seen(flag: str, cached: int) -> None:
+    llm, _ = fake(flag)
+    answer(llm, "a" * 20)
+    assert answer(llm, "a" * 20)[0].num_cached_tokens == cached
+
+
+@pytest.mark.setting("--num-gpu-blocks-override")
+def test_a_number_of_blocks(folder: Path) -> None:
+    engine = tiny(folder, "--num-gpu-blocks-override", "9")
+    assert engine.stats.kv_blocks_total == 8
+    engine.shutdown()
+
+
+@pytest.mark.setting("--kv-cache-memory-bytes")
+def test_bytes_of_kv_cache(folder: Path) -> None:
+    engine = tiny(folder, "--kv-cache-memory-bytes", "1m")
+    assert engine.stats.kv_blocks_total == 1_000_000 // TINY_BLOCK_BYTES - 1
+    engine.shutdown()
+    with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: 0 KV blocks .* leave no room"):
+        tiny(folder, "--kv-cache-memory-bytes", "1k")
+
+
+@pytest.mark.setting("--block-size")
+@pytest.mark.parametrize(("flags", "cached"), [((), 0), (("--block-size", "16"), 16), (("--block-size", "4"), 20)])
+def test_what_is_cached_comes_in_whole_blocks(folder: Path, flags: tuple[str, ...], cached: int) -> None:
+    engine = tiny(folder, "--num-gpu-blocks-override", "64", *flags)
+    prompt = list(range(3, 24))
+    run(engine, prompt)
+    assert run(engine, prompt).num_cached_tokens == cached
+    engine.shutdown()
+
+
+# --- the model ---
+
+
+@pytest.mark.setting("--dtype")
+def test_numbers_of_the_weights(folder: Path) -> None:
+    def logprobs(dtype: str) -> list[float]:
+        engine = tiny(folder, "--dtype", dtype, "--num-gpu-blocks-override", "16")
+        output = run(engine, [5, 6, 7], max_tokens=1, logprobs=20)
+        engine.shutdown()
+        assert output.outputs[0].logprobs is not None
+        return [best.logprob for _, best in sorted(output.outputs[0].logprobs[0].items())]
+
+    assert logprobs("auto") == logprobs("float32") == logprobs("float")
+    assert logprobs("half") == logprobs("float16") != logprobs("float32")
+    assert logprobs("bfloat16") != logprobs("float16")
+
+
+@pytest.mark.setting("--load-format")
+def test_formats_of_the_weights(folder: Path) -> None:
+    tiny(folder, "--num-gpu-blocks-override", "16").shutdown()
+    for name, missing in (("auto", "safetensors"), ("safetensors", "safetensors"), ("pt", "bin"), ("gguf", "gguf")):
+        with pytest.raises(ModelError, match=missing):
+            tiny(folder, "--load-format", name)
+    with pytest.raises(ConfigError, match=r"^--load-format: bitsandbytes is not supported: .*; serve a GGUF file"):
+        tiny(folder, "--load-format", "bitsandbytes")
+
+
+@pytest.mark.setting("--backend")
+def test_the_device_backend(folder: Path) -> None:
+    engine = tiny(folder, "--backend", "reference", "--num-gpu-blocks-override", "16")
+    assert engine.info.backend == "reference"
+    engine.shutdown()
+    for name, words in (("torch_cuda", "torch_cuda: "), ("abacus", "abacus is unknown; use auto or one of ")):
+        with pytest.raises(ConfigError, match=f"^--backend: {words}"):
+            tiny(folder, "--backend", name)
+
+
+@pytest.mark.setting("--skip-tokenizer-init")
+def test_without_a_tokenizer_there_are_ids_only(folder: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        LLMEngine(config("--model", str(folder), "--load-format", "dummy"))
+    engine = tiny(folder, "--num-gpu-blocks-override", "16")
+    output = run(engine, [5, 6, 7])
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 2)
+    engine.shutdown()

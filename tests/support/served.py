@@ -1,0 +1,42 @@
+"""`pagoda serve` as a process over a fake engine (see fake_engine)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which a child finds what this process finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
+
+
+@contextmanager
+def served(model: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and its address, read from its log."""
+    words = [sys.executable, str(TESTS / "support" / "fake_serve.py"), model, "--port", "0", *flags]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert process.stderr is not None
+        url = ""
+        while not (found := re.search(r"listening on (http://[\d.:]+)", url)):
+            url = process.stderr.readline()
+            assert url, "it ended before it listened"
+        yield process, found.group(1)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_ready(process: subprocess.Popen[str]) -> None:
+    """Read the log until the model is warm."""
+    assert process.stderr is not None
+    while "ready after" not in (line := process.stderr.readline()):
+        assert line, "it ended before it was ready"

@@ -1,0 +1,272 @@
+"""vLLM's interface, row by row: each flag, variable and command is here once, with a status that holds.
+
+A row that is implemented needs a test that sees its effect and says so with a mark (`setting`, `variable`, `command`);
+the marks are read from the test files, so that this test runs alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import interface
+import pytest
+
+import pagoda
+from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda.common.config.env import VARIABLES, EnvVar
+from pagoda.common.config.table import Setting
+from pagoda.common.errors import ConfigError
+from pagoda.server.args import settle_all
+from pagoda.server.cli import MODULES, main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLAGS = interface.rows("flags")
+COMMANDS = dict(interface.commands())
+SETTINGS = [setting for known in interface.groups().values() for setting in known.values()]
+PARSERS = {name: interface.parser_of(command) for name, command in COMMANDS.items() if command.module}
+VARIABLE_BY_NAME: dict[str, EnvVar] = {name: row for row in VARIABLES for name in (row.name, *row.aliases)}
+
+OF_THE_PARSER = {"help", "config", "explain_config"}
+"""Flags of the command line itself."""
+
+ELSEWHERE = {"--device": {"hpu", "neuron", "xpu"}}
+"""Choices of vLLM that are no choice here: the error lists those that are."""
+
+WORDS = {"bool": [], "int": ["1"], "float": ["0.5"], "human_int": ["2k"], "json": ['{"a": 1}']}
+"""What may follow a flag of a type."""
+
+REMEDY = re.compile(
+    r"(?:^|[;,] )(?:or )?(?:--|plot|replay|use|drop|set|give|name|put|leave|install|start|run|serve|read|scrape|merge|"
+    r"download|parse|raise|lower|say|call|send|convert|list|pass|unset|write|make|choose|mount)|does it: "
+)
+
+LEAST_WITHOUT_REFUSAL = 150
+
+
+def settings_of_row(row: dict[str, str]) -> list[Setting]:
+    """The flag's row in each of its commands."""
+    name = row["flag"][2:].replace("-", "_")
+    return [COMMAND_SETTINGS[command][name] for command in row["commands"].split(",")]
+
+
+def words_of(row: dict[str, str]) -> list[str]:
+    if row["type"] == "enum" and row["choices"]:
+        return [row["choices"].split(",")[0]]
+    return WORDS.get(row["type"].removeprefix("list[").removesuffix("]"), ["1"])
+
+
+def spellings(row: dict[str, str]) -> list[str]:
+    return [row["flag"], *filter(None, row["aliases"].split(","))]
+
+
+def flag_rows() -> list[Any]:
+    rows = [row for row in FLAGS if row["flag"] not in interface.BY_THE_PARSER]
+    return [pytest.param(row, id=row["flag"]) for row in rows]
+
+
+# --- each has its row ---
+
+
+def test_nothing_was_left_out_of_the_lists() -> None:
+    counts = {name: len(interface.rows(name)) for name in ("flags", "env", "commands", "metrics")}
+    assert counts == {"flags": 252, "env": 100, "commands": 18, "metrics": 35}
+
+
+@pytest.mark.parametrize("row", flag_rows())
+def test_a_flag_has_a_row_in_each_of_its_commands(row: dict[str, str]) -> None:
+    assert len({setting.option.status for setting in settings_of_row(row)}) == 1
+
+
+def test_commands_take_the_flags_of_their_table_and_no_others() -> None:
+    for name, parser in PARSERS.items():
+        taken = {action.dest for action in parser._actions if action.option_strings}
+        assert taken - OF_THE_PARSER == set(COMMAND_SETTINGS.get(name, ())), name
+
+
+@pytest.mark.parametrize("row", flag_rows())
+def test_every_spelling_of_a_flag_is_taken(row: dict[str, str]) -> None:
+    for command in row["commands"].split(","):
+        for spelling in spellings(row):
+            words = [] if spelling.startswith("--no-") else words_of(row)
+            said = vars(PARSERS[command].parse_args([spelling, *words]))
+            assert row["flag"][2:].replace("-", "_") in said, f"{command} {spelling}"
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row["flag"]) for row in FLAGS if row["choices"]])
+def test_every_choice_is_known(row: dict[str, str]) -> None:
+    if row["flag"] in interface.BY_THE_PARSER:
+        return
+    for setting in settings_of_row(row):
+        for choice in row["choices"].split(","):
+            if choice in ELSEWHERE.get(row["flag"], ()):
+                with pytest.raises(ConfigError, match=f"^{row['flag']}: '{choice}' is not one of "):
+                    setting.convert_text(choice)
+            elif setting.option.status == "refused":
+                refusal(setting, setting.convert_text(choice))
+            else:
+                setting.note(setting.convert_text(choice))
+
+
+def refusal(setting: Setting, value: Any) -> None:
+    """The value is accepted, or refused under the flag's name."""
+    try:
+        setting.note(value)
+    except ConfigError as error:
+        assert error.setting == setting.flag  # noqa: PT017
+
+
+@pytest.mark.setting("model_tag", "-v")
+def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(interface.BY_THE_PARSER) - {row["flag"] for row in FLAGS} == {"--explain-config"}
+    args = PARSERS["serve"].parse_args(["org/name"])
+    assert settle_all(args, COMMAND_SETTINGS["serve"]).values["model"] == "org/name"
+    assert main(["-v"]) == 0
+    assert capsys.readouterr().out == f"{pagoda.__version__}\n"
+    for row in FLAGS:
+        if row["flag"] == "--help":
+            for command in set(row["commands"].split(",")) - {"pagoda"}:
+                with pytest.raises(SystemExit) as ended:
+                    PARSERS[command].parse_args(["--help"])
+                assert ended.value.code == 0
+                assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [row["name"] for row in interface.rows("env")])
+def test_a_variable_has_one_row(name: str) -> None:
+    assert sum(name in (row.name, *row.aliases) for row in VARIABLES) == 1
+
+
+@pytest.mark.parametrize("name", [row["command"] for row in interface.rows("commands")])
+def test_a_command_has_a_row(name: str) -> None:
+    assert name in interface.command_statuses()
+
+
+def test_no_two_rows_bear_one_name() -> None:
+    names = Counter(name for row in VARIABLES for name in (row.name, *row.aliases))
+    assert [name for name, count in names.items() if count > 1] == []
+    for command, known in COMMAND_SETTINGS.items():
+        flags = Counter(flag for setting in known.values() for flag in setting.flags)
+        assert [flag for flag, count in flags.items() if count > 1] == [], command
+
+
+# --- each says what becomes of it ---
+
+
+def rows_with_status() -> Iterator[tuple[str, str, str]]:
+    """Name, status and why of every row there is, ours included."""
+    for setting in SETTINGS:
+        yield setting.flag, setting.option.status, setting.option.why
+    for variable in VARIABLES:
+        yield variable.name, variable.status, variable.why
+    for name, command in [*COMMANDS.items(), *MODULES.items()]:
+        if command.commands is None:
+            yield name, command.status, command.refused
+
+
+def test_a_status_that_is_not_implemented_has_a_reason() -> None:
+    assert [name for name, status, why in rows_with_status() if status != "implemented" and len(why) < 10] == []
+    assert [name for name, status, why in rows_with_status() if status == "implemented" and why] == []
+
+
+def test_a_refusal_says_what_to_do_instead() -> None:
+    assert [
+        f"{name}: {why}" for name, status, why in rows_with_status() if status == "refused" and not REMEDY.search(why)
+    ] == []
+
+
+def test_most_flags_are_not_refused() -> None:
+    statuses = Counter(interface.flag_statuses().values())
+    assert sum(statuses.values()) == 252
+    assert statuses["implemented"] + statuses["no effect"] >= LEAST_WITHOUT_REFUSAL
+
+
+def test_the_readme_counts_what_the_tables_say() -> None:
+    text = (ROOT / "README.md").read_text()
+    for kind, found in (
+        ("flags", interface.flag_statuses()),
+        ("environment variables", interface.variable_statuses()),
+        ("commands", interface.command_statuses()),
+    ):
+        counts = Counter(found.values())
+        cells = [sum(counts.values()), counts["implemented"], counts["no effect"], counts["refused"]]
+        assert f"| {kind} | {' | '.join(map(str, cells))} |" in text
+
+
+# --- what is implemented is seen by a test ---
+
+
+def marked(kind: str) -> set[str]:
+    """The arguments of every `pytest.mark.KIND(...)` in the test files."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{kind}":
+                found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return found
+
+
+def test_implemented_flags_are_seen_by_a_test() -> None:
+    seen = marked("setting")
+    assert sorted({s.flag for s in SETTINGS if s.option.status == "implemented"} - seen) == []
+    assert sorted(set(interface.BY_THE_PARSER) - seen) == []
+
+
+def test_implemented_variables_are_seen_by_a_test() -> None:
+    seen = marked("variable")
+    unseen = [v.name for v in VARIABLES if v.status == "implemented" and not seen & {v.name, *v.aliases}]
+    assert unseen == []
+
+
+def test_implemented_commands_are_run_by_a_test() -> None:
+    seen = marked("command")
+    assert [
+        name for name, row in (COMMANDS | MODULES).items() if row.status == "implemented" and name not in seen
+    ] == []
+
+
+def test_marks_name_what_there_is() -> None:
+    assert sorted(marked("setting") - {s.flag for s in SETTINGS} - set(interface.BY_THE_PARSER)) == []
+    assert sorted(marked("variable") - set(VARIABLE_BY_NAME) - {s.variable for s in SETTINGS}) == []
+    assert sorted(marked("command") - set(COMMANDS) - set(MODULES)) == []
+
+
+# --- command lines of vLLM's documentation ---
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve Qwen/Qwen1.5-32B-Chat-AWQ --max-model-len 4096",
+        "serve unsloth/Llama-3.2-1B-Instruct",
+        "run-batch -i in.jsonl -o out.jsonl --model meta-llama/Meta-Llama-3-8B-Instruct",
+        "bench latency --model meta-llama/Llama-3.2-1B-Instruct --input-len 32 --output-len 128 --batch-size 8",
+    ],
+)
+def test_documented_command_lines_are_understood(line: str) -> None:
+    assert settled(line) == ()
+
+
+def test_two_devices_are_refused_where_there_is_one() -> None:
+    line = (
+        "serve RedHatAI/Llama-3.2-1B-Instruct-FP8 --tensor-parallel-size {} --gpu-memory-utilization 0.8 "
+        "--max-model-len 16384 --max-num-batched-tokens 2048"
+    )
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size: 2 is not supported: .*; use 1"):
+        settled(line.format(2))
+    (note,) = settled(line.format(1))
+    assert note.startswith("--gpu-memory-utilization has no effect")
+
+
+def settled(line: str) -> tuple[str, ...]:
+    """What the user hears about a command line's engine settings. Raises ConfigError."""
+    words = shlex.split(line)
+    name = " ".join(words[:2]) if words[0] == "bench" else words[0]
+    args = PARSERS[name].parse_args(words[len(name.split()) :])
+    return settle_all(args, COMMAND_SETTINGS[name]).notes
