@@ -44,6 +44,17 @@ class State:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Logits between the two halves of a pass in the column arrangement: logits [tokens, M], peak [8, M], in VMEM.
+
+    There are two stages: the matrix unit fills one while the vector unit empties the other.
+    """
+
+    logits: Any
+    peak: Any
+
+
+@dataclass(frozen=True)
 class Mask:
     """What a query may see: token `key` of the sequence if query - window < key <= query.
 
@@ -107,19 +118,29 @@ def attend_rows(q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softca
     state.acc[h] = state.acc[h] * across(decay, v.shape[1]) + dot(weights.astype(v.dtype), v, ((1,), (0,)))
 
 
-def attend_columns(q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softcap: Any, mask: Mask | None) -> None:
-    """As `attend_rows` in the column arrangement, in chains of `COLUMNS` queries that do not depend on each other."""
-    count, width = q.shape[0], column_width(q.shape[0])
-    chains = [pl.ds(i, width) for i in range(0, count, width)]
-    logits = [capped(dot(k, q[chain, :], ((1,), (1,))), softcap) for chain in chains]
-    for i, chain in enumerate(chains):
-        x = logits[i] if mask is None else mask.apply(logits[i], key_axis=0, first=i * width)
+def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, mask: Mask | None) -> None:
+    """First half of a pass: logits of q [M, W] (a ref) over k [tokens, W], with their maximum, into `stage`."""
+    width = column_width(q.shape[0])
+    for i in range(0, q.shape[0], width):
+        chain = pl.ds(i, width)
+        x = capped(dot(k, q[chain, :], ((1,), (1,))), softcap)
+        x = x if mask is None else mask.apply(x, key_axis=0, first=i)
+        stage.logits[:, chain] = x
+        stage.peak[:, chain] = fold(x, jnp.max)
+
+
+def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:
+    """Second half of a pass: the logits of `stage` and v [tokens, W] into the state of lane head `h`."""
+    count = stage.logits.shape[1]
+    width = column_width(count)
+    for i in range(0, count, width):
+        chain = pl.ds(i, width)
         old = state.top[h, :, chain]
-        new = jnp.maximum(old, jnp.max(x, axis=0, keepdims=True))
-        weights = jnp.exp2(x - new[:1])
+        new = jnp.maximum(old, jnp.max(stage.peak[:, chain], axis=0, keepdims=True))
+        weights = jnp.exp2(stage.logits[:, chain] - new[:1])
         decay = jnp.exp2(old - new)
         state.top[h, :, chain] = new
-        state.total[h, :, chain] = state.total[h, :, chain] * decay + fold(weights)
+        state.total[h, :, chain] = state.total[h, :, chain] * decay + fold(weights, jnp.sum)
         state.acc[h, :, chain] = state.acc[h, :, chain] * decay[:1] + dot(v, weights.astype(v.dtype), ((0,), (0,)))
 
 
@@ -154,9 +175,12 @@ def sum_lanes(x: jax.Array) -> jax.Array:
     return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))  # type: ignore[return-value]
 
 
-def fold(x: jax.Array) -> jax.Array:
-    """[n * 8, M] -> [8, M], whose sublanes sum to the column's sum."""
-    return jnp.sum(x.reshape(-1, SUBLANES, x.shape[1]), axis=0)
+def fold(x: jax.Array, reduce: Any) -> jax.Array:
+    """[n * 8, M] -> [8, M], whose sublanes still have to be reduced, in a few chains that do not wait for each other."""
+    units = x.shape[0] // SUBLANES
+    chains = next(n for n in (4, 2, 1) if units % n == 0)
+    x = x.reshape(chains, units // chains, SUBLANES, x.shape[1])
+    return reduce(reduce(x, axis=1), axis=0)
 
 
 def byte(words: jax.Array, shift: int, dtype: str) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
-from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, State
+from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
 from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, ZERO_ROWS, Body, Scalars, Static
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
@@ -203,7 +204,7 @@ def call(
     layout, blocks = static.layout, static.blocks
     _, heads, _, _, width = q.shape
     shapes = state_shapes(static, heads, width)
-    out_shape = (*q.shape[:3], *shapes[-1][1:])
+    out_shape = (*q.shape[:3], *shapes[2][1:])
     tile, out_tile = (
         pl.BlockSpec((1, *shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for shape in (q.shape, out_shape)
     )
@@ -220,8 +221,9 @@ def call(
         q_ref = rest.pop(0)
         sink_ref = rest.pop(0) if static.sunk else None
         # `pages` is the aliased output: reads and writes go through one ref.
-        new, _, out, pages, kv, top, total, acc, *rest = rest
-        Body(static, smem, q_ref, sink_ref, new, pages, out, kv, State(top, total, acc), *rest).run()
+        new, _, out, pages, kv, top, total, acc, logits, peak, *rest = rest
+        stages = tuple(Stage(logits.at[i], peak.at[i]) for i in range(0 if static.decode else 2))
+        Body(static, smem, q_ref, sink_ref, new, pages, out, kv, State(top, total, acc), stages, *rest).run()
 
     out, cache = pl.pallas_call(
         body,
@@ -252,12 +254,13 @@ def call(
     return out, cache
 
 
-def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    """Shapes of `attend.State`."""
-    rows = static.rows
+def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of `attend.State` and of the two `attend.Stage` (decode has none)."""
+    rows, tokens = static.rows, static.blocks.tokens
     if static.decode:
-        return (heads, rows, LANES), (heads, rows, LANES), (heads, rows, width)
-    return (heads, SUBLANES, rows), (heads, SUBLANES, rows), (heads, width, rows)
+        return (heads, rows, LANES), (heads, rows, LANES), (heads, rows, width), (1, LANES), (1, LANES)
+    state = (heads, SUBLANES, rows), (heads, SUBLANES, rows), (heads, width, rows)
+    return *state, (2, tokens, rows), (2, SUBLANES, rows)
 
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
@@ -266,7 +269,7 @@ def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     heads, sub, rows, width = q.shape[1:]
     tile = heads * sub * rows * width
     kv = 2 * static.block_tokens * layout.rows_per_token * LANES * 4
-    state = heads * rows * (2 * LANES + width) * 4
+    state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, width))
     moving = 2 * tile * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize) + (
         2 * heads * rows * LANES * 4 if static.sunk else 0
     )

@@ -27,7 +27,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.ragged_paged_attention.blocks import Blocks
-from pagoda.kernels_pallas.ragged_paged_attention.attend import Mask, State, attend_columns, attend_rows, load
+from pagoda.kernels_pallas.ragged_paged_attention.attend import (
+    Mask,
+    Stage,
+    State,
+    attend_rows,
+    column_logits,
+    column_softmax,
+    load,
+)
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
 from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div, rem
 
@@ -96,6 +104,7 @@ class Body:
     out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
     kv: Any  # [2, rows of a fetch + ZERO_ROWS, 128] VMEM
     state: State
+    stages: tuple[Stage, ...]  # two in the mixed variant
     slot: Any  # [1] SMEM: the buffer that holds the next block
     fetched: Any  # DMA semaphores [2]
     written: Any  # DMA semaphore
@@ -216,23 +225,61 @@ class Body:
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
-    def attend(self, index: Any, slot: Any, first: Any, mask: Mask | None) -> None:
-        """One pass over the tokens from `first` of the buffer, for every lane head."""
-        static, softcap = self.static, self.scalars.numbers[0] if self.static.softcapped else None
-        unrolled = static.blocks.heads
+    def attend(self, index: Any, slot: Any, first: Any, mask: Mask) -> None:
+        """Decode: one pass over the tokens from `first` of the buffer, for every lane head."""
+        static, unrolled = self.static, self.static.blocks.heads
 
         def some(group: Any, _: Any) -> None:
             for part in range(unrolled):
                 h = group * unrolled + part
                 k, v = load(self.kv.at[slot], static.layout, static.blocks.tokens, first, group * unrolled, part)
-                form = attend_rows if static.decode else attend_columns
-                form(self.q.at[0, h, index], k, v, self.state, h, softcap, mask)
+                attend_rows(self.q.at[0, h, index], k, v, self.state, h, self.softcap(), mask)
 
         groups = static.layout.lane_heads // unrolled
         if groups == 1:
             some(0, None)
         else:
             jax.lax.fori_loop(0, groups, some, None)
+
+    def attend_passes(self, span: Span, slot: Any, start: Any, low: Any, high: Any, *, masked: bool) -> None:
+        """Mixed: passes [low, high) of the buffer, whose first token is at `start`, for every lane head.
+
+        The (pass, head) pairs form one sequence; the logits of the next are computed beside the softmax of this one.
+        """
+        heads, unit = self.static.layout.lane_heads, self.static.blocks.tokens
+        count = (high - low) * heads
+
+        def item(i: Any, stage: int) -> tuple[Any, Any, jax.Array, jax.Array]:
+            turn = low + div(i, heads)
+            h = i - (turn - low) * heads
+            k, v = load(self.kv.at[slot], self.static.layout, unit, turn * unit, h - stage, stage)
+            return turn, h, k, v
+
+        def logits(i: Any, stage: int) -> None:
+            turn, h, k, _ = item(jnp.minimum(i, count - 1), stage)
+            mask = self.mask(span, start + turn * unit) if masked else None
+            column_logits(self.q.at[0, h, 0], k, self.stages[stage], self.softcap(), mask)
+
+        def softmax(i: Any, stage: int) -> None:
+            _, h, _, v = item(i, stage)
+            column_softmax(v, self.stages[stage], self.state, h)
+
+        def pair(j: Any, _: Any) -> None:
+            logits(2 * j + 1, 1)
+            softmax(2 * j, 0)
+            logits(2 * j + 2, 0)
+            softmax(2 * j + 1, 1)
+
+        @pl.when(count > 0)
+        def _() -> None:
+            logits(0, 0)
+            jax.lax.fori_loop(0, div(count, 2), pair, None)
+            if heads % 2:
+                pl.when(rem(count, 2) == 1)(lambda: softmax(count - 1, 0))
+
+    def softcap(self) -> Any:
+        """The cap in base 2, or None."""
+        return self.scalars.numbers[0] if self.static.softcapped else None
 
     def mask(self, span: Span, start: Any) -> Mask:
         """The mask of a pass whose first token is at `start`; a mixed tile's first query may belong to another sequence."""
@@ -304,19 +351,15 @@ class Body:
         self.wait_fetched(tokens, slot)
         self.clear_tail(tokens, slot)
         unit = self.static.blocks.tokens
-
-        def one(i: Any, _: Any) -> None:
-            here = start + i * unit
-            mask = self.mask(span, here)
-            if self.static.decode:
-                self.attend(index, slot, i * unit, mask)
-                return
-            clear = here + unit - 1 <= span.position
-            if self.static.windowed:
-                last = span.position + span.high - span.low - 1
-                clear = jnp.logical_and(clear, here > last - self.scalars.step[5])
-            pl.when(clear)(lambda: self.attend(index, slot, i * unit, None))
-            pl.when(jnp.logical_not(clear))(lambda: self.attend(index, slot, i * unit, mask))
-
-        jax.lax.fori_loop(0, ceil_div(tokens, unit), one, None)
+        passes = ceil_div(tokens, unit)
+        if self.static.decode:
+            one = lambda i, _: self.attend(index, slot, i * unit, self.mask(span, start + i * unit))  # noqa: E731
+            jax.lax.fori_loop(0, passes, one, None)
+        else:
+            # Passes that end before the first query need no mask, unless a window hides their beginning.
+            clear = div(jnp.maximum(span.position + 1 - start, 0), unit)
+            clear = jnp.int32(0) if self.static.windowed else jnp.minimum(clear, passes)
+            if not self.static.windowed:
+                self.attend_passes(span, slot, start, 0, clear, masked=False)
+            self.attend_passes(span, slot, start, clear, passes, masked=True)
         self.slot[0] = 1 - slot
