@@ -32,8 +32,11 @@ from pagoda.backends.jax_tpu.weights import load
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.platform import BLOCK_SIZES
 from pagoda.common.engine.kv_spec import KvLayout
-from pagoda.common.engine.step import StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
+from pagoda.common.engine.step import Int32, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
@@ -41,8 +44,7 @@ logger = logging.getLogger(__name__)
 
 PLATFORM = platform()
 ON_TPU = PLATFORM == "tpu"
-CAPABILITIES = Capabilities(name="jax_tpu", device=PLATFORM, block_size=128 if ON_TPU else 32, prefers_extents=False)
-"""Pages of 128 tokens suit the TPU's DMA; the CPU gathers them, and small ones share better."""
+CAPABILITIES = Capabilities(name="jax_tpu", device=PLATFORM, block_size=BLOCK_SIZES["jax_tpu"], prefers_extents=False)
 
 
 def create(
@@ -52,6 +54,7 @@ def create(
     layout: KvLayout,
     cache: CacheConfig,
     dtype: str,
+    sampling: SamplerOptions = USUAL,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
     strict: bool = False,
@@ -60,19 +63,23 @@ def create(
 
     `strict`: a compile after warm-up is an error instead of a count. Raises ConfigError.
     """
+    if sampling.processors:
+        raise ConfigError(
+            "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
+        )
     mesh = make_mesh(tensor, devices=devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
-    return JaxBackend(model, limits, cache, strict)
+    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict)
 
 
 class JaxBackend:
     """Implements common.backend.Backend."""
 
-    def __init__(self, model: Model, limits: Limits, cache: CacheConfig, strict: bool) -> None:
-        self.model, self.limits, self.cache_config, self.strict = model, limits, cache, strict
+    def __init__(self, model: Model, limits: Limits, cache: CacheConfig, mode: LogprobsMode, strict: bool) -> None:
+        self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
         self._leaves: Leaves = ()
         self._caches: Caches = ()
         self._programs: Programs | None = None
@@ -100,7 +107,7 @@ class JaxBackend:
     def init_cache(self, num_blocks: int) -> None:
         """Allocate K and V for `num_blocks` blocks, on the devices."""
         shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
-        catalogue = Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs)
+        catalogue = Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode)
         self._programs = Programs(catalogue, strict=self.strict)
         self._sampler = Sampler(self._programs, self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
@@ -151,7 +158,7 @@ class JaxBackend:
                 targets[:size] = state.prompt[context + at + 1 : context + at + 1 + size]
                 logits = programs[Score(hidden.shape[0])](self._leaves, hidden, wanted)
                 found = programs[OnLogits("logprobs", SCORED)](logits, targets)
-                yield Scored(index, best, targets[:size], found, logits if not 0 <= best <= BEST else None)
+                yield Scored(index, best, self.mode, targets[:size], found, logits if not 0 <= best <= BEST else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +167,16 @@ class Scored:
 
     index: int
     best: int
-    targets: np.ndarray
+    mode: LogprobsMode
+    targets: Int32
     found: tuple[jax.Array, jax.Array, jax.Array]
-    raw: jax.Array | None
+    logits: jax.Array | None  # when the request wants more than the device finds
 
     def fetch(self) -> TokenLogprobs:
         """On the host."""
         size = len(self.targets)
-        if self.raw is not None:
-            return sorted_logprobs(np.asarray(self.raw)[:size], self.targets, self.best)
+        if self.logits is not None:
+            return sorted_logprobs(self.mode, np.asarray(self.logits)[:size], self.targets, self.best)
         ids, values, ranks = (np.asarray(part)[:size] for part in self.found)
         return TokenLogprobs(ids[:, : 1 + self.best], values[:, : 1 + self.best], ranks)
 

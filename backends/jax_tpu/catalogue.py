@@ -23,6 +23,7 @@ from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.shapes import StepShapes
 from pagoda.backends.jax_tpu.sharding import whole
 from pagoda.backends.jax_tpu.step_input import StepShape
+from pagoda.common.engine.sampling import LogprobsMode
 
 SCORED: Final = 64
 """Prompt tokens per call of the program that scores prompts."""
@@ -39,7 +40,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Choose:
-    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history); the history is donated."""
+    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, logits drawn from); the history is donated."""
 
     seqs: int
     kind: Kind
@@ -76,6 +77,7 @@ class Catalogue:
     shapes: StepShapes
     num_blocks: int
     rows: int
+    mode: LogprobsMode = "raw_logprobs"
 
     @property
     def history(self) -> jax.ShapeDtypeStruct:
@@ -114,7 +116,8 @@ class Catalogue:
                 return _remember, (0,), (history, array((), jnp.int32), row)
             case Choose(seqs, kind):
                 rules = array((7, seqs), jnp.int32)
-                return partial(choose, kind), (1,), (self._logits(seqs), history, rules)
+                shown = self.mode.startswith("processed")
+                return partial(choose, kind, shown), (1,), (self._logits(seqs), history, rules)
             case OnLogits(name, seqs):
                 return self._on_logits(name, seqs)
 
@@ -131,7 +134,7 @@ class Catalogue:
             case "mask":
                 return edit.mask, (), (logits, array((seqs, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
-                return logprobs, (), (logits, array((seqs,), jnp.int32))
+                return partial(logprobs, self.mode), (), (logits, array((seqs,), jnp.int32))
 
     def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
         return self._array((seqs, padded(self.model.spec.vocab, self.model.tensor)), jnp.float32)

@@ -41,10 +41,15 @@ class Rules:
         return cls(packed[0], packed[1], keys, real[3], packed[4], real[5], real[6])
 
 
-def choose(kind: Kind, logits: jax.Array, history: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits float32 [R, V], history int32 [rows+1, length] -> tokens int32 [R] and the history with them."""
+def choose(
+    kind: Kind, shown: bool, logits: jax.Array, history: jax.Array, packed: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Logits float32 [R, V], history int32 [rows+1, length] -> tokens int32 [R] and the history with them.
+
+    `shown`: also the logits [R, V] that the tokens were drawn from, after temperature and filters.
+    """
     rules = Rules.unpack(packed)
-    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    tokens, drawn = jnp.argmax(logits, -1).astype(jnp.int32), logits
     if kind != "greedy":
         greedy = rules.temperature <= 0
         scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]
@@ -52,7 +57,8 @@ def choose(kind: Kind, logits: jax.Array, history: jax.Array, packed: jax.Array)
             scaled = filtered(scaled, rules)
         noisy = scaled + gumbel(rules.keys, jnp.arange(logits.shape[1], dtype=jnp.uint32))
         tokens = jnp.where(greedy, tokens, jnp.argmax(noisy, -1).astype(jnp.int32))
-    return tokens, history.at[rules.rows, rules.positions].set(tokens)
+        drawn = jnp.where(greedy[:, None], logits, scaled)
+    return tokens, history.at[rules.rows, rules.positions].set(tokens), drawn if shown else None
 
 
 def filtered(scaled: jax.Array, rules: Rules) -> jax.Array:

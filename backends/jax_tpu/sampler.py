@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.catalogue import Choose, OnLogits, Remember
 from pagoda.backends.jax_tpu.choose import Kind
 from pagoda.backends.jax_tpu.logprobs import BEST, sorted_logprobs
 from pagoda.backends.jax_tpu.programs import Programs
-from pagoda.common.engine.sampling import SamplingRules, noise_keys
+from pagoda.common.engine.sampling import LogprobsMode, SamplingRules, noise_keys
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
 
 _GREEDY: Final = SamplingRules()
@@ -38,15 +38,16 @@ class Sampled:
     """A step's tokens on their way to the host, int32 [R], and what is needed for logprobs."""
 
     tokens: jax.Array
-    scored: tuple[jax.Array, jax.Array, jax.Array] | None  # of `logprobs`
-    raw: jax.Array | None  # the logits, when somebody wants more than the device finds
+    mode: LogprobsMode
+    scored: tuple[jax.Array, jax.Array, jax.Array] | None = None  # of `logprobs`
+    logits: jax.Array | None = None  # what was scored, when somebody wants more than the device finds
 
     def logprobs(self, index: int, best: int) -> TokenLogprobs:
         """Of the sequence at `index`: its token and the best `best` (-1: all)."""
         assert self.scored is not None
         one = slice(index, index + 1)
-        if self.raw is not None and not 0 <= best <= BEST:
-            return sorted_logprobs(np.asarray(self.raw)[one], np.asarray(self.tokens)[one], best)
+        if self.logits is not None and not 0 <= best <= BEST:
+            return sorted_logprobs(self.mode, np.asarray(self.logits)[one], np.asarray(self.tokens)[one], best)
         ids, values, ranks = (np.asarray(part)[one] for part in self.scored)
         return TokenLogprobs(ids[:, : 1 + best], values[:, : 1 + best], ranks)
 
@@ -57,7 +58,7 @@ class Sampler:
     def __init__(self, programs: Programs, max_rows: int) -> None:
         shape = programs.catalogue.history
         self.history = jax.device_put(np.zeros(shape.shape, np.int32), shape.sharding)
-        self.vocab = programs.catalogue.model.spec.vocab
+        self.vocab, self.mode = programs.catalogue.model.spec.vocab, programs.catalogue.mode
         self._programs = programs
         self._rows = [RowState(_GREEDY, np.zeros(0, np.int32))] * max_rows
 
@@ -81,14 +82,15 @@ class Sampler:
         chosen = {index: self._rows[plan.rows[index]] for index in sampling}
         edited = self._edit(logits, chosen, plan, ends)
         kind, rules = self._rules(seqs, chosen, plan, ends)
-        tokens, self.history = self._programs[Choose(seqs, kind)](edited, self.history, rules)
+        tokens, self.history, drawn = self._programs[Choose(seqs, kind)](edited, self.history, rules)
         tokens.copy_to_host_async()
         wanted = [state.rules.logprobs for state in chosen.values() if state.rules.logprobs is not None]
         if not wanted:
-            return Sampled(tokens, None, None)
-        scored = self._programs[OnLogits("logprobs", seqs)](logits, tokens)
+            return Sampled(tokens, self.mode)
+        shown = logits if drawn is None else drawn
+        scored = self._programs[OnLogits("logprobs", seqs)](shown, tokens)
         many = any(not 0 <= best <= BEST for best in wanted)
-        return Sampled(tokens, scored, logits if many else None)
+        return Sampled(tokens, self.mode, scored, shown if many else None)
 
     def _rules(
         self, seqs: int, chosen: dict[int, RowState], plan: StepPlan, ends: Int32

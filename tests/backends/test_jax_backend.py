@@ -22,7 +22,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.kv_spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.spec import Attention, ModelSpec
@@ -231,3 +231,27 @@ def test_bfloat16_stays_close_to_float32() -> None:
         _, result = d.step({0: PROMPT}, [d.start(0, PROMPT, EVERYTHING)])
         answers[dtype] = by_token(result.logprobs[0])
     assert 0 < np.abs(answers["float32"] - answers["bfloat16"]).max() < 0.2
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_show_what_their_mode_says(mode: str, temperature: float) -> None:
+    """As the reference backend shows them."""
+    rules = SamplingRules(
+        temperature=temperature, top_k=9, top_p=0.9, logit_bias=((3, 2.0),), logprobs=5, prompt_logprobs=2, seed=1
+    )
+    results = []
+    for backend in ("jax_tpu", "reference"):
+        d = Driver(SPECS["full"], block_size=8, backend=backend, sampling=SamplerOptions(logprobs_mode=mode))
+        results.append(d.step({0: PROMPT}, [d.start(0, PROMPT, rules)])[1])
+        d.backend.close()
+    ours, theirs = results
+    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+    for found, wanted in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
+        np.testing.assert_allclose(found[0].logprobs, wanted[0].logprobs, atol=1e-4)
+        np.testing.assert_array_equal(found[0].ranks, wanted[0].ranks)
+
+
+def test_logits_processors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--logits-processors: logits stay on the device here"):
+        Driver(SPECS["full"], block_size=8, backend="jax_tpu", sampling=SamplerOptions(processors=(None,)))

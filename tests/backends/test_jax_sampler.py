@@ -127,10 +127,10 @@ def test_rows_that_do_not_sample_leave_no_trace(programs: Programs) -> None:
 def test_the_host_and_the_device_give_the_same_logprobs() -> None:
     logits = np.random.default_rng(0).standard_normal((3, VOCAB)).astype(np.float32)
     chosen = np.array([4, 90, 599], np.int32)
-    ids, values, ranks = map(np.asarray, logprobs(jnp.asarray(logits), jnp.asarray(chosen)))
-    host = sorted_logprobs(logits, chosen, 20)
+    ids, values, ranks = map(np.asarray, logprobs("raw_logprobs", jnp.asarray(logits), jnp.asarray(chosen)))
+    host = sorted_logprobs("raw_logprobs", logits, chosen, 20)
     np.testing.assert_array_equal(ids, host.token_ids)
     np.testing.assert_allclose(values, host.logprobs, atol=1e-5)
     np.testing.assert_array_equal(ranks, host.ranks)
-    assert sorted_logprobs(logits, chosen, -1).token_ids.shape == (3, 1 + VOCAB)
+    assert sorted_logprobs("raw_logprobs", logits, chosen, -1).token_ids.shape == (3, 1 + VOCAB)
     assert len(jax.devices()) == support.jax_devices.DEVICES
