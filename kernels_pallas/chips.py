@@ -13,7 +13,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ChipInfo:
-    """One TPU generation. Bandwidth in bytes/s, peak in FLOP/s (bf16), clock in Hz, memory in bytes; all per core."""
+    """One TPU generation. Bandwidth in bytes/s, peak in FLOP/s (bf16), clock in Hz, memory in bytes; all per core.
+
+    `clock`: what the peak takes at 2 * 4 * 128^2 (v5) or 2 * 4 * 256^2 (v6, v7) FLOP per cycle.
+    """
 
     name: str
     cores: int  # TensorCores behind one jax device
@@ -23,15 +26,16 @@ class ChipInfo:
     hbm_bytes: int
     hbm_bandwidth: float
     peak_flops: float
+    clock: float
 
 
 CHIPS: dict[str, ChipInfo] = {
     chip.name: chip
     for chip in (
-        ChipInfo("v5e", 1, 128, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14),
-        ChipInfo("v5p", 2, 128, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14),
-        ChipInfo("v6e", 1, 256, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14),
-        ChipInfo("v7x", 1, 256, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15),
+        ChipInfo("v5e", 1, 128, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 1.50e9),
+        ChipInfo("v5p", 2, 128, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 1.75e9),
+        ChipInfo("v6e", 1, 256, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 1.75e9),
+        ChipInfo("v7x", 1, 256, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 2.20e9),
     )
 }
 
