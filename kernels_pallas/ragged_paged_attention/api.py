@@ -39,7 +39,7 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes k, v into the cache, then lets every token of q attend to its sequence up to itself.
 
-    q [T, N, H]; k, v [T, K, H]: this step's tokens, sequence after sequence. cache [L, P, B * R, 128] as `layout.shape`
+    q [T, N, H]; k, v [T, K, H]: this step's tokens, sequence after sequence. cache [L, P, R, B, 128] as `layout.shape`
     says, updated in place when the caller donates it. layer int32: which of the L to use.
     query_start int32 [S + 1], kv_len int32 [S], page_table int32 [S, max_pages], counts int32 [2] = (number of sequences
     with one token, which come first; number of sequences). The tokens of sequence s are

@@ -5,7 +5,7 @@ Columns (mixed): logits [tokens, M]. Maximum and sum run over sublanes, which co
 [8, M] instead of [M, 128]; the exponentials are the stationary operand of the second matmul. On the schedule for v6e the
 row arrangement of a prefill reached 18 % of the matrix unit (see benchmarks/tpu_kernel_schedule.py).
 
-Both keep logits in base 2 and may leave the sum as partial sums over lanes or sublanes until the end.
+Both keep logits in base 2.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ COLUMNS = 256  # queries of one independent chain of the column arrangement
 
 @dataclass(frozen=True)
 class State:
-    """The running softmax of every lane head, in VMEM. Rows: top, total [heads, M, 128], acc [heads, M, W];
-    columns: top, total [heads, 8, M], acc [heads, W, M]. top holds the same maximum in all lanes (sublanes).
+    """The running softmax of every lane head, in VMEM. top holds the same maximum in all lanes (sublanes).
+
+    Rows: top [heads, M, 128], acc [heads, M, W], total [heads, M, 128] with one partial sum per lane.
+    Columns: top [heads, 8, M], acc [heads, W + 8, M] whose last 8 rows are the sum; total is None.
     """
 
     top: Any
-    total: Any
     acc: Any
+    total: Any = None
 
     def clear(self) -> None:
         """Nothing seen yet."""
         self.top[...] = jnp.full_like(self.top, MASKED)
-        self.total[...] = jnp.zeros_like(self.total)
         self.acc[...] = jnp.zeros_like(self.acc)
+        if self.total is not None:
+            self.total[...] = jnp.zeros_like(self.total)
 
 
 @dataclass(frozen=True)
@@ -80,27 +83,34 @@ class Mask:
         return jnp.where(seen, logits, MASKED)
 
 
-def load(kv: Any, layout: KvLayout, tokens: int, first: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
-    """K and V [tokens, W] of lane head `head + part` from rows kv [.., 128], beginning with its token `first`."""
-    chunks, stride = layout.width // LANES, layout.rows_per_token
+def load(kv: Any, layout: KvLayout, tokens: int, turn: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
+    """K and V [tokens, W] of lane head `head + part` from the pages kv [.., R, B, 128], of their pass number `turn`."""
+    chunks, size = layout.width // LANES, layout.page_size
 
-    def rows(row: Any, start: Any, count: int, step: int) -> jax.Array:
-        return kv[pl.ds(start * stride + row, count, step * stride), :]
+    def rows(row: Any, start: int, step: int) -> jax.Array:
+        """Every `step`-th token of the pass: of several whole pages, or of a part of one."""
+        if tokens <= size:
+            share = size // tokens
+            page, first = div(turn, share), (turn - div(turn, share) * share) * tokens
+            return kv[page, row, pl.ds(first + start, tokens // step, step), :]
+        pages = tokens // size
+        parts = [kv[turn * pages + i, row, pl.ds(start, size // step, step), :] for i in range(pages)]
+        return jnp.concatenate(parts, axis=0)
 
     def join(parts: list[jax.Array]) -> jax.Array:
         return parts[0] if chunks == 1 else jnp.concatenate(parts, axis=-1)
 
     if layout.packing == 1:
         row = (head + part) * 2 * chunks
-        k, v = ([rows(row + c + side * chunks, first, tokens, 1) for c in range(chunks)] for side in (0, 1))
+        k, v = ([rows(row + c + side * chunks, 0, 1) for c in range(chunks)] for side in (0, 1))
     elif layout.packing == 2:
         row = (head + part) * chunks
-        even, odd = ([rows(row + c, first + i, tokens // 2, 2) for c in range(chunks)] for i in (0, 1))
+        even, odd = ([rows(row + c, i, 2) for c in range(chunks)] for i in (0, 1))
         k = [pltpu.bitcast((a & 0xFFFF) | (b << 16), jnp.bfloat16) for a, b in zip(even, odd)]
         v = [pltpu.bitcast((a >> 16) | (b & jnp.uint32(0xFFFF0000)), jnp.bfloat16) for a, b in zip(even, odd)]
     else:
         row = (div(jnp.int32(head), 2) + part // 2) * chunks
-        words = [rows(row + c, first, tokens, 1) for c in range(chunks)]
+        words = [rows(row + c, 0, 1) for c in range(chunks)]
         k, v = ([byte(w, 16 * (part % 2) + shift, layout.dtype) for w in words] for shift in (0, 8))
     return join(k), join(v)
 
@@ -126,22 +136,26 @@ def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, mask: Mask |
         x = capped(dot(k, q[chain, :], ((1,), (1,))), softcap)
         x = x if mask is None else mask.apply(x, key_axis=0, first=i)
         stage.logits[:, chain] = x
-        stage.peak[:, chain] = fold(x, jnp.max)
+        stage.peak[:, chain] = fold_max(x)
 
 
 def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:
-    """Second half of a pass: the logits of `stage` and v [tokens, W] into the state of lane head `h`."""
-    count = stage.logits.shape[1]
+    """Second half of a pass: the logits of `stage` and v [tokens, W] into the state of lane head `h`.
+
+    Rows of ones under the transposed v let the matrix unit, which has time, add up the weights.
+    """
+    count, height = stage.logits.shape[1], state.acc.shape[1]
     width = column_width(count)
+    left = jnp.concatenate([v.T, jnp.ones((2 * SUBLANES, v.shape[0]), v.dtype)], axis=0)
     for i in range(0, count, width):
         chain = pl.ds(i, width)
         old = state.top[h, :, chain]
         new = jnp.maximum(old, jnp.max(stage.peak[:, chain], axis=0, keepdims=True))
-        weights = jnp.exp2(stage.logits[:, chain] - new[:1])
+        weights = jnp.exp2(stage.logits[:, chain] - new[:1]).astype(v.dtype)
         decay = jnp.exp2(old - new)
         state.top[h, :, chain] = new
-        state.total[h, :, chain] = state.total[h, :, chain] * decay + fold(weights, jnp.sum)
-        state.acc[h, :, chain] = state.acc[h, :, chain] * decay[:1] + dot(v, weights.astype(v.dtype), ((0,), (0,)))
+        added = dot(left, weights, ((1,), (0,)))[:height]
+        state.acc[h, :, chain] = state.acc[h, :, chain] * decay[:1] + added
 
 
 def column_width(count: int) -> int:
@@ -175,12 +189,11 @@ def sum_lanes(x: jax.Array) -> jax.Array:
     return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))  # type: ignore[return-value]
 
 
-def fold(x: jax.Array, reduce: Any) -> jax.Array:
-    """[n * 8, M] -> [8, M], whose sublanes still have to be reduced, in a few chains that do not wait for each other."""
+def fold_max(x: jax.Array) -> jax.Array:
+    """[n * 8, M] -> [8, M], one maximum per sublane, in a few chains that do not wait for each other."""
     units = x.shape[0] // SUBLANES
     chains = next(n for n in (4, 2, 1) if units % n == 0)
-    x = x.reshape(chains, units // chains, SUBLANES, x.shape[1])
-    return reduce(reduce(x, axis=1), axis=0)
+    return x.reshape(chains, units // chains, SUBLANES, x.shape[1]).max(axis=1).max(axis=0)
 
 
 def byte(words: jax.Array, shift: int, dtype: str) -> jax.Array:

@@ -15,7 +15,7 @@ from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout, next_power_of_two
 
 FETCH_BYTES = 4 << 20
-MIXED_ROWS = 512
+MIXED_ROWS = 1024
 DECODE_ROWS_PER_TILE = 8
 
 
@@ -38,14 +38,19 @@ def choose(
     key = f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
     entry = {**_formula(layout, group_rows, decode=decode), **_table().get(key, {})}
     fetch = max(1, min(max_pages, FETCH_BYTES // layout.bytes_per_page, -(-entry["fetch"] // layout.page_size)))
-    tokens = min(entry["tokens"], fetch * layout.page_size)
-    while fetch * layout.page_size % tokens:  # a fetch holds whole passes
-        tokens -= 2
+    tokens = pass_tokens(entry["tokens"], fetch, layout.page_size)
     heads = min(entry["heads"], layout.lane_heads)
     while layout.lane_heads % heads or (layout.packing == 4 and heads % 2):
         heads -= 1
     queries = min(entry["queries"], max(16, next_power_of_two(max_tokens))) if not decode else entry["queries"]
     return Blocks(queries, fetch, tokens, heads)
+
+
+def pass_tokens(wanted: int, pages: int, page_size: int) -> int:
+    """The largest pass of at most `wanted` tokens that is a share of a page or some of a fetch's `pages` evenly."""
+    if wanted < page_size:
+        return next(size for size in range(wanted, 0, -1) if page_size % size == 0 and size % 8 == 0)
+    return page_size * next(n for n in range(min(wanted // page_size, pages), 0, -1) if pages % n == 0)
 
 
 def _formula(layout: KvLayout, group_rows: int, *, decode: bool) -> dict[str, int]:

@@ -14,7 +14,7 @@ from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
 from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
-from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, ZERO_ROWS, Body, Scalars, Static
+from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, Body, Scalars, Static
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
 
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
@@ -44,7 +44,7 @@ def kernel(
         return q, cache
     batch = batch.cleaned()
     rows = lane_rows(scaled_queries(q, knobs, layout), layout)
-    words = layout.pack(_divided(k, knobs.k_scale), _divided(v, knobs.v_scale)).reshape(-1, LANES)
+    words = layout.pack(_divided(k, knobs.k_scale), _divided(v, knobs.v_scale)).swapaxes(0, 1)
     shared = dict(layout=layout, interpret=interpret, chip=chip, out_dtype=q.dtype)
     decode_rows = rows[: batch.max_seqs]
     out, cache = variant(decode_rows, words, cache, layer, batch, knobs, decode=True, **shared)
@@ -201,10 +201,9 @@ def call(
 ) -> tuple[jax.Array, jax.Array]:
     """The pallas_call. q [tiles, lane heads, n, M, W]; a mixed call starts at the tile that holds its first token."""
     prefetch = tuple(vars(scalars).values())
-    layout, blocks = static.layout, static.blocks
     _, heads, _, _, width = q.shape
     shapes = state_shapes(static, heads, width)
-    out_shape = (*q.shape[:3], *shapes[2][1:])
+    out_shape = q.shape if static.decode else (*q.shape[:3], *q.shape[:2:-1])
     tile, out_tile = (
         pl.BlockSpec((1, *shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for shape in (q.shape, out_shape)
     )
@@ -214,16 +213,20 @@ def call(
         inputs.append(sinks)
         specs.append(pl.BlockSpec(sinks.shape, lambda i, *_: (0, 0, 0)))
     inputs += [words, cache]
-    kv_rows = static.block_tokens * layout.rows_per_token + ZERO_ROWS
 
     def body(*refs: Any) -> None:
         smem, rest = Scalars(*refs[: len(prefetch)]), list(refs[len(prefetch) :])
         q_ref = rest.pop(0)
         sink_ref = rest.pop(0) if static.sunk else None
         # `pages` is the aliased output: reads and writes go through one ref.
-        new, _, out, pages, kv, top, total, acc, logits, peak, *rest = rest
-        stages = tuple(Stage(logits.at[i], peak.at[i]) for i in range(0 if static.decode else 2))
-        Body(static, smem, q_ref, sink_ref, new, pages, out, kv, State(top, total, acc), stages, *rest).run()
+        new, _, out, pages, kv, *rest = rest
+        *buffers, slot, fetched, written = rest
+        if static.decode:
+            state, stages = State(*buffers), ()
+        else:
+            top, acc, logits, peak = buffers
+            state, stages = State(top, acc), tuple(Stage(logits.at[i], peak.at[i]) for i in (0, 1))
+        Body(static, smem, q_ref, sink_ref, new, pages, out, kv, state, stages, slot, fetched, written).run()
 
     out, cache = pl.pallas_call(
         body,
@@ -234,7 +237,7 @@ def call(
             in_specs=[*specs, anywhere, anywhere],
             out_specs=[out_tile, anywhere],
             scratch_shapes=[
-                pltpu.VMEM((2, kv_rows, LANES), cache.dtype),
+                pltpu.VMEM((2, static.blocks.pages, *cache.shape[2:]), cache.dtype),
                 *(pltpu.VMEM(shape, jnp.float32) for shape in shapes),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -255,20 +258,18 @@ def call(
 
 
 def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of `attend.State` and of the two `attend.Stage` (decode has none)."""
+    """Shapes of the arrays of `attend.State`, then of the two `attend.Stage`, which decode has not."""
     rows, tokens = static.rows, static.blocks.tokens
     if static.decode:
-        return (heads, rows, LANES), (heads, rows, LANES), (heads, rows, width), (1, LANES), (1, LANES)
-    state = (heads, SUBLANES, rows), (heads, SUBLANES, rows), (heads, width, rows)
-    return *state, (2, tokens, rows), (2, SUBLANES, rows)
+        return (heads, rows, LANES), (heads, rows, width), (heads, rows, LANES)
+    return (heads, SUBLANES, rows), (heads, width + SUBLANES, rows), (2, tokens, rows), (2, SUBLANES, rows)
 
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     """A limit with room for what the compiler keeps beside the declared buffers."""
-    layout = static.layout
     heads, sub, rows, width = q.shape[1:]
     tile = heads * sub * rows * width
-    kv = 2 * static.block_tokens * layout.rows_per_token * LANES * 4
+    kv = 2 * static.blocks.pages * static.layout.bytes_per_page
     state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, width))
     moving = 2 * tile * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize) + (
         2 * heads * rows * LANES * 4 if static.sunk else 0

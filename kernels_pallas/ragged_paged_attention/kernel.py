@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pagoda.kernels_pallas.ragged_paged_attention.blocks import Blocks
 from pagoda.kernels_pallas.ragged_paged_attention.attend import (
+    SUBLANES,
     Mask,
     Stage,
     State,
@@ -36,11 +36,11 @@ from pagoda.kernels_pallas.ragged_paged_attention.attend import (
     column_softmax,
     load,
 )
-from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.blocks import Blocks
+from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
 from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div, rem
 
 LOG2E = math.log2(math.e)
-ZERO_ROWS = 64  # rows cleared by one store beyond the end of a sequence
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class Body:
     scalars: Scalars
     q: Any  # [1, heads, sub, M, W] VMEM
     sinks: Any  # as state.top, VMEM, or None
-    new: Any  # [T * R, 128] HBM
-    cache: Any  # [L, P, B * R, 128] HBM
+    new: Any  # [R, T, 128] HBM
+    cache: Any  # [L, P, R, B, 128] HBM
     out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
-    kv: Any  # [2, rows of a fetch + ZERO_ROWS, 128] VMEM
+    kv: Any  # [2, pages of a fetch, R, B, 128] VMEM
     state: State
     stages: tuple[Stage, ...]  # two in the mixed variant
     slot: Any  # [1] SMEM: the buffer that holds the next block
@@ -146,8 +146,7 @@ class Body:
 
     def write(self, tile: Any) -> None:
         """Starts the copies of a tile's new K and V to their pages."""
-        layer, rows = self.scalars.step[0], self.static.layout.rows_per_token
-        size = self.static.layout.page_size
+        layer, size = self.scalars.step[0], self.static.layout.page_size
 
         def sequence(seq: Any, _: Any) -> None:
             span = self.span(tile, seq)
@@ -157,9 +156,9 @@ class Body:
                 start = jnp.maximum(span.position, page * size)
                 stop = jnp.minimum(span.kv_end, (page + 1) * size)
                 token = span.low + start - span.position
-                count = (stop - start) * rows
-                target = self.cache.at[layer, self.page(seq, page), pl.ds((start - page * size) * rows, count)]
-                pltpu.make_async_copy(self.new.at[pl.ds(token * rows, count)], target, self.written).start()
+                count = stop - start
+                target = self.cache.at[layer, self.page(seq, page), :, pl.ds(start - page * size, count)]
+                pltpu.make_async_copy(self.new.at[:, pl.ds(token, count)], target, self.written).start()
 
             pieces = 1 if self.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
             jax.lax.fori_loop(0, pieces, piece, None)
@@ -171,22 +170,21 @@ class Body:
         """Waits for all copies of `write(tile)` at once: a semaphore counts bytes."""
         first, end = self.sequences(tile)
         tokens = end - first if self.static.decode else self.span(tile, end - 1).high - self.span(tile, first).low
-        rows = self.new.at[pl.ds(0, tokens * self.static.layout.rows_per_token)]
+        rows = self.new.at[:, pl.ds(0, tokens)]
         pltpu.make_async_copy(rows, rows, self.written).wait()
 
     def fetch(self, seq: Any, span: Span, block: Any, slot: Any) -> None:
         """Starts the copies of one block of pages, of the last page only the tokens that exist."""
-        layout, layer = self.static.layout, self.scalars.step[0]
-        full = layout.page_size * layout.rows_per_token
+        size, layer = self.static.layout.page_size, self.scalars.step[0]
         start = span.page_low + block * self.static.blocks.pages
-        tokens = jnp.minimum(span.kv_end - start * layout.page_size, self.static.block_tokens)
+        tokens = jnp.minimum(span.kv_end - start * size, self.static.block_tokens)
 
         def page(i: Any, _: Any) -> None:
-            count = jnp.minimum(tokens - i * layout.page_size, layout.page_size) * layout.rows_per_token
-            source = self.cache.at[layer, self.page(seq, start + i), pl.ds(0, count)]
-            pltpu.make_async_copy(source, self.kv.at[slot, pl.ds(i * full, count)], self.fetched.at[slot]).start()
+            real = pl.ds(0, jnp.minimum(tokens - i * size, size))
+            source = self.cache.at[layer, self.page(seq, start + i), :, real]
+            pltpu.make_async_copy(source, self.kv.at[slot, i, :, real], self.fetched.at[slot]).start()
 
-        jax.lax.fori_loop(0, ceil_div(tokens, layout.page_size), page, None)
+        jax.lax.fori_loop(0, ceil_div(tokens, size), page, None)
 
     def fetch_next(self, tile: Any, seq: Any, span: Span, block: Any, slot: Any) -> None:
         """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
@@ -208,31 +206,40 @@ class Body:
             self.fetch(first, self.span(tile + 1, first), 0, slot)
 
     def wait_fetched(self, tokens: Any, slot: Any) -> None:
-        """Waits for a block of `tokens` tokens."""
-        rows = self.kv.at[slot, pl.ds(0, tokens * self.static.layout.rows_per_token)]
-        pltpu.make_async_copy(rows, rows, self.fetched.at[slot]).wait()
+        """Waits for a block of `tokens` tokens: its whole pages, then the last part."""
+        size = self.static.layout.page_size
+        whole = div(tokens, size)
+        rest = tokens - whole * size
+
+        def wait(rows: Any) -> None:
+            pltpu.make_async_copy(rows, rows, self.fetched.at[slot]).wait()
+
+        pl.when(whole > 0)(lambda: wait(self.kv.at[slot, pl.ds(0, whole)]))
+        pl.when(rest > 0)(lambda: wait(self.kv.at[slot, 0, :, pl.ds(0, rest)]))
 
     def clear_tail(self, tokens: Any, slot: Any) -> None:
         """Zeroes the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
-        rows, unit = self.static.layout.rows_per_token, self.static.blocks.tokens
-        start, stop = tokens * rows, ceil_div(tokens, unit) * unit * rows
+        size, unit = self.static.layout.page_size, self.static.blocks.tokens
 
         def clear(i: Any, _: Any) -> None:
-            zeros = jnp.zeros((ZERO_ROWS, LANES), self.kv.dtype)
-            self.kv[slot, pl.ds(start + i * ZERO_ROWS, ZERO_ROWS), :] = zeros
+            page = div(i * SUBLANES, size)
+            here = pl.ds(pl.multiple_of(i * SUBLANES - page * size, SUBLANES), SUBLANES)
+            rows = self.kv[slot, page, :, here, :]
+            token = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) + i * SUBLANES
+            self.kv[slot, page, :, here, :] = jnp.where(token < tokens, rows, jnp.zeros_like(rows))
 
-        jax.lax.fori_loop(0, ceil_div(stop - start, ZERO_ROWS), clear, None)
+        jax.lax.fori_loop(div(tokens, SUBLANES), ceil_div(tokens, unit) * (unit // SUBLANES), clear, None)
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
-    def attend(self, index: Any, slot: Any, first: Any, mask: Mask) -> None:
-        """Decode: one pass over the tokens from `first` of the buffer, for every lane head."""
+    def attend(self, index: Any, slot: Any, turn: Any, mask: Mask) -> None:
+        """Decode: pass number `turn` of the buffer, for every lane head."""
         static, unrolled = self.static, self.static.blocks.heads
 
         def some(group: Any, _: Any) -> None:
             for part in range(unrolled):
                 h = group * unrolled + part
-                k, v = load(self.kv.at[slot], static.layout, static.blocks.tokens, first, group * unrolled, part)
+                k, v = load(self.kv.at[slot], static.layout, static.blocks.tokens, turn, group * unrolled, part)
                 attend_rows(self.q.at[0, h, index], k, v, self.state, h, self.softcap(), mask)
 
         groups = static.layout.lane_heads // unrolled
@@ -252,7 +259,7 @@ class Body:
         def item(i: Any, stage: int) -> tuple[Any, Any, jax.Array, jax.Array]:
             turn = low + div(i, heads)
             h = i - (turn - low) * heads
-            k, v = load(self.kv.at[slot], self.static.layout, unit, turn * unit, h - stage, stage)
+            k, v = load(self.kv.at[slot], self.static.layout, unit, turn, h - stage, stage)
             return turn, h, k, v
 
         def logits(i: Any, stage: int) -> None:
@@ -294,13 +301,18 @@ class Body:
 
     def store(self, span: Span, index: Any) -> None:
         """Normalises and keeps what belongs to this sequence."""
-        axis = 1 if self.static.decode else 0
+        width = self.static.layout.width
 
         def head(h: Any, _: Any) -> None:
-            total = jnp.sum(self.state.total[h], axis=axis, keepdims=True)
+            acc = self.state.acc[h]
+            if self.static.decode:
+                total = jnp.sum(self.state.total[h], axis=1, keepdims=True)
+            else:
+                acc, total = acc[:width], acc[width : width + 1]
             if self.static.sunk:
-                total = total + jnp.max(jnp.exp2(self.sinks[h] - self.state.top[h]), axis=axis, keepdims=True)
-            result = self.state.acc[h] / total
+                sink = jnp.exp2(self.sinks[h] - self.state.top[h])
+                total = total + (sink[:, :1] if self.static.decode else sink[:1])
+            result = acc / total
             if self.static.scaled:
                 result = result * self.scalars.numbers[1]
             if not self.static.decode:
@@ -353,7 +365,7 @@ class Body:
         unit = self.static.blocks.tokens
         passes = ceil_div(tokens, unit)
         if self.static.decode:
-            one = lambda i, _: self.attend(index, slot, i * unit, self.mask(span, start + i * unit))  # noqa: E731
+            one = lambda i, _: self.attend(index, slot, i, self.mask(span, start + i * unit))  # noqa: E731
             jax.lax.fori_loop(0, passes, one, None)
         else:
             # Passes that end before the first query need no mask, unless a window hides their beginning.

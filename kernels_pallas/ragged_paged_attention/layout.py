@@ -1,17 +1,19 @@
 """The paged KV cache as the kernel stores it: 32-bit words in rows of 128 lanes.
 
-    cache [L, P, B * R, 128]        R = rows per token; token b of a page owns rows b * R .. (b + 1) * R
+    cache [L, P, R, B, 128]         R = rows per token; page_size B tokens of one row lie together
 
-A row of 128 words is one sublane row of the TPU's (8, 128) tile, 512 bytes that lie together, so a DMA may start at
-any token and have any length, whatever R is: no alignment rule is left for single-token writes. Narrow types are packed
-*inside* the words, K and V of a head side by side, so that a strided read of rows and a few shifts give both matrices:
+One page of one layer is contiguous, so one DMA fetches it. Inside it the tokens of a row are neighbours, so a head's K and
+V are read with unit stride: the other order, rows inside tokens, made every strided read of eight tokens hit two memory
+banks and cost four loads. Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile and a DMA
+may start at any token and have any length: single-token writes need no alignment. Narrow types are packed *inside* the
+words, K and V of a head side by side, so that a few shifts give both matrices:
 
     float32            one row holds K, the next holds V
     bfloat16           word = K | V << 16
     8-bit              word = K | V << 8 | K' << 16 | V' << 24     (K', V': the next head)
 
-Heads narrower than 128 share a row: two heads of width 64 fill its lanes (head widths are padded to the next power of two
-below 128 and to a multiple of 128 above). What the kernel calls a *lane head* is one such row group.
+Heads narrower than 128 share a row: two heads of width 64 fill its lanes (head widths are padded to the next power of
+two below 128 and to a multiple of 128 above). What the kernel calls a *lane head* is one such row group.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 class KvLayout:
     """How K and V of `kv_heads` heads of width `head_dim` lie in a page of `page_size` tokens.
 
-    `dtype` is the stored type, one of `CACHE_DTYPES`. `page_size` is in tokens. ValueError when a field is out of range.
+    `dtype` is the stored type, one of `CACHE_DTYPES`. `page_size` is in tokens. ValueError: a field is out of range.
     Under tensor parallelism give the heads of one shard: the global array is that shape with axis 2 multiplied, and
     axis 2 is the one to shard.
     """
@@ -97,12 +99,12 @@ class KvLayout:
         """Bytes of one page of one layer, padding included."""
         return self.page_size * self.rows_per_token * LANES * WORD_BYTES
 
-    def shape(self, layers: int, pages: int) -> tuple[int, int, int, int]:
-        """Shape [L, P, B * R, 128] of the stacked cache; its dtype is `word_dtype`."""
-        return layers, pages, self.page_size * self.rows_per_token, LANES
+    def shape(self, layers: int, pages: int) -> tuple[int, int, int, int, int]:
+        """Shape [L, P, R, B, 128] of the stacked cache; its dtype is `word_dtype`."""
+        return layers, pages, self.rows_per_token, self.page_size, LANES
 
     def init(self, layers: int, pages: int) -> jax.Array:
-        """An empty cache [L, P, B * R, 128] on the default device."""
+        """An empty cache [L, P, R, B, 128] on the default device."""
         return jnp.zeros(self.shape(layers, pages), self.word_dtype)
 
     def pack(self, k: jax.Array, v: jax.Array) -> jax.Array:

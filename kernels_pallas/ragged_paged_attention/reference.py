@@ -1,6 +1,6 @@
 """The definition, in plain jnp: the oracle of the kernel's tests and what runs off the TPU.
 
-Work follows the batch (loops are bounded by `counts`), shapes stay static, the cache is updated in place under donation.
+Work follows the batch (loops are bounded by `counts`), shapes stay static, the cache is updated in place when donated.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def write(
     position = batch.kv_len[seq] - batch.query_start[seq + 1] + token
     page = batch.page_table[seq, position // layout.page_size]
     page = jnp.where(token < batch.query_start[-1], page, cache.shape[1])  # out of bounds: dropped
-    rows = (position % layout.page_size)[:, None] * layout.rows_per_token + jnp.arange(layout.rows_per_token)
+    rows = jnp.arange(layout.rows_per_token)
     words = layout.pack(_divided(k, knobs.k_scale), _divided(v, knobs.v_scale))
-    return cache.at[layer, page[:, None], rows].set(words, mode="drop")
+    return cache.at[layer, page[:, None], rows, position[:, None] % layout.page_size].set(words, mode="drop")
 
 
 def _divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -103,7 +103,7 @@ def gather(
     cache: jax.Array, layer: jax.Array, pages: jax.Array, kv_len: jax.Array, knobs: Knobs, layout: KvLayout
 ) -> tuple[jax.Array, jax.Array]:
     """K and V [max_pages * B, K, H] float32 of one sequence, zero beyond `kv_len`."""
-    words = cache[layer, pages].reshape(-1, layout.rows_per_token, LANES)
+    words = cache[layer, pages].swapaxes(1, 2).reshape(-1, layout.rows_per_token, LANES)
     real = (jnp.arange(words.shape[0]) < kv_len)[:, None, None]
     k, v = (jnp.where(real, x.astype(jnp.float32), 0) for x in layout.unpack(words))
     return k if knobs.k_scale is None else k * knobs.k_scale, v if knobs.v_scale is None else v * knobs.v_scale
