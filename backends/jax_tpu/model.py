@@ -25,7 +25,7 @@ from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.models.spec import ModelSpec
 
 Leaves = tuple[jax.Array, ...]
-CACHE_AXES = "..K."
+CACHE_AXES = "..K.."
 """Logical axes of a stacked cache [L, P, B * R, 128]: the rows of different KV heads are on different devices."""
 
 
@@ -69,9 +69,9 @@ class Model:
         found = []
         for (slots, head_dim), depth in zip(self.places.shapes, self.places.depths):
             local = self.kernel.kv_layout(slots // self.tensor, head_dim)
-            layers, pages, rows, lanes = local.shape(depth, num_blocks)
+            layers, pages, rows, size, lanes = local.shape(depth, num_blocks)
             sharding = placed(self.mesh, CACHE_AXES)
-            shape = (layers, pages, rows * self.tensor, lanes)
+            shape = (layers, pages, rows * self.tensor, size, lanes)
             found.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
         return tuple(found)
 
