@@ -153,8 +153,8 @@ def cache_places(spec: ModelSpec, layout: KvLayout, tensor: int) -> CachePlaces:
             shape = (HeadLayout.of(mixer, tensor).slots, mixer.head_dim)
             depths[shape] = max(depths.get(shape, 0), index + 1)
             places[:, layer] = number, index, list(depths).index(shape)
-    group, index, stack = map(tuple, places.tolist())
-    return CachePlaces(group, index, stack, tuple(depths), tuple(depths.values()))
+    groups, indices, stacks = (tuple(row) for row in places.tolist())
+    return CachePlaces(groups, indices, stacks, tuple(depths), tuple(depths.values()))
 
 
 def padded(size: int, tensor: int) -> int:

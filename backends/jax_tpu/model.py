@@ -26,7 +26,7 @@ from pagoda.common.models.spec import ModelSpec
 
 Leaves = tuple[jax.Array, ...]
 CACHE_AXES = "..K.."
-"""Logical axes of a stacked cache [L, P, B * R, 128]: the rows of different KV heads are on different devices."""
+"""Logical axes of a stacked cache [L, P, R, B, 128]: rows of different KV heads are on different devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,5 +135,5 @@ def build_model(
         jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed(mesh, names))
         for value, names in zip(values, axes)
     )
-    paths = tuple(path for path, _ in flat)
+    paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
     return Model(spec, mesh, layout, places, kernel, max_len, leaves, paths, axes, (graph, tree))

@@ -73,9 +73,9 @@ class StepInput:
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
         """Slice int32 [shape.size]; the order is that of `pack`."""
         sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2)
-        parts = jnp.split(packed, np.cumsum(sizes))
-        tables = parts[-1].reshape(shape.groups, shape.seqs, shape.pages)
-        return cls(*parts[:-1], tables, kernel, shape.decode_only)
+        token_ids, query_start, kv_len, rows, counts, tables = jnp.split(packed, np.cumsum(sizes))
+        tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
+        return cls(token_ids, query_start, kv_len, rows, counts, tables, kernel, shape.decode_only)
 
     @property
     def owners(self) -> jax.Array:
