@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from pagoda.common.backend import Backend, Capabilities
 from pagoda.common.config.cache import CacheConfig
@@ -37,6 +37,53 @@ class BackendModule(Protocol):
         sampling: SamplerOptions = USUAL,
     ) -> Backend:
         """A backend for one model. `dtype`: resolved, not `auto`. Raises ConfigError for what it cannot do."""
+        ...
+
+
+class CompileTarget(Protocol):
+    """Devices to compile for, described without one being there."""
+
+    devices: tuple[Any, ...]
+    hbm_bytes: int
+    """What programs may use of each device."""
+    device_name: str
+    """V6E and the like; empty for a CPU."""
+
+
+class CompileReport(Protocol):
+    """What compiling for a target found; as text, what a person should see of it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as data."""
+        ...
+
+    def save(self, folder: Path) -> str:
+        """Write the programs as a bundle; one line about it. Raises ConfigError when that cannot be written."""
+        ...
+
+
+class CompilerModule(Protocol):
+    """What compiles programs for a machine that is not here."""
+
+    @staticmethod
+    def find_target(name: str) -> CompileTarget:
+        """The devices that a topology's name stands for. Raises ConfigError."""
+        ...
+
+    @staticmethod
+    def compile_ahead(
+        target: CompileTarget,
+        spec: ModelSpec,
+        *,
+        limits: Limits,
+        layout: KvLayout,
+        cache: CacheConfig,
+        dtype: str,
+        tensor: int,
+        largest: bool,
+        stated: bool,
+    ) -> CompileReport:
+        """Compile a model's programs. Raises ConfigError when it does not fit."""
         ...
 
 
@@ -119,6 +166,12 @@ def load_backend(name: str) -> BackendModule:
     module = _entry(name).module
     assert module is not None, "choose_backend() comes first"
     return cast(BackendModule, importlib.import_module(module))
+
+
+def load_compiler() -> CompilerModule:
+    """Import what compiles for a TPU. Raises ConfigError when its packages are not installed."""
+    choose_backend("jax_tpu")
+    return cast(CompilerModule, importlib.import_module("pagoda.backends.jax_tpu.ahead"))
 
 
 def explain(chosen: str = "") -> str:

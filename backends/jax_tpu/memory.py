@@ -15,8 +15,11 @@ CPU_KV_BYTES: Final = 4 << 30
 """KV cache on a CPU when no flag says otherwise, as in the reference backend."""
 
 
-def plan_memory(model: Model, limits: Limits, config: CacheConfig) -> MemoryPlan:
-    """Bytes on each device, and blocks. Raises ConfigError saying how much is missing."""
+def plan_memory(model: Model, limits: Limits, config: CacheConfig, room: int | None = None) -> MemoryPlan:
+    """Bytes on each device, and blocks. `room`: bytes for activations and KV cache; default: what the devices have.
+
+    Raises ConfigError saying how much is missing.
+    """
     weights, block = weight_bytes(model), model.block_bytes
     activations = activation_bytes(model, limits)
     longest = -(-limits.max_model_len // limits.block_size)
@@ -26,7 +29,8 @@ def plan_memory(model: Model, limits: Limits, config: CacheConfig) -> MemoryPlan
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
     else:
-        num_blocks = min(most, free_bytes(model, config, activations) // block)
+        free = free_bytes(model, config, activations) if room is None else room - activations
+        num_blocks = min(most, free // block)
     least = 1 + len(model.layout.groups)
     if num_blocks < least:
         raise ConfigError(

@@ -11,10 +11,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import jax
 from tqdm import tqdm
@@ -43,6 +43,25 @@ class CompileReport:
         return f"{self.programs} programs in {self.seconds:.1f} s, {self.cached} of them from the compile cache"
 
 
+CompiledT = TypeVar("CompiledT")
+
+
+def compile_all(
+    catalogue: Catalogue, keys: Iterable[Key], compile: Callable[[jax.stages.Lowered], CompiledT]
+) -> Iterator[tuple[Key, CompiledT]]:
+    """Lower here, compile in as many threads as there are cores; programs in the order in which they are done."""
+    wanted = list(keys)
+    previous = threading.stack_size(_STACK)
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-compile") as pool:
+            jobs = {pool.submit(compile, catalogue.lower(key)): key for key in wanted}
+            done = as_completed(jobs)
+            for job in tqdm(done, "Compiling", len(jobs), disable=not sys.stderr.isatty(), file=sys.stderr):
+                yield jobs[job], job.result()
+    finally:
+        threading.stack_size(previous)
+
+
 class Programs:
     """The compiled programs of one engine. `recompiles` counts those compiled after `prepare`."""
 
@@ -60,15 +79,7 @@ class Programs:
         """Compile these programs, by default all of the catalogue, with a bar where stderr is a terminal."""
         begin, count = time.perf_counter(), CacheCount.now()
         wanted = list(self.catalogue if keys is None else keys)
-        previous = threading.stack_size(_STACK)
-        try:
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-compile") as pool:
-                jobs = {pool.submit(self.catalogue.lower(key).compile): key for key in wanted}
-                done = as_completed(jobs)
-                for job in tqdm(done, "Compiling", len(jobs), disable=not sys.stderr.isatty(), file=sys.stderr):
-                    self._compiled[jobs[job]] = job.result()
-        finally:
-            threading.stack_size(previous)
+        self._compiled.update(compile_all(self.catalogue, wanted, jax.stages.Lowered.compile))
         return CompileReport(len(wanted), CacheCount.now().hits - count.hits, time.perf_counter() - begin)
 
     def _late(self, key: Key) -> jax.stages.Compiled:

@@ -18,7 +18,9 @@ _UNKNOWN: Final = 1 << 62
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%(\S+) \(")
 _CYCLES: Final = re.compile(r'"estimated_cycles":"?(\d+)')
 _WHILE: Final = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
-_BRANCHES: Final = re.compile(r" conditional\(.*(?:branch_computations=\{([^}]*)\}|true_computation=(\S+), false_comp\w+=(\S+?),)")
+_BRANCHES: Final = re.compile(
+    r" conditional\(.*(?:branch_computations=\{([^}]*)\}|true_computation=(\S+), false_comp\w+=(\S+?),)"
+)
 _CALL: Final = re.compile(r" call\(.*to_apply=%([\w.-]+)")
 _KERNEL: Final = re.compile(r'%(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"')
 _TIMES: Final = re.compile(r"%([\w.-]+) = s32\[\]\S* constant\((\d+)\)")

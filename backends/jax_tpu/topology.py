@@ -99,7 +99,9 @@ def _host(name: str, count: str) -> Target:
     """This machine's CPU, as XLA divides it into devices: what tests of bundles compile for."""
     here = tuple(jax.devices("cpu"))
     if count and (not count.isdecimal() or not 1 <= int(count) <= len(here)):
-        raise ConfigError("--topology", f"{name}: here are {len(here)} CPU devices; use cpu or cpu:1 to cpu:{len(here)}")
+        raise ConfigError(
+            "--topology", f"{name}: here are {len(here)} CPU devices; use cpu or cpu:1 to cpu:{len(here)}"
+        )
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     devices = here[: int(count or 1)]
     return Target(name, devices, None, total // len(devices))
