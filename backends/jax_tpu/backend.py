@@ -132,12 +132,7 @@ class JaxBackend:
         self._caches, hidden, logits = programs[Forward(shape)](self._leaves, self._caches, sampler.history, packed)
         scores = tuple(self._scores(plan, hidden, programs, sampler))
         sampled = sampler.sample(logits, plan) if plan.samples.any() else None
-        wanted = {
-            index: best
-            for index in np.flatnonzero(plan.samples).tolist()
-            if (best := sampler.row(plan.rows[index]).rules.logprobs) is not None
-        }
-        return PendingStep(plan, sampled, wanted, scores)
+        return PendingStep(plan, sampled, scores)
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -145,10 +140,9 @@ class JaxBackend:
 
     def _scores(self, plan: StepPlan, hidden: jax.Array, programs: Programs, sampler: Sampler) -> Iterable[Scored]:
         """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
-        for index, row in enumerate(plan.rows.tolist()):
-            state = sampler.row(row)
-            if (best := state.rules.prompt_logprobs) is None:
-                continue
+        for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
+            state = sampler.rows[plan.rows[index]]
+            best = state.rules.prompt_logprobs or 0
             begin, context = int(plan.query_start[index]), int(plan.context[index])
             count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
             for at in range(0, count, SCORED):
@@ -187,7 +181,6 @@ class PendingStep:
 
     plan: StepPlan
     sampled: Sampled | None
-    wanted: dict[int, int]  # logprobs by sequence
     scores: tuple[Scored, ...]
 
     def result(self) -> StepResult:
@@ -197,7 +190,7 @@ class PendingStep:
         if self.sampled is not None:
             found = np.asarray(self.sampled.tokens)[: self.plan.num_seqs]
             tokens[self.plan.samples] = found[self.plan.samples]
-            logprobs = {index: self.sampled.logprobs(index, best) for index, best in self.wanted.items()}
+            logprobs = self.sampled.logprobs()
         return StepResult(self.plan.step, tokens, logprobs, self._prompt_logprobs())
 
     def _prompt_logprobs(self) -> dict[int, TokenLogprobs]:
