@@ -1,7 +1,7 @@
 """Block sizes of the kernel: a measured table first, a formula where the table has no entry.
 
-Two sizes for KV: how many pages one fetch brings to VMEM, and how many tokens one pass of the arithmetic takes. They pull
-apart: a fetch wants to be long (DMA latency), a pass short (registers).
+Two sizes for KV: how many pages one fetch brings to VMEM, and how many tokens one pass of the arithmetic takes. They
+pull apart: a fetch wants to be long (DMA latency), a pass short (registers).
 """
 
 from __future__ import annotations

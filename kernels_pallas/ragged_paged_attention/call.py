@@ -45,7 +45,7 @@ def kernel(
     batch = batch.cleaned()
     rows = lane_rows(scaled_queries(q, knobs, layout), layout)
     words = layout.pack(_divided(k, knobs.k_scale), _divided(v, knobs.v_scale)).swapaxes(0, 1)
-    shared = dict(layout=layout, interpret=interpret, chip=chip, out_dtype=q.dtype)
+    shared: dict[str, Any] = {"layout": layout, "interpret": interpret, "chip": chip, "out_dtype": q.dtype}
     decode_rows = rows[: batch.max_seqs]
     out, cache = variant(decode_rows, words, cache, layer, batch, knobs, decode=True, **shared)
     token = jnp.arange(q.shape[0])[:, None, None, None]
@@ -70,7 +70,7 @@ def scaled_queries(q: jax.Array, knobs: Knobs, layout: KvLayout) -> jax.Array:
 
 
 def lane_rows(q: jax.Array, layout: KvLayout) -> jax.Array:
-    """q [T, N, H] -> [T, lane heads, rows, W]: the rows that share a lane head's matmul, each zero outside its own lanes."""
+    """q [T, N, H] -> [T, lane heads, rows, W]: the rows that share a matmul, each zero outside its own lanes."""
     tokens, heads, _ = q.shape
     group = heads // layout.kv_heads
     q = q.reshape(tokens, layout.kv_heads, group, layout.head_dim)
@@ -153,7 +153,7 @@ def _untile(out: jax.Array, queries: int) -> jax.Array:
 
 
 def sink_rows(sinks: jax.Array, static: Static, group: int) -> jax.Array:
-    """sinks [N] in base 2, arranged as the kernel's running maximum: [lane heads, M, 128] or [lane heads, 8, M] float32."""
+    """sinks [N] in base 2, as the running maximum lies: [lane heads, M, 128] or [lane heads, 8, M] float32."""
     layout = static.layout
     sinks = jnp.pad(sinks * LOG2E, (0, layout.lane_heads * group - sinks.shape[0]))
     sinks = sinks.reshape(layout.lane_heads, group)

@@ -1,7 +1,8 @@
 """The Pallas kernel: the decode variant and the mixed variant of one body.
 
-The grid runs over tiles of queries: a decode tile holds a few sequences of one token, a mixed tile some consecutive tokens
-whatever their sequences. Inside a tile the kernel visits each sequence it holds, and for each the KV blocks it can see:
+The grid runs over tiles of queries: a decode tile holds a few sequences of one token, a mixed tile some consecutive
+tokens whatever their sequences. Inside a tile the kernel visits each sequence it holds, and for each the KV blocks
+it can see:
 
     for tile:                       queries and outputs are moved by Pallas' own pipeline
         for sequence in tile:       a mixed tile masks the rows of its other sequences
@@ -67,8 +68,8 @@ class Static:
 class Scalars:
     """Scalar-prefetch arguments, all in SMEM.
 
-    step int32 [6]: layer, decode sequences, sequences, first tile, tiles, window. numbers float32 [2]: softcap in base 2,
-    v_scale. first_seq [tiles + 1]: first sequence of each mixed tile.
+    step int32 [6]: layer, decode sequences, sequences, first tile, tiles, window. numbers float32 [2]: softcap in base
+    2, v_scale. first_seq [tiles + 1]: first sequence of each mixed tile.
     """
 
     step: Any
@@ -289,7 +290,7 @@ class Body:
         return self.scalars.numbers[0] if self.static.softcapped else None
 
     def mask(self, span: Span, start: Any) -> Mask:
-        """The mask of a pass whose first token is at `start`; a mixed tile's first query may belong to another sequence."""
+        """The mask of a pass from `start`; the first query of a mixed tile may be another sequence's."""
         window = self.scalars.step[5] if self.static.windowed else None
         if self.static.decode:
             return Mask(start, span.position, 1, window)

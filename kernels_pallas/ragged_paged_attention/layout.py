@@ -2,9 +2,11 @@
 
     cache [L, P, R, B, 128]         R = rows per token; page_size B tokens of one row lie together
 
-One page of one layer is contiguous, so one DMA fetches it. Inside it the tokens of a row are neighbours, so a head's K and
-V are read with unit stride: the other order, rows inside tokens, made every strided read of eight tokens hit two memory
-banks and cost four loads. Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile and a DMA
+One page of one layer is contiguous, so one DMA fetches it. Inside it the tokens of a row are neighbours, so a head's K
+and V are read with a stride of at most two: the other order, rows inside tokens, made a read of eight tokens hit two
+memory banks and cost four loads.
+
+Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile and a DMA
 may start at any token and have any length: single-token writes need no alignment. Narrow types are packed *inside* the
 words, K and V of a head side by side, so that a few shifts give both matrices:
 
