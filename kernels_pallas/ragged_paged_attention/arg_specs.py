@@ -33,7 +33,7 @@ class ArgSpec:
     def function(self, chip: ChipInfo) -> Callable[..., Any]:
         """The call as a function of `arguments`, jitted with the cache donated."""
 
-        def attend(cache: jax.Array, arrays: dict[str, jax.Array], knobs: dict[str, jax.Array]) -> Any:
+        def attend(cache: jax.Array, arrays: dict[str, Any], knobs: dict[str, Any]) -> Any:
             return ragged_paged_attention(
                 **arrays, **knobs, cache=cache, layout=self.layout, decode_only=self.decode_only, chip=chip
             )

@@ -222,10 +222,10 @@ def call(
         new, _, out, pages, kv, *rest = rest
         *buffers, slot, fetched, written = rest
         if static.decode:
-            state, stages = State(*buffers), ()
+            state, stages = State(*buffers), None
         else:
             top, acc, logits, peak = buffers
-            state, stages = State(top, acc), tuple(Stage(logits.at[i], peak.at[i]) for i in (0, 1))
+            state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
         Body(static, smem, q_ref, sink_ref, new, pages, out, kv, state, stages, slot, fetched, written).run()
 
     out, cache = pl.pallas_call(

@@ -105,7 +105,7 @@ class Body:
     out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
     kv: Any  # [2, pages of a fetch, R, B, 128] VMEM
     state: State
-    stages: tuple[Stage, ...]  # two in the mixed variant
+    stages: Any  # two `Stage`s, None in the decode variant
     slot: Any  # [1] SMEM: the buffer that holds the next block
     fetched: Any  # DMA semaphores [2]
     written: Any  # DMA semaphore
@@ -192,19 +192,16 @@ class Body:
         _, end = self.sequences(tile)
         tiles = self.scalars.step[4]
 
-        @pl.when(block + 1 < span.blocks)
-        def _() -> None:
-            self.fetch(seq, span, block + 1, slot)
-
-        @pl.when(jnp.logical_and(block + 1 == span.blocks, seq + 1 < end))
-        def _() -> None:
-            self.fetch(seq + 1, self.span(tile, seq + 1), 0, slot)
-
-        @pl.when(jnp.logical_and(jnp.logical_and(block + 1 == span.blocks, seq + 1 == end), tile + 1 < tiles))
-        def _() -> None:
+        def next_tile() -> None:
             self.wait_written(tile + 1)
             first, _ = self.sequences(tile + 1)
             self.fetch(first, self.span(tile + 1, first), 0, slot)
+
+        last = block + 1 == span.blocks
+        ends = jnp.logical_and(last, seq + 1 == end)
+        pl.when(jnp.logical_not(last))(lambda: self.fetch(seq, span, block + 1, slot))
+        pl.when(jnp.logical_and(last, seq + 1 < end))(lambda: self.fetch(seq + 1, self.span(tile, seq + 1), 0, slot))
+        pl.when(jnp.logical_and(ends, tile + 1 < tiles))(next_tile)
 
     def wait_fetched(self, tokens: Any, slot: Any) -> None:
         """Waits for a block of `tokens` tokens: its whole pages, then the last part."""
@@ -331,18 +328,15 @@ class Body:
         """One tile."""
         tile = pl.program_id(0)
 
-        @pl.when(tile == 0)
-        def _() -> None:
+        def begin() -> None:
             self.slot[0] = 0
             self.write(0)
             self.wait_written(0)
             first, _ = self.sequences(0)
             self.fetch(first, self.span(0, first), 0, 0)
 
-        @pl.when(tile + 1 < self.scalars.step[4])
-        def _() -> None:
-            self.write(tile + 1)
-
+        pl.when(tile == 0)(begin)
+        pl.when(tile + 1 < self.scalars.step[4])(lambda: self.write(tile + 1))
         self.out[...] = jnp.zeros_like(self.out)
         first, end = self.sequences(tile)
 

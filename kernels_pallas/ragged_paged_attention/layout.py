@@ -6,9 +6,9 @@ One page of one layer is contiguous, so one DMA fetches it. Inside it the tokens
 and V are read with a stride of at most two: the other order, rows inside tokens, made a read of eight tokens hit two
 memory banks and cost four loads.
 
-Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile and a DMA
-may start at any token and have any length: single-token writes need no alignment. Narrow types are packed *inside* the
-words, K and V of a head side by side, so that a few shifts give both matrices:
+Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile, and a DMA may start at any token
+and have any length: single-token writes need no alignment. Narrow types are packed *inside* the words, K and V of a
+head side by side, so that a few shifts give both matrices:
 
     float32            one row holds K, the next holds V
     bfloat16           word = K | V << 16

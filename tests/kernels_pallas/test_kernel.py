@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("jax.experimental.pallas.tpu")
+jax = pytest.importorskip("jax")
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -91,7 +91,9 @@ def attention(layout: KvLayout, **static: Any) -> Any:
     """The call, jitted: f(arrays, knobs) -> (out, cache)."""
 
     def run(arrays: dict[str, jax.Array], knobs: dict[str, Any]) -> Any:
-        return ragged_paged_attention(**arrays, **knobs, layout=layout, layer=LAYER, scale=layout.head_dim**-0.5, **static)
+        return ragged_paged_attention(
+            **arrays, **knobs, layout=layout, layer=LAYER, scale=layout.head_dim**-0.5, **static
+        )
 
     return jax.jit(run)
 
