@@ -30,7 +30,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pagoda.kernels_pallas.ragged_paged_attention.attend import (
     SUBLANES,
     Mask,
-    Stage,
     State,
     attend_rows,
     column_logits,

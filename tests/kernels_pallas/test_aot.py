@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jax")
-
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, spec
 

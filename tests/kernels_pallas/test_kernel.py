@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
-
-jax = pytest.importorskip("jax")
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ragged_batch import STRICT, Limits, attention, make_case, races_found

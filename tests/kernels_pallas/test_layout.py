@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-
-jnp = pytest.importorskip("jax.numpy")
-
 from support.ragged_batch import Limits, attention, make_case
 
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
