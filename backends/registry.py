@@ -16,7 +16,7 @@ from pagoda.common.backend import Backend, Capabilities
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, SamplerOptions
+from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
@@ -80,6 +80,7 @@ class CompilerModule(Protocol):
         cache: CacheConfig,
         dtype: str,
         tensor: int,
+        mode: LogprobsMode,
         largest: bool,
         stated: bool,
     ) -> CompileReport:

@@ -23,6 +23,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.server.args import EngineArgs, add_config_file, settle_all
 from pagoda.server.bench_load import write_results
 from pagoda.server.flags import FlagParser, add_settings
+from pagoda.server.plugins import sampler_options
 from pagoda.server.resolve import Resolved, resolve
 
 SETTINGS: Final = COMMAND_SETTINGS["compile"]
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         cache=resolved.config.cache,
         dtype=resolved.dtype,
         tensor=tensor,
+        mode=sampler_options(resolved.config).logprobs_mode,
         largest=config.budget_only,
         stated="max_model_len" in settled.sources,
     )

@@ -25,6 +25,7 @@ from pagoda.backends.jax_tpu.topology import Target, find_target
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.chips import CHIPS
 
@@ -42,6 +43,7 @@ def compile_ahead(
     cache: CacheConfig,
     dtype: str,
     tensor: int,
+    mode: LogprobsMode = "raw_logprobs",
     largest: bool = False,
     stated: bool = True,
 ) -> Report:
@@ -54,7 +56,7 @@ def compile_ahead(
     model = model_for(target, spec, limits, layout, dtype, tensor)
     num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
     shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
-    catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs)
+    catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
     keys = _largest(catalogue) if largest else list(catalogue)
     found = compile_programs(catalogue, keys)
     budget = make_budget(model, target, cache, num_blocks, catalogue.history, (each.memory for each in found))

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.batch import make_batch
+from pagoda.backends.jax_tpu.batch import make_batch, writers_first
+from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
 from pagoda.backends.jax_tpu.compile_cache import use_cache
 from pagoda.backends.jax_tpu.decoder import Caches
@@ -58,28 +61,43 @@ def create(
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
     strict: bool = False,
+    bundle: Path | None = None,
 ) -> JaxBackend:
     """A backend for a model, on `tensor` devices (of `devices`, default: all there are). `dtype`: resolved, not `auto`.
 
-    `strict`: a compile after warm-up is an error instead of a count. Raises ConfigError.
+    `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before,
+    which say how many devices share the model. Raises ConfigError.
     """
     if sampling.processors:
         raise ConfigError(
             "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
         )
-    mesh = make_mesh(tensor, devices=devices)
+    compiled = None if bundle is None else open_bundle(bundle)
+    mesh = make_mesh(tensor if compiled is None else compiled.tensor, devices=devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
-    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict)
+    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled)
 
 
 class JaxBackend:
     """Implements common.backend.Backend."""
 
-    def __init__(self, model: Model, limits: Limits, cache: CacheConfig, mode: LogprobsMode, strict: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        cache: CacheConfig,
+        mode: LogprobsMode,
+        strict: bool,
+        bundle: Bundle | None = None,
+    ) -> None:
         self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
+        self._bundle = bundle
+        if bundle is not None:
+            bundle.check(self._catalogue(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
+            self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
         self._leaves: Leaves = ()
         self._caches: Caches = ()
         self._programs: Programs | None = None
@@ -106,19 +124,23 @@ class JaxBackend:
 
     def init_cache(self, num_blocks: int) -> None:
         """Allocate K and V for `num_blocks` blocks, on the devices."""
-        shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
-        catalogue = Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode)
-        self._programs = Programs(catalogue, strict=self.strict)
+        self._programs = Programs(self._catalogue(num_blocks), strict=self.strict)
         self._sampler = Sampler(self._programs, self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
+
+    def _catalogue(self, num_blocks: int) -> Catalogue:
+        shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
+        return Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode)
 
     def warmup(self) -> None:
         """Compile every program there is, so that none is compiled while serving."""
         logger.info("%s", self.prepare())
 
     def prepare(self) -> CompileReport:
-        """Compile all programs; what that cost."""
+        """Compile all programs, or load them from the bundle; what that cost."""
         assert self._programs is not None, "init_cache comes before warmup"
+        if self._bundle is not None:
+            return self._programs.adopt(self._bundle.load(self._programs.catalogue))
         return self._programs.prepare()
 
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -128,11 +150,12 @@ class JaxBackend:
         assert sampler is not None
         for start in plan.starts:
             sampler.start(start)
+        plan, order = writers_first(plan)
         shape, packed = make_batch(plan, programs.catalogue.shapes, self.limits.block_size, self.limits.max_num_seqs)
         self._caches, hidden, logits = programs[Forward(shape)](self._leaves, self._caches, sampler.history, packed)
         scores = tuple(self._scores(plan, hidden, programs, sampler))
         sampled = sampler.sample(logits, plan) if plan.samples.any() else None
-        return PendingStep(plan, sampled, scores)
+        return PendingStep(plan, order, sampled, scores)
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -177,9 +200,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step under way."""
+    """A step under way. `order`: the engine's number of each sequence."""
 
     plan: StepPlan
+    order: npt.NDArray[np.intp]
     sampled: Sampled | None
     scores: tuple[Scored, ...]
 
@@ -189,8 +213,8 @@ class PendingStep:
         logprobs: dict[int, TokenLogprobs] = {}
         if self.sampled is not None:
             found = np.asarray(self.sampled.tokens)[: self.plan.num_seqs]
-            tokens[self.plan.samples] = found[self.plan.samples]
-            logprobs = self.sampled.logprobs()
+            tokens[self.order] = np.where(self.plan.samples, found, -1)
+            logprobs = {int(self.order[index]): part for index, part in self.sampled.logprobs().items()}
         return StepResult(self.plan.step, tokens, logprobs, self._prompt_logprobs())
 
     def _prompt_logprobs(self) -> dict[int, TokenLogprobs]:
@@ -198,7 +222,9 @@ class PendingStep:
         for scored in self.scores:
             pieces.setdefault(scored.index, []).append(scored.fetch())
         return {
-            index: TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+            int(self.order[index]): TokenLogprobs(
+                *(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS)
+            )
             for index, parts in pieces.items()
         }
 

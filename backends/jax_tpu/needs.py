@@ -1,4 +1,4 @@
-"""What a step must at least move and compute, from the spec and the shape alone: the roofline a program is held against.
+"""What a step must at least move and compute, from spec and shape alone: the roofline a program is held against.
 
 Per device. Every weight that a step uses is read once, K and V of the context once, new K and V and the logits are
 written once. What the program reads and writes besides is the compiler's doing, not the model's need.

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -33,13 +33,16 @@ class RecompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What preparing cost. `cached`: programs that came from the persistent cache."""
+    """What preparing cost. `cached`: programs from the persistent cache; `bundled`: from a bundle."""
 
     programs: int
     cached: int
     seconds: float
+    bundled: int = 0
 
     def __str__(self) -> str:
+        if self.bundled:
+            return f"{self.bundled} programs from the bundle"
         return f"{self.programs} programs in {self.seconds:.1f} s, {self.cached} of them from the compile cache"
 
 
@@ -81,6 +84,11 @@ class Programs:
         wanted = list(self.catalogue if keys is None else keys)
         self._compiled.update(compile_all(self.catalogue, wanted, jax.stages.Lowered.compile))
         return CompileReport(len(wanted), CacheCount.now().hits - count.hits, time.perf_counter() - begin)
+
+    def adopt(self, programs: Mapping[Key, jax.stages.Compiled]) -> CompileReport:
+        """Take programs that were compiled elsewhere."""
+        self._compiled.update(programs)
+        return CompileReport(len(programs), 0, 0.0, len(programs))
 
     def _late(self, key: Key) -> jax.stages.Compiled:
         if self.strict:

@@ -80,7 +80,7 @@ def legend(report: Report) -> Iterator[str]:
     """What the columns mean."""
     yield f"compiled in {report.seconds:.1f} s"
     if report.target.chip is not None:
-        yield "cycles: the compiler's estimate of all operations but the attention kernel, loops counted as often as they run"
+        yield "cycles: the compiler's estimate of all operations but the attention kernel, loops as often as they run"
         yield "kernel: the cycles that the attention kernel needs at least, with contexts that fill the cache"
         yield "roofline: the least time for the necessary bytes and FLOP, as a share of cycles + kernel"
 

@@ -1,7 +1,7 @@
 """What the TPU compiler says a program will cost: the cycles it estimates for each scheduled operation.
 
-Read from the optimised HLO, whose fusions carry `estimated_cycles` in their backend_config. Loops count as often as they
-run. Pallas kernels have no estimate there; their calls are counted, by name, for whoever knows their cost.
+Read from the scheduled HLO, whose fusions carry `estimated_cycles` in their backend_config. Loops count as often as
+they run. Pallas kernels have no estimate there; their calls are counted, by name, for whoever knows their cost.
 """
 
 from __future__ import annotations
