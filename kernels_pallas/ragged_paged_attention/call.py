@@ -14,8 +14,9 @@ from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
 from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
-from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, Body, Scalars, Static
+from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, Body
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Scalars, Static
 
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
 
@@ -226,7 +227,7 @@ def call(
         else:
             top, acc, logits, peak = buffers
             state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
-        Body(static, smem, q_ref, sink_ref, new, pages, out, kv, state, stages, slot, fetched, written).run()
+        Body(Plan(static, smem), q_ref, sink_ref, new, pages, out, kv, state, stages, slot, fetched, written).run()
 
     out, cache = pl.pallas_call(
         body,

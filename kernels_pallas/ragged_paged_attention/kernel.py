@@ -36,67 +36,17 @@ from pagoda.kernels_pallas.ragged_paged_attention.attend import (
     column_softmax,
     load,
 )
-from pagoda.kernels_pallas.ragged_paged_attention.blocks import Blocks
-from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Span
 from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div, rem
 
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Static:
-    """What one compilation fixes."""
-
-    decode: bool
-    layout: KvLayout
-    blocks: Blocks
-    rows: int  # M: rows of one matmul, queries x heads of a lane head, padded
-    max_pages: int
-    windowed: bool
-    softcapped: bool
-    sunk: bool
-    scaled: bool
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of one fetch."""
-        return self.blocks.pages * self.layout.page_size
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """Scalar-prefetch arguments, all in SMEM.
-
-    step int32 [6]: layer, decode sequences, sequences, first tile, tiles, window. numbers float32 [2]: softcap in base
-    2, v_scale. first_seq [tiles + 1]: first sequence of each mixed tile.
-    """
-
-    step: Any
-    numbers: Any
-    query_start: Any
-    kv_len: Any
-    pages: Any
-    first_seq: Any
-
-
-@dataclass(frozen=True)
-class Span:
-    """One sequence seen from one tile: its tokens [low, high) in the tile, their positions, the pages they need."""
-
-    low: Any
-    high: Any
-    position: Any  # of token `low`
-    kv_end: Any
-    page_low: Any
-    blocks: Any
-
-
-@dataclass(frozen=True)
 class Body:
     """The kernel body over its references; `run` is one grid step."""
 
-    static: Static
-    scalars: Scalars
+    plan: Plan
     q: Any  # [1, heads, sub, M, W] VMEM
     sinks: Any  # as state.top, VMEM, or None
     new: Any  # [R, T, 128] HBM
@@ -109,47 +59,14 @@ class Body:
     fetched: Any  # DMA semaphores [2]
     written: Any  # DMA semaphore
 
-    # -- the batch ---------------------------------------------------------------------------------------------------
-
-    def sequences(self, tile: Any) -> tuple[Any, Any]:
-        """Sequences [first, end) of a tile."""
-        s, n = self.scalars, self.static.blocks.queries
-        if self.static.decode:
-            return tile * n, jnp.minimum((tile + 1) * n, s.step[1])
-        token = jnp.minimum((s.step[3] + tile + 1) * n, s.query_start[s.step[2]]) - 1
-        last = s.first_seq[tile + 1]  # the next tile may begin with the sequence that ends this one
-        shared = jnp.logical_and(last < s.step[2], s.query_start[jnp.minimum(last, s.step[2] - 1)] <= token)
-        return s.first_seq[tile], jnp.where(shared, last + 1, last)
-
-    def span(self, tile: Any, seq: Any) -> Span:
-        """What of `seq` a tile holds and needs."""
-        s, layout = self.scalars, self.static.layout
-        kv_len = s.kv_len[seq]
-        if self.static.decode:
-            low, high, position, kv_end = seq, seq + 1, kv_len - 1, kv_len
-        else:
-            n = self.static.blocks.queries
-            begin, end = s.query_start[seq], s.query_start[seq + 1]
-            low = jnp.maximum(begin, (s.step[3] + tile) * n)
-            high = jnp.minimum(end, (s.step[3] + tile + 1) * n)
-            position, kv_end = kv_len - end + low, kv_len - end + high
-        first = jnp.maximum(position - s.step[5] + 1, 0) if self.static.windowed else jnp.int32(0)
-        page_low = div(first, layout.page_size)
-        pages = ceil_div(kv_end, layout.page_size) - page_low
-        return Span(low, high, position, kv_end, page_low, ceil_div(pages, self.static.blocks.pages))
-
-    def page(self, seq: Any, index: Any) -> Any:
-        """The page table's entry."""
-        return self.scalars.pages[seq * self.static.max_pages + index]
-
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def write(self, tile: Any) -> None:
         """Starts the copies of a tile's new K and V to their pages."""
-        layer, size = self.scalars.step[0], self.static.layout.page_size
+        layer, size = self.plan.scalars.step[0], self.plan.static.layout.page_size
 
         def sequence(seq: Any, _: Any) -> None:
-            span = self.span(tile, seq)
+            span = self.plan.span(tile, seq)
 
             def piece(i: Any, _: Any) -> None:
                 page = div(span.position, size) + i
@@ -157,54 +74,60 @@ class Body:
                 stop = jnp.minimum(span.kv_end, (page + 1) * size)
                 token = span.low + start - span.position
                 count = stop - start
-                target = self.cache.at[layer, self.page(seq, page), :, pl.ds(start - page * size, count)]
+                target = self.cache.at[layer, self.plan.page(seq, page), :, pl.ds(start - page * size, count)]
                 pltpu.make_async_copy(self.new.at[:, pl.ds(token, count)], target, self.written).start()
 
-            pieces = 1 if self.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
+            pieces = 1 if self.plan.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
             jax.lax.fori_loop(0, pieces, piece, None)
 
-        first, end = self.sequences(tile)
+        first, end = self.plan.sequences(tile)
         jax.lax.fori_loop(first, end, sequence, None)
 
     def wait_written(self, tile: Any) -> None:
         """Waits for all copies of `write(tile)` at once: a semaphore counts bytes."""
-        first, end = self.sequences(tile)
-        tokens = end - first if self.static.decode else self.span(tile, end - 1).high - self.span(tile, first).low
+        first, end = self.plan.sequences(tile)
+        tokens = (
+            end - first
+            if self.plan.static.decode
+            else self.plan.span(tile, end - 1).high - self.plan.span(tile, first).low
+        )
         rows = self.new.at[:, pl.ds(0, tokens)]
         pltpu.make_async_copy(rows, rows, self.written).wait()
 
     def fetch(self, seq: Any, span: Span, block: Any, slot: Any) -> None:
         """Starts the copies of one block of pages, of the last page only the tokens that exist."""
-        size, layer = self.static.layout.page_size, self.scalars.step[0]
-        start = span.page_low + block * self.static.blocks.pages
-        tokens = jnp.minimum(span.kv_end - start * size, self.static.block_tokens)
+        size, layer = self.plan.static.layout.page_size, self.plan.scalars.step[0]
+        start = span.page_low + block * self.plan.static.blocks.pages
+        tokens = jnp.minimum(span.kv_end - start * size, self.plan.static.block_tokens)
 
         def page(i: Any, _: Any) -> None:
             real = pl.ds(0, jnp.minimum(tokens - i * size, size))
-            source = self.cache.at[layer, self.page(seq, start + i), :, real]
+            source = self.cache.at[layer, self.plan.page(seq, start + i), :, real]
             pltpu.make_async_copy(source, self.kv.at[slot, i, :, real], self.fetched.at[slot]).start()
 
         jax.lax.fori_loop(0, ceil_div(tokens, size), page, None)
 
     def fetch_next(self, tile: Any, seq: Any, span: Span, block: Any, slot: Any) -> None:
         """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
-        _, end = self.sequences(tile)
-        tiles = self.scalars.step[4]
+        _, end = self.plan.sequences(tile)
+        tiles = self.plan.scalars.step[4]
 
         def next_tile() -> None:
             self.wait_written(tile + 1)
-            first, _ = self.sequences(tile + 1)
-            self.fetch(first, self.span(tile + 1, first), 0, slot)
+            first, _ = self.plan.sequences(tile + 1)
+            self.fetch(first, self.plan.span(tile + 1, first), 0, slot)
 
         last = block + 1 == span.blocks
         ends = jnp.logical_and(last, seq + 1 == end)
         pl.when(jnp.logical_not(last))(lambda: self.fetch(seq, span, block + 1, slot))
-        pl.when(jnp.logical_and(last, seq + 1 < end))(lambda: self.fetch(seq + 1, self.span(tile, seq + 1), 0, slot))
+        pl.when(jnp.logical_and(last, seq + 1 < end))(
+            lambda: self.fetch(seq + 1, self.plan.span(tile, seq + 1), 0, slot)
+        )
         pl.when(jnp.logical_and(ends, tile + 1 < tiles))(next_tile)
 
     def wait_fetched(self, tokens: Any, slot: Any) -> None:
         """Waits for a block of `tokens` tokens: its whole pages, then the last part."""
-        size = self.static.layout.page_size
+        size = self.plan.static.layout.page_size
         whole = div(tokens, size)
         rest = tokens - whole * size
 
@@ -216,7 +139,7 @@ class Body:
 
     def clear_tail(self, tokens: Any, slot: Any) -> None:
         """Zeroes the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
-        size, unit = self.static.layout.page_size, self.static.blocks.tokens
+        size, unit = self.plan.static.layout.page_size, self.plan.static.blocks.tokens
 
         def clear(i: Any, _: Any) -> None:
             page = div(i * SUBLANES, size)
@@ -231,7 +154,7 @@ class Body:
 
     def attend(self, index: Any, slot: Any, turn: Any, mask: Mask) -> None:
         """Decode: pass number `turn` of the buffer, for every lane head."""
-        static, unrolled = self.static, self.static.blocks.heads
+        static, unrolled = self.plan.static, self.plan.static.blocks.heads
 
         def some(group: Any, _: Any) -> None:
             for part in range(unrolled):
@@ -250,13 +173,13 @@ class Body:
 
         The (pass, head) pairs form one sequence; the logits of the next are computed beside the softmax of this one.
         """
-        heads, unit = self.static.layout.lane_heads, self.static.blocks.tokens
+        heads, unit = self.plan.static.layout.lane_heads, self.plan.static.blocks.tokens
         count = (high - low) * heads
 
         def item(i: Any, stage: int) -> tuple[Any, Any, jax.Array, jax.Array]:
             turn = low + div(i, heads)
             h = i - (turn - low) * heads
-            k, v = load(self.kv.at[slot], self.static.layout, unit, turn, h - stage, stage)
+            k, v = load(self.kv.at[slot], self.plan.static.layout, unit, turn, h - stage, stage)
             return turn, h, k, v
 
         def logits(i: Any, stage: int) -> None:
@@ -283,43 +206,44 @@ class Body:
 
     def softcap(self) -> Any:
         """The cap in base 2, or None."""
-        return self.scalars.numbers[0] if self.static.softcapped else None
+        return self.plan.scalars.numbers[0] if self.plan.static.softcapped else None
 
     def mask(self, span: Span, start: Any) -> Mask:
         """The mask of a pass from `start`; the first query of a mixed tile may be another sequence's."""
-        window = self.scalars.step[5] if self.static.windowed else None
-        if self.static.decode:
+        window = self.plan.scalars.step[5] if self.plan.static.windowed else None
+        if self.plan.static.decode:
             return Mask(start, span.position, 1, window)
-        return Mask(start, span.position + self.first_token() - span.low, self.static.blocks.queries, window)
-
-    def first_token(self) -> Any:
-        """The first token of this mixed tile."""
-        return (self.scalars.step[3] + pl.program_id(0)) * self.static.blocks.queries
+        return Mask(
+            start,
+            span.position + self.plan.first_token(pl.program_id(0)) - span.low,
+            self.plan.static.blocks.queries,
+            window,
+        )
 
     def store(self, span: Span, index: Any) -> None:
         """Normalises and keeps what belongs to this sequence."""
-        width = self.static.layout.width
+        width = self.plan.static.layout.width
 
         def head(h: Any, _: Any) -> None:
             acc = self.state.acc[h]
-            if self.static.decode:
+            if self.plan.static.decode:
                 total = jnp.sum(self.state.total[h], axis=1, keepdims=True)
             else:
                 acc, total = acc[:width], acc[width : width + 1]
-            if self.static.sunk:
+            if self.plan.static.sunk:
                 sink = jnp.exp2(self.sinks[h] - self.state.top[h])
-                total = total + (sink[:, :1] if self.static.decode else sink[:1])
+                total = total + (sink[:, :1] if self.plan.static.decode else sink[:1])
             result = acc / total
-            if self.static.scaled:
-                result = result * self.scalars.numbers[1]
-            if not self.static.decode:
-                token = rem(jax.lax.broadcasted_iota(jnp.int32, result.shape, 1), self.static.blocks.queries)
-                token = token + self.first_token()
+            if self.plan.static.scaled:
+                result = result * self.plan.scalars.numbers[1]
+            if not self.plan.static.decode:
+                token = rem(jax.lax.broadcasted_iota(jnp.int32, result.shape, 1), self.plan.static.blocks.queries)
+                token = token + self.plan.first_token(pl.program_id(0))
                 mine = jnp.logical_and(token >= span.low, token < span.high)
                 result = jnp.where(mine, result, self.out[0, h, index].astype(jnp.float32))
             self.out[0, h, index] = result.astype(self.out.dtype)
 
-        jax.lax.fori_loop(0, self.static.layout.lane_heads, head, None)
+        jax.lax.fori_loop(0, self.plan.static.layout.lane_heads, head, None)
 
     # -- one grid step -----------------------------------------------------------------------------------------------
 
@@ -331,17 +255,17 @@ class Body:
             self.slot[0] = 0
             self.write(0)
             self.wait_written(0)
-            first, _ = self.sequences(0)
-            self.fetch(first, self.span(0, first), 0, 0)
+            first, _ = self.plan.sequences(0)
+            self.fetch(first, self.plan.span(0, first), 0, 0)
 
         pl.when(tile == 0)(begin)
-        pl.when(tile + 1 < self.scalars.step[4])(lambda: self.write(tile + 1))
+        pl.when(tile + 1 < self.plan.scalars.step[4])(lambda: self.write(tile + 1))
         self.out[...] = jnp.zeros_like(self.out)
-        first, end = self.sequences(tile)
+        first, end = self.plan.sequences(tile)
 
         def sequence(seq: Any, _: Any) -> None:
-            span = self.span(tile, seq)
-            index = seq - first if self.static.decode else 0
+            span = self.plan.span(tile, seq)
+            index = seq - first if self.plan.static.decode else 0
             self.state.clear()
             jax.lax.fori_loop(0, span.blocks, partial(self.block, tile, seq, span, index), None)
             self.store(span, index)
@@ -352,20 +276,20 @@ class Body:
         """One block of pages: start the next fetch, wait for this one, attend."""
         slot = self.slot[0]
         self.fetch_next(tile, seq, span, block, 1 - slot)
-        start = (span.page_low + block * self.static.blocks.pages) * self.static.layout.page_size
-        tokens = jnp.minimum(span.kv_end - start, self.static.block_tokens)
+        start = (span.page_low + block * self.plan.static.blocks.pages) * self.plan.static.layout.page_size
+        tokens = jnp.minimum(span.kv_end - start, self.plan.static.block_tokens)
         self.wait_fetched(tokens, slot)
         self.clear_tail(tokens, slot)
-        unit = self.static.blocks.tokens
+        unit = self.plan.static.blocks.tokens
         passes = ceil_div(tokens, unit)
-        if self.static.decode:
+        if self.plan.static.decode:
             one = lambda i, _: self.attend(index, slot, i, self.mask(span, start + i * unit))  # noqa: E731
             jax.lax.fori_loop(0, passes, one, None)
         else:
             # Passes that end before the first query need no mask, unless a window hides their beginning.
             clear = div(jnp.maximum(span.position + 1 - start, 0), unit)
-            clear = jnp.int32(0) if self.static.windowed else jnp.minimum(clear, passes)
-            if not self.static.windowed:
+            clear = jnp.int32(0) if self.plan.static.windowed else jnp.minimum(clear, passes)
+            if not self.plan.static.windowed:
                 self.attend_passes(span, slot, start, 0, clear, masked=False)
             self.attend_passes(span, slot, start, clear, passes, masked=True)
         self.slot[0] = 1 - slot
