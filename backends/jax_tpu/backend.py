@@ -221,12 +221,11 @@ class PendingStep:
         pieces: dict[int, list[TokenLogprobs]] = {}
         for scored in self.scores:
             pieces.setdefault(scored.index, []).append(scored.fetch())
-        return {
-            int(self.order[index]): TokenLogprobs(
-                *(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS)
-            )
-            for index, parts in pieces.items()
-        }
+        return {int(self.order[index]): _joined(parts) for index, parts in pieces.items()}
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    return TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
 _FIELDS = ("token_ids", "logprobs", "ranks")

@@ -23,7 +23,7 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.kv_spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
-from pagoda.common.engine.step import PREVIOUS
+from pagoda.common.engine.step import PREVIOUS, StepPlan
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.spec import Attention, ModelSpec
 
@@ -99,6 +99,48 @@ def test_a_mixed_batch_answers_like_one_at_a_time() -> None:
         for row, token in zip(rows, result.token_ids):
             outputs[row].append(int(token))
     assert [outputs[i] for i in range(4)] == alone
+
+
+def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
+    alone = driver(SPECS["full"]).generate(PROMPT, 1)
+    d = driver(SPECS["full"])
+    d.tables[0][1, 0] = d.tables[0][0, 0]  # row 1 reuses row 0's first eight tokens
+    starts = [d.start(0, PROMPT), d.start(1, PROMPT)]
+    d.context[1] = 8
+    _, result = d.step({0: PROMPT, 1: PROMPT[8:]}, starts)
+    assert result.token_ids.tolist() == alone * 2
+
+
+def test_a_short_reader_comes_after_who_fills_its_page() -> None:
+    """Row 1 has one token left of a prompt whose first page row 0 fills in the same step: it may not go first."""
+    rules = SamplingRules(logprobs=2)
+    one = driver(SPECS["full"])
+    _, alone = one.step({1: PROMPT[:9]}, [one.start(1, PROMPT[:9], rules)])
+    d = driver(SPECS["full"])
+    d.tables[0][1, 0] = d.tables[0][0, 0]
+    starts = [d.start(0, PROMPT), d.start(1, PROMPT[:9], rules)]
+    d.context[1] = 8
+    rows, result = d.step({0: PROMPT, 1: PROMPT[8:9]}, starts)
+    assert rows == [1, 0]
+    assert result.token_ids[0] == alone.token_ids[0]
+    np.testing.assert_array_equal(result.logprobs[0].token_ids, alone.logprobs[0].token_ids)
+    pending = d.backend.execute(plan := shared_page_plan(d))
+    assert pending.plan.rows.tolist() == [0, 1]
+    assert pending.result().token_ids.tolist() == result.token_ids.tolist()
+    assert plan.rows.tolist() == [1, 0]
+
+
+def shared_page_plan(d: Driver) -> StepPlan:
+    return StepPlan(
+        step=9,
+        starts=(d.start(0, PROMPT), d.start(1, PROMPT[:9])),
+        rows=np.array([1, 0], np.int32),
+        query_start=np.array([0, 1, 1 + len(PROMPT)], np.int32),
+        context=np.array([8, 0], np.int32),
+        token_ids=np.array([PROMPT[8], *PROMPT], np.int32),
+        block_tables=tuple(table[[1, 0]].copy() for table in d.tables),
+        samples=np.ones(2, np.bool_),
+    )
 
 
 def eight_heads() -> ModelSpec:
