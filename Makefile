@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test lint types unit bench docs format clean
+.PHONY: serve test test-tpu-aot lint types unit bench docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -37,10 +37,14 @@ lint: $(VENV)/.dev
 # mypy does not follow an editable install that renames its root, so the package is read through a link.
 types: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/pagoda
-	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.server
+	$(BIN)/mypy -p pagoda.common -p pagoda.backends -p pagoda.kernels_pallas -p pagoda.server
 
 unit: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest --cov --cov-report=term
+
+# Every type and chip of the TPU kernels, minutes long; needs libtpu (pip install -e '.[tpu]').
+test-tpu-aot: $(VENV)/.dev
+	$(BIN)/python -m pytest -m tpu_matrix
 
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)

@@ -10,13 +10,13 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from pagoda.common.backend import Backend, Capabilities
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, SamplerOptions
+from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
@@ -40,11 +40,59 @@ class BackendModule(Protocol):
         ...
 
 
+class CompileTarget(Protocol):
+    """Devices to compile for, described without one being there."""
+
+    devices: tuple[Any, ...]
+    hbm_bytes: int
+    """What programs may use of each device."""
+    device_name: str
+    """V6E and the like; empty for a CPU."""
+
+
+class CompileReport(Protocol):
+    """What compiling for a target found; as text, what a person should see of it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as data."""
+        ...
+
+    def save(self, folder: Path) -> str:
+        """Write the programs as a bundle; one line about it. Raises ConfigError when that cannot be written."""
+        ...
+
+
+class CompilerModule(Protocol):
+    """What compiles programs for a machine that is not here."""
+
+    @staticmethod
+    def find_target(name: str) -> CompileTarget:
+        """The devices that a topology's name stands for. Raises ConfigError."""
+        ...
+
+    @staticmethod
+    def compile_ahead(
+        target: CompileTarget,
+        spec: ModelSpec,
+        *,
+        limits: Limits,
+        layout: KvLayout,
+        cache: CacheConfig,
+        dtype: str,
+        tensor: int,
+        mode: LogprobsMode,
+        largest: bool,
+        stated: bool,
+    ) -> CompileReport:
+        """Compile a model's programs. Raises ConfigError when it does not fit."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
 
-    `has_device` is asked only when `needs` are installed.
+    `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
     """
 
     name: str
@@ -53,13 +101,14 @@ class Entry:
     device: str
     install: str
     has_device: Callable[[], bool] = lambda: True
+    without_device: bool = False
 
-    def obstacle(self) -> str | None:
-        """Why this backend cannot run here, with the remedy; None when it can."""
+    def obstacle(self, named: bool = False) -> str | None:
+        """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
         missing = [package for package in self.needs if not _installed(package)]
         if missing:
             return f"{' and '.join(missing)} not installed; {self.install}"
-        if not self.has_device():
+        if not (named and self.without_device) and not self.has_device():
             return f"no {self.device} found"
         if self.module is None:
             return "not in this version"
@@ -81,7 +130,15 @@ def _has_tpu() -> bool:
 
 
 BACKENDS: Final[tuple[Entry, ...]] = (
-    Entry("jax_tpu", None, ("jax", "libtpu"), "TPU", "pip install 'pagoda[tpu]'", _has_tpu),
+    Entry(
+        "jax_tpu",
+        "pagoda.backends.jax_tpu.backend",
+        ("jax", "flax"),
+        "TPU",
+        "pip install 'pagoda[tpu]'",
+        _has_tpu,
+        without_device=True,
+    ),
     Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
     Entry("simulated", None, (), "device", "", lambda: True),
@@ -99,7 +156,7 @@ def choose_backend(name: str) -> str:
                 return entry.name
         raise ConfigError("--backend", f"no backend can run here: {explain()}")
     entry = _entry(name)
-    obstacle = entry.obstacle()
+    obstacle = entry.obstacle(named=True)
     if obstacle is not None:
         raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain(name)}")
     return name
@@ -110,6 +167,12 @@ def load_backend(name: str) -> BackendModule:
     module = _entry(name).module
     assert module is not None, "choose_backend() comes first"
     return cast(BackendModule, importlib.import_module(module))
+
+
+def load_compiler() -> CompilerModule:
+    """Import what compiles for a TPU. Raises ConfigError when its packages are not installed."""
+    choose_backend("jax_tpu")
+    return cast(CompilerModule, importlib.import_module("pagoda.backends.jax_tpu.ahead"))
 
 
 def explain(chosen: str = "") -> str:

@@ -122,8 +122,8 @@ class AsyncEngineArgs(EngineArgs):
     """The settings of AsyncLLM; the same as EngineArgs."""
 
 
-def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """`--config FILE.yaml` and `--explain-config`, which every command with engine settings takes."""
+def add_config_file(parser: argparse.ArgumentParser, *, explains: bool = True) -> None:
+    """`--config FILE.yaml`, which every command with engine settings takes, and `--explain-config`."""
     parser.add_argument(
         "--config",
         action=Once,
@@ -132,6 +132,8 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
         help="YAML file of settings, keyed by flag without the dashes in front. Flags are stronger than the file, the "
         "file than the environment.",
     )
+    if not explains:
+        return
     parser.add_argument(
         "--explain-config",
         action="store_true",

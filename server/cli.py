@@ -82,6 +82,11 @@ COMMANDS: Final = {
     "complete": Command("Complete text with a running server.", "pagoda.server.complete"),
     "bench": Command("Measure an engine.", commands=BENCH),
     "run-batch": Command("Answer a file of requests.", "pagoda.server.run_batch", usage="server"),
+    "compile": Command(
+        "Compile a model's programs for a TPU, here and without one; say what they cost and what fits.",
+        "pagoda.server.compile",
+        usage="server",
+    ),
     "doctor": Command("Check this machine, and say what to fix.", "pagoda.server.doctor"),
     "collect-env": Command("Print what a bug report should say about this machine.", "pagoda.server.collect_env"),
 }

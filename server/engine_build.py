@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend
@@ -104,7 +105,13 @@ def _assemble(
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     backend = module.create(
-        spec, limits=limits, layout=layout, cache=config.cache, dtype=resolved.dtype, sampling=sampling
+        spec,
+        limits=limits,
+        layout=layout,
+        cache=config.cache,
+        dtype=resolved.dtype,
+        sampling=sampling,
+        **_precompiled(config, resolved.backend),
     )
     try:
         with phases("load weights"):
@@ -133,6 +140,16 @@ def _assemble(
         phases=tuple(phases.seconds),
     )
     return BuiltEngine(EngineCore(backend, layout, limits, num_blocks, make_scheduler), backend, info)
+
+
+def _precompiled(config: EngineConfig, backend: str) -> dict[str, Path]:
+    """The bundle to start from, for the backend that has such a thing."""
+    folder = config.compilation.compiled_bundle
+    if folder is None:
+        return {}
+    if backend != "jax_tpu":
+        raise ConfigError("--compiled-bundle", f"{backend} compiles nothing ahead; drop it, or use --backend jax_tpu")
+    return {"bundle": Path(folder)}
 
 
 def _weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:

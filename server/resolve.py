@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pagoda.backends.registry import choose_backend
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.platform import BLOCK_SIZES, KINDS, detect
+from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
 from pagoda.common.engine.kv_spec import KvLayout, StateCache, cache_spec, kv_layout
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import Family
@@ -75,11 +75,17 @@ class Resolved:
 
 
 def resolve(
-    config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None, *, weights: bool = False
+    config: EngineConfig,
+    usage: Usage,
+    sources: Mapping[str, str] | None = None,
+    *,
+    weights: bool = False,
+    platform: Platform | None = None,
 ) -> Resolved:
     """Open the checkpoint and settle what the configuration leaves open.
 
     `sources`: setting -> who stated it. `weights`: the checkpoint shall yield tensors, and is fetched for it.
+    `platform`: where the engine will run; default: here.
     Raises ConfigError, ModelError or WeightError.
     """
     backend = choose_backend(config.model.backend)
@@ -94,7 +100,7 @@ def resolve(
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
     world = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    platform = detect(KINDS[backend], world)
+    platform = platform or detect(KINDS[backend], world)
     found = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
     dtype, dtype_why = _dtype(config.model.dtype, hf_config)
     generation = read_generation(config.model, checkpoint, hf_config)

@@ -8,6 +8,7 @@ from typing import Final
 from pagoda.common.config.batch import ANSWER_SETTINGS, BatchConfig
 from pagoda.common.config.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
 from pagoda.common.config.client import ChatConfig, ClientConfig
+from pagoda.common.config.compile import CompileConfig
 from pagoda.common.config.doctor import DoctorConfig
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 
@@ -20,14 +21,15 @@ OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "bench throughput": table(ThroughputConfig) | _EVERYWHERE,
     "bench startup": table(StartupConfig) | _EVERYWHERE,
     "bench serve": table(ServeLoadConfig) | _EVERYWHERE,
+    "compile": table(CompileConfig) | _EVERYWHERE,
     "chat": table(ClientConfig, ChatConfig) | _EVERYWHERE,
     "complete": table(ClientConfig) | _EVERYWHERE,
     "doctor": table(DoctorConfig) | _EVERYWHERE,
 }
 """Command -> its settings by name, besides the engine's."""
 
-WITH_ENGINE: Final = ("serve", "run-batch", "bench latency", "bench throughput", "bench startup")
-"""Commands that start an engine, and take its settings from flags, --config and the environment."""
+WITH_ENGINE: Final = ("serve", "run-batch", "bench latency", "bench throughput", "bench startup", "compile")
+"""Commands that start or compile an engine, and take its settings from flags, --config and the environment."""
 
 COMMAND_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     name: {**ENGINE_SETTINGS, **own} if name in WITH_ENGINE else own for name, own in OWN_SETTINGS.items()

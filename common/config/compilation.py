@@ -23,6 +23,11 @@ class CompilationConfig:
     compilation_config: Mapping[str, Any] = option(
         {}, "Settings of compilation as JSON.", aliases=("-cc",), parse=json_object, no_effect=_NOTHING
     )
+    compiled_bundle: str | None = option(
+        None,
+        "Folder that pagoda compile --output wrote: start from its programs instead of compiling. Loading it runs what "
+        "is in it, so name only a folder that you trust.",
+    )
     optimization_level: int | None = option(None, "0 to 3; also -O0 to -O3.", no_effect=_NOTHING)
 
     def __post_init__(self) -> None:

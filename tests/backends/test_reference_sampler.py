@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampling_definition import ROWS, VOCAB, define
 
 from pagoda.backends.reference import noise
 from pagoda.backends.reference.sampler import Sampler
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.step import RowStart
-
-VOCAB = 600
 
 
 def test_noise_has_the_same_integers_in_numpy_and_torch() -> None:
@@ -35,65 +32,6 @@ def test_noise_is_gumbel_and_independent_of_neighbours() -> None:
     assert abs(sample.std() - np.pi / np.sqrt(6)) < 0.02
     assert abs(np.corrcoef(sample[:, :-1].ravel(), sample[:, 1:].ravel())[0, 1]) < 0.01
     assert abs(np.corrcoef(sample[:-1].ravel(), sample[1:].ravel())[0, 1]) < 0.01
-
-
-def define(logits: np.ndarray, rules: SamplingRules, history: list[int], num_prompt: int) -> int | None:
-    """The definition of common.engine.sampling, one row, no shortcuts."""
-    x = logits.astype(np.float64)
-    generated = history[num_prompt:]
-    for token in set(history):
-        x[token] = x[token] / rules.repetition_penalty if x[token] > 0 else x[token] * rules.repetition_penalty
-    for token, count in Counter(generated).items():
-        x[token] -= rules.frequency_penalty * count + rules.presence_penalty
-    for token, bias in rules.logit_bias:
-        x[token] += bias
-    if rules.allowed_token_ids is not None:
-        x[[t for t in range(len(x)) if t not in rules.allowed_token_ids]] = -np.inf
-    for word in rules.bad_words:
-        head = len(word) - 1
-        if head <= len(generated) and tuple(generated[len(generated) - head :]) == word[:-1]:
-            x[word[-1]] = -np.inf
-    if len(generated) < rules.min_tokens:
-        x[list(rules.stop_ids)] = -np.inf
-    if not np.isfinite(x).any():
-        return None  # the rules exclude every token: anything goes
-    if rules.is_greedy:
-        return int(x.argmax())
-    x = x / rules.temperature
-    order = np.argsort(-x, kind="stable")
-    keep = np.zeros(len(x), bool)
-    keep[order[: rules.top_k or len(x)]] = True
-    p = np.where(keep, np.exp(x - x.max()), 0)
-    p /= p.sum()
-    before = np.cumsum(p[order]) - p[order]
-    inside = before < rules.top_p if rules.top_p < 1 else np.ones(len(x), bool)
-    inside[0] = True
-    keep[order[~inside]] = False
-    keep &= x >= x.max() + np.log(max(rules.min_p, 1e-300))
-    key = noise_keys(np.array([rules.seed]), np.array([len(history)]))
-    return int(np.where(keep, x + gumbel(key, np.arange(len(x), dtype=np.uint32))[0], -np.inf).argmax())
-
-
-TOKEN = st.integers(0, VOCAB - 1)
-RULES = st.builds(
-    SamplingRules,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.05]),
-    top_k=st.sampled_from([0, 1, 5, 300, 599]),
-    min_p=st.sampled_from([0.0, 0.02, 0.5]),
-    presence_penalty=st.sampled_from([0.0, 0.7, -1.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.4]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
-    logit_bias=st.lists(st.tuples(TOKEN, st.floats(-5, 5, width=16)), max_size=3, unique_by=lambda t: t[0]).map(tuple),
-    allowed_token_ids=st.none() | st.lists(TOKEN, min_size=1, max_size=400, unique=True).map(tuple),
-    bad_words=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=2).map(tuple), max_size=3).map(tuple),
-    min_tokens=st.sampled_from([0, 3]),
-    stop_ids=st.just((1, 2)),
-    seed=st.integers(-(2**63), 2**63 - 1),
-)
-ROWS = st.lists(
-    st.tuples(RULES, st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 12)), min_size=1, max_size=5
-)
 
 
 @settings(max_examples=80, deadline=None)

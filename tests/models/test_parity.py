@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,15 @@ def paged(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Logi
     return PagedModel(spec, weights, max_len).logits
 
 
+def jax_tpu(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Logits:
+    from support.jax_model import JaxModel
+
+    return JaxModel(spec, weights, max_len).logits
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {"naive": naive, "paged": paged}
+if find_spec("flax") is not None:
+    IMPLEMENTATIONS["jax_tpu"] = jax_tpu
 
 
 @dataclass

@@ -89,3 +89,23 @@ def test_chat_answers_the_question(llm: LLM) -> None:
     answer = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
     assert answer[0].outputs[0].text == "The capital of France is Paris."
     assert answer[0].outputs[0].finish_reason == "stop"
+
+
+def test_jax_tpu_answers_the_same(alone: list[list[int]], model_file: Path) -> None:
+    """The TPU's programs, on XLA's CPU client, all prompts at once."""
+    pytest.importorskip("flax")
+    import support.jax_devices  # noqa: F401
+
+    engine = LLM(
+        str(model_file),
+        backend="jax_tpu",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=len(PROMPTS),
+        max_num_batched_tokens=128,
+    )
+    try:
+        together = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    finally:
+        engine.shutdown()
+    assert [list(one.outputs[0].token_ids) for one in together] == alone

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 
+from pagoda.backends.registry import load_backend
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import kv_layout
@@ -36,16 +37,25 @@ def random_weights(spec: ModelSpec, seed: int = 0):
 
 
 class Driver:
-    """Feeds a reference backend with plans, one block table per row and group, blocks chosen by `order`."""
+    """Feeds a backend with plans, one block table per row and group, blocks chosen by `order`.
+
+    `make`: keyword arguments that the backend's `create` has besides.
+    """
 
     def __init__(
-        self, spec: ModelSpec, order: str = "consecutive", rows: int = 8, block_size: int = 4, dtype="float32"
+        self,
+        spec: ModelSpec,
+        order: str = "consecutive",
+        rows: int = 8,
+        block_size: int = 4,
+        dtype="float32",
+        backend: str = "reference",
+        **make,
     ):
-        from pagoda.backends.reference.backend import create
-
         limits = Limits(max_model_len=128, max_num_batched_tokens=256, max_num_seqs=rows, block_size=block_size)
         self.layout = kv_layout(spec, block_size)
-        self.backend = create(spec, limits=limits, layout=self.layout, cache=CacheConfig(), dtype=dtype)
+        module = load_backend(backend)
+        self.backend = module.create(spec, limits=limits, layout=self.layout, cache=CacheConfig(), dtype=dtype, **make)
         self.backend.load(random_weights(spec))
         pages = 128 // block_size
         count = rows * pages * len(self.layout.groups)

@@ -1,0 +1,133 @@
+"""Compiling every program of a model for chips that need not be there, and what that tells about it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from pagoda.backends.jax_tpu.budget import ProgramMemory, make_budget, plan_blocks
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, Key, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.model import Model, build_model
+from pagoda.backends.jax_tpu.needs import full_load, need
+from pagoda.backends.jax_tpu.platform import dtype as dtype_of
+from pagoda.backends.jax_tpu.programs import compile_all
+from pagoda.backends.jax_tpu.report import Compiled, Report
+from pagoda.backends.jax_tpu.schedule import Schedule, read_schedule
+from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.sharding import make_mesh
+from pagoda.backends.jax_tpu.step_input import KernelChoice
+from pagoda.backends.jax_tpu.topology import Target, find_target
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.sampling import LogprobsMode
+from pagoda.common.models.spec import ModelSpec
+from pagoda.kernels_pallas.chips import CHIPS
+
+__all__ = ["compile_ahead", "find_target"]
+
+_SCHEDULES: Final = "*.jit_*.after_codegen.txt"
+
+
+def compile_ahead(
+    target: Target,
+    spec: ModelSpec,
+    *,
+    limits: Limits,
+    layout: KvLayout,
+    cache: CacheConfig,
+    dtype: str,
+    tensor: int,
+    mode: LogprobsMode = "raw_logprobs",
+    largest: bool = False,
+    stated: bool = True,
+) -> Report:
+    """Compile the programs of a model for `tensor` of the target's devices; no weights are needed.
+
+    `largest`: only the program of each kind that takes most memory, which is enough for the budget. `stated`: somebody
+    asked for this max_model_len. Raises ConfigError when the mesh does not suit the heads or the model does not fit.
+    """
+    begin = time.perf_counter()
+    model = model_for(target, spec, limits, layout, dtype, tensor)
+    num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
+    shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
+    catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
+    keys = _largest(catalogue) if largest else list(catalogue)
+    found = compile_programs(catalogue, keys)
+    budget = make_budget(model, target, cache, num_blocks, catalogue.history, (each.memory for each in found))
+    return Report(target, catalogue, limits, found, budget, time.perf_counter() - begin)
+
+
+def model_for(target: Target, spec: ModelSpec, limits: Limits, layout: KvLayout, dtype: str, tensor: int) -> Model:
+    """The model on the first `tensor` devices, with the kernel where the target is a TPU. Raises ConfigError."""
+    mesh, number = make_mesh(tensor, devices=target.devices), dtype_of(dtype)
+    on_tpu = target.chip is not None
+    kernel = KernelChoice(limits.block_size, number.name, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
+    return build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
+
+
+def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compiled, ...]:
+    """Compile these programs, by several threads. In the order of `keys`."""
+    with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
+        numbers = iter(range(len(keys)))
+
+        def compile(lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
+            dump = Path(folder, str(next(numbers)))
+            begin = time.perf_counter()
+            options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True} if on_tpu else None
+            executable = lowered.compile(compiler_options=options)
+            seconds = time.perf_counter() - begin
+            return seconds, executable, _schedule(dump)
+
+        on_tpu = catalogue.model.kernel.use_kernel
+        done = dict(compile_all(catalogue, keys, compile))
+    return tuple(_compiled(catalogue, key, *done[key]) for key in keys)
+
+
+def _compiled(
+    catalogue: Catalogue, key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
+) -> Compiled:
+    model = catalogue.model
+    shape = key.shape if isinstance(key, Forward) else next(iter(catalogue.shapes))
+    load = full_load(shape, model.kernel.page_size, catalogue.num_blocks)
+    return Compiled(key, seconds, ProgramMemory.of(executable), need(model, key, load), schedule, executable)
+
+
+def _schedule(dump: Path) -> Schedule | None:
+    """The compiler's schedule, if it wrote one; the rest of its dump is large and goes at once."""
+    found = next(dump.glob(_SCHEDULES), None)
+    schedule = None if found is None else read_schedule(found.read_text())
+    for file in dump.glob("*"):
+        if file.is_file():
+            file.unlink()
+    return schedule
+
+
+def _largest(catalogue: Catalogue) -> list[Key]:
+    """The largest program of each kind."""
+    found: dict[object, Key] = {}
+    for key in catalogue:
+        kind = (type(key), getattr(key, "kind", None), getattr(key, "name", None), _decodes(key))
+        found[kind] = max(found.get(kind, key), key, key=_size)
+    return list(found.values())
+
+
+def _decodes(key: Key) -> bool:
+    return isinstance(key, Forward) and key.shape.decode_only
+
+
+def _size(key: Key) -> tuple[int, ...]:
+    match key:
+        case Forward(shape):
+            return shape.tokens, shape.seqs, shape.pages
+        case Score(tokens):
+            return (tokens,)
+        case Choose(seqs, _) | OnLogits(_, seqs):
+            return (seqs,)
+        case Remember():
+            return (0,)

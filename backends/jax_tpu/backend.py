@@ -1,0 +1,231 @@
+"""The JAX backend: TPUs in service, XLA's CPU client for tests.
+
+A step is packed into one array, its program enqueued, its tokens sent towards the host; nobody waits until the engine
+asks for the result, by when the next step is queued behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.backends.jax_tpu.batch import make_batch, writers_first
+from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
+from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
+from pagoda.backends.jax_tpu.compile_cache import use_cache
+from pagoda.backends.jax_tpu.decoder import Caches
+from pagoda.backends.jax_tpu.logprobs import BEST, sorted_logprobs
+from pagoda.backends.jax_tpu.memory import plan_memory
+from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.platform import dtype as dtype_of
+from pagoda.backends.jax_tpu.platform import platform
+from pagoda.backends.jax_tpu.programs import CompileReport, Programs
+from pagoda.backends.jax_tpu.sampler import Sampled, Sampler
+from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.sharding import make_mesh
+from pagoda.backends.jax_tpu.step_input import KernelChoice
+from pagoda.backends.jax_tpu.weights import load
+from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.platform import BLOCK_SIZES
+from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
+from pagoda.common.engine.step import Int32, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.spec import ModelSpec
+from pagoda.kernels_pallas.chips import CHIPS, chip_of
+
+logger = logging.getLogger(__name__)
+
+PLATFORM = platform()
+ON_TPU = PLATFORM == "tpu"
+CAPABILITIES = Capabilities(name="jax_tpu", device=PLATFORM, block_size=BLOCK_SIZES["jax_tpu"], prefers_extents=False)
+
+
+def create(
+    spec: ModelSpec,
+    *,
+    limits: Limits,
+    layout: KvLayout,
+    cache: CacheConfig,
+    dtype: str,
+    sampling: SamplerOptions = USUAL,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    strict: bool = False,
+    bundle: Path | None = None,
+) -> JaxBackend:
+    """A backend for a model, on `tensor` devices (of `devices`, default: all there are). `dtype`: resolved, not `auto`.
+
+    `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before,
+    which say how many devices share the model. Raises ConfigError.
+    """
+    if sampling.processors:
+        raise ConfigError(
+            "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
+        )
+    compiled = None if bundle is None else open_bundle(bundle)
+    mesh = make_mesh(tensor if compiled is None else compiled.tensor, devices=devices)
+    number = dtype_of(dtype)
+    chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
+    kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
+    model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
+    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled)
+
+
+class JaxBackend:
+    """Implements common.backend.Backend."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        cache: CacheConfig,
+        mode: LogprobsMode,
+        strict: bool,
+        bundle: Bundle | None = None,
+    ) -> None:
+        self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
+        self._bundle = bundle
+        if bundle is not None:
+            bundle.check(self._catalogue(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
+            self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
+        self._leaves: Leaves = ()
+        self._caches: Caches = ()
+        self._programs: Programs | None = None
+        self._sampler: Sampler | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Facts that do not depend on the model."""
+        return CAPABILITIES
+
+    @property
+    def recompiles(self) -> int:
+        """Programs that were compiled while serving; more than none is a fault."""
+        return 0 if self._programs is None else self._programs.recompiles
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        """Take every parameter, each straight to its devices. Raises WeightError."""
+        use_cache(PLATFORM)
+        self._leaves = load(self.model, weights)
+
+    def plan_memory(self) -> MemoryPlan:
+        """How many KV blocks fit. Raises ConfigError saying how much is missing."""
+        return plan_memory(self.model, self.limits, self.cache_config)
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Allocate K and V for `num_blocks` blocks, on the devices."""
+        self._programs = Programs(self._catalogue(num_blocks), strict=self.strict)
+        self._sampler = Sampler(self._programs, self.limits.max_num_seqs)
+        self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
+
+    def _catalogue(self, num_blocks: int) -> Catalogue:
+        shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
+        return Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode)
+
+    def warmup(self) -> None:
+        """Compile every program there is, so that none is compiled while serving."""
+        logger.info("%s", self.prepare())
+
+    def prepare(self) -> CompileReport:
+        """Compile all programs, or load them from the bundle; what that cost."""
+        assert self._programs is not None, "init_cache comes before warmup"
+        if self._bundle is not None:
+            return self._programs.adopt(self._bundle.load(self._programs.catalogue))
+        return self._programs.prepare()
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Enqueue a step."""
+        programs, sampler = self._programs, self._sampler
+        assert programs is not None, "init_cache comes before execute"
+        assert sampler is not None
+        for start in plan.starts:
+            sampler.start(start)
+        plan, order = writers_first(plan)
+        shape, packed = make_batch(plan, programs.catalogue.shapes, self.limits.block_size, self.limits.max_num_seqs)
+        self._caches, hidden, logits = programs[Forward(shape)](self._leaves, self._caches, sampler.history, packed)
+        scores = tuple(self._scores(plan, hidden, programs, sampler))
+        sampled = sampler.sample(logits, plan) if plan.samples.any() else None
+        return PendingStep(plan, order, sampled, scores)
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
+
+    def _scores(self, plan: StepPlan, hidden: jax.Array, programs: Programs, sampler: Sampler) -> Iterable[Scored]:
+        """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
+        for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
+            state = sampler.rows[plan.rows[index]]
+            best = state.rules.prompt_logprobs or 0
+            begin, context = int(plan.query_start[index]), int(plan.context[index])
+            count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
+            for at in range(0, count, SCORED):
+                size = min(SCORED, count - at)
+                wanted, targets = np.zeros(SCORED, np.int32), np.zeros(SCORED, np.int32)
+                wanted[:size] = begin + at + np.arange(size)
+                targets[:size] = state.prompt[context + at + 1 : context + at + 1 + size]
+                logits = programs[Score(hidden.shape[0])](self._leaves, hidden, wanted)
+                found = programs[OnLogits("logprobs", SCORED)](logits, targets)
+                yield Scored(index, best, self.mode, targets[:size], found, logits if not 0 <= best <= BEST else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Prompt tokens `targets` int32 [n] of one sequence, scored on the device."""
+
+    index: int
+    best: int
+    mode: LogprobsMode
+    targets: Int32
+    found: tuple[jax.Array, jax.Array, jax.Array]
+    logits: jax.Array | None  # when the request wants more than the device finds
+
+    def fetch(self) -> TokenLogprobs:
+        """On the host."""
+        size = len(self.targets)
+        if self.logits is not None:
+            return sorted_logprobs(self.mode, np.asarray(self.logits)[:size], self.targets, self.best)
+        ids, values, ranks = (np.asarray(part)[:size] for part in self.found)
+        return TokenLogprobs(ids[:, : 1 + self.best], values[:, : 1 + self.best], ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step under way. `order`: the engine's number of each sequence."""
+
+    plan: StepPlan
+    order: npt.NDArray[np.intp]
+    sampled: Sampled | None
+    scores: tuple[Scored, ...]
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what the step raised."""
+        tokens = np.full(self.plan.num_seqs, -1, np.int32)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self.sampled is not None:
+            found = np.asarray(self.sampled.tokens)[: self.plan.num_seqs]
+            tokens[self.order] = np.where(self.plan.samples, found, -1)
+            logprobs = {int(self.order[index]): part for index, part in self.sampled.logprobs().items()}
+        return StepResult(self.plan.step, tokens, logprobs, self._prompt_logprobs())
+
+    def _prompt_logprobs(self) -> dict[int, TokenLogprobs]:
+        pieces: dict[int, list[TokenLogprobs]] = {}
+        for scored in self.scores:
+            pieces.setdefault(scored.index, []).append(scored.fetch())
+        return {int(self.order[index]): _joined(parts) for index, parts in pieces.items()}
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    return TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
+
+
+_FIELDS = ("token_ids", "logprobs", "ranks")

@@ -1,0 +1,147 @@
+"""Every program an engine runs, by key, and how each is lowered: from shapes alone, so with or without weights.
+
+The step's forward pass stands for itself; what follows it (edits, choice, logprobs) are small programs on its logits,
+so that what few requests ask for does not multiply the large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagoda.backends.jax_tpu import edit
+from pagoda.backends.jax_tpu.choose import KINDS, Kind, choose
+from pagoda.backends.jax_tpu.layout import padded
+from pagoda.backends.jax_tpu.logprobs import logprobs
+from pagoda.backends.jax_tpu.model import Model
+from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.sharding import whole
+from pagoda.backends.jax_tpu.step_input import StepShape
+from pagoda.common.engine.sampling import LogprobsMode
+
+SCORED: Final = 64
+"""Prompt tokens per call of the program that scores prompts."""
+
+Small = Literal["penalise", "adjust", "ban_words", "mask", "logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S, V]); the caches are donated."""
+
+    shape: StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Choose:
+    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, logits drawn from); the history is donated."""
+
+    seqs: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class OnLogits:
+    """One of the edits, or logprobs, of logits [R, V]."""
+
+    name: Small
+    seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """(leaves, hidden [T, D], wanted [SCORED]) -> logits [SCORED, V]."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """(history, row, tokens [length]) -> history with that row replaced; donated."""
+
+
+Key = Forward | Choose | OnLogits | Score | Remember
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The programs of one model with these shapes. `num_blocks`: of the KV cache; `rows`: that requests can hold."""
+
+    model: Model
+    shapes: StepShapes
+    num_blocks: int
+    rows: int
+    mode: LogprobsMode = "raw_logprobs"
+
+    @property
+    def history(self) -> jax.ShapeDtypeStruct:
+        """int32 [rows+1, max_len+1]: tokens by position; the last row is for padding."""
+        return self._array((self.rows + 1, self.model.max_len + 1), jnp.int32)
+
+    def __iter__(self) -> Iterator[Key]:
+        """The key of every program, the largest first: they take longest to compile."""
+        yield from map(Forward, sorted(self.shapes, reverse=True))
+        yield from map(Score, sorted({*self.shapes.tokens.sizes, *self.shapes.decode.sizes}))
+        yield Remember()
+        for seqs in self.shapes.seqs:
+            yield from (Choose(seqs, kind) for kind in KINDS)
+            yield from (OnLogits(name, seqs) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs"))
+        yield OnLogits("logprobs", SCORED)
+
+    def lower(self, key: Key) -> jax.stages.Lowered:
+        """The program, ready to be compiled. Call from one thread."""
+        function, donated, arguments = self._program(key)
+        with self.model.exact:
+            return jax.jit(function, donate_argnums=donated).lower(*arguments)
+
+    def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
+        """The function, which arguments it may overwrite, and the shapes of all."""
+        model, array, history = self.model, self._array, self.history
+        match key:
+            case Forward(shape):
+                packed = array((shape.size,), jnp.int32)
+                arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
+                return partial(model.forward, shape), (1,), arguments
+            case Score(tokens):
+                hidden = array((tokens, model.spec.width), model.dtype)
+                return model.score, (), (model.leaves, hidden, array((SCORED,), jnp.int32))
+            case Remember():
+                row = array(history.shape[1:], jnp.int32)
+                return _remember, (0,), (history, array((), jnp.int32), row)
+            case Choose(seqs, kind):
+                rules = array((7, seqs), jnp.int32)
+                shown = self.mode.startswith("processed")
+                return partial(choose, kind, shown), (1,), (self._logits(seqs), history, rules)
+            case OnLogits(name, seqs):
+                return self._on_logits(name, seqs)
+
+    def _on_logits(self, name: Small, seqs: int) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
+        array, logits, history = self._array, self._logits(seqs), self.history
+        match name:
+            case "penalise":
+                return edit.penalise, (), (logits, history, array((8, seqs), jnp.int32))
+            case "adjust":
+                return edit.adjust, (), (logits, array((3, edit.ENTRIES), jnp.int32))
+            case "ban_words":
+                words, heads = array((2, edit.WORDS), jnp.int32), array((4, edit.HEADS), jnp.int32)
+                return edit.ban_words, (), (logits, history, words, heads)
+            case "mask":
+                return edit.mask, (), (logits, array((seqs, -(-logits.shape[1] // 32)), jnp.uint32))
+            case "logprobs":
+                return partial(logprobs, self.mode), (), (logits, array((seqs,), jnp.int32))
+
+    def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
+        return self._array((seqs, padded(self.model.spec.vocab, self.model.tensor)), jnp.float32)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=whole(self.model.mesh))
+
+
+def _remember(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
+    return history.at[row].set(tokens)

@@ -1,0 +1,150 @@
+"""The decoder as Flax NNX modules, built once from a model spec.
+
+Layers that repeat are one module with stacked parameters and a scan over the repeats; models whose layers differ scan
+over the repeating block. Runs inside `shard_map`: every array is a device's own piece. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagoda.backends.jax_tpu import norm
+from pagoda.backends.jax_tpu.ffn import MlpFfn
+from pagoda.backends.jax_tpu.layout import CachePlaces, Segment, padded, segments
+from pagoda.backends.jax_tpu.mixers.attention import AttentionMixer
+from pagoda.backends.jax_tpu.moe import MoeFfn
+from pagoda.backends.jax_tpu.parameter import Build, project, total
+from pagoda.backends.jax_tpu.rotary import Rotation, ropes, rotation, table_shape
+from pagoda.backends.jax_tpu.sharding import MODEL
+from pagoda.backends.jax_tpu.step_input import StepInput
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe, Rope
+
+Caches = tuple[jax.Array, ...]
+Rotations = dict[Rope | None, Rotation | None]
+
+
+class Decoder(nnx.Module):
+    """Token ids and a batch in; hidden states and logits out. `embed` [V, D], vocabulary padded with zeros."""
+
+    def __init__(self, spec: ModelSpec, places: CachePlaces, max_len: int, build: Build) -> None:
+        embedding = spec.embedding
+        table, vocab = embedding.width or spec.width, padded(spec.vocab, build.tensor)
+        self.spec = spec
+        self.embed = build.parameter("VD", vocab, table)
+        positions = embedding.positions
+        self.positions = (
+            None if positions is None else build.parameter(".D", positions + embedding.position_offset, spec.width)
+        )
+        narrow = table != spec.width
+        self.embed_in = build.parameter("DD", spec.width, table) if narrow else None
+        self.embed_out = build.parameter("DD", table, spec.width) if narrow else None
+        self.segments = nnx.List([SegmentLayers(part, places, spec.width, build) for part in segments(spec.layers)])
+        self.final_norm = norm.make_norm(spec.final_norm, spec.width, build)
+        self.head = None if spec.tied else build.parameter("VD", vocab, table)
+        self.head_bias = build.parameter("V", vocab) if spec.head_bias else None
+        exact = Build(jnp.dtype(jnp.float32), build.tensor)
+        self.rotary = nnx.List([exact.parameter("...", *table_shape(rope, max_len)) for rope in ropes(spec)])
+
+    def hidden(self, token_ids: jax.Array, step: StepInput, caches: Caches) -> tuple[jax.Array, Caches]:
+        """token_ids int32 [T] -> hidden states [T, D] after the final norm, and the caches with this step's K and V."""
+        positions = step.positions
+        x = self._embed(token_ids, positions)
+        rotations: Rotations = {None: None}
+        for rope, rows in zip(ropes(self.spec), self.rotary):
+            rotations[rope] = rotation(rows[...], positions)
+        for segment in self.segments:
+            x, caches = segment(x, caches, rotations, step)
+        return norm.apply(self.final_norm, x), caches
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden [R, D] -> float32 logits [R, V], whole on every device; -inf for the padding of the vocabulary."""
+        if self.embed_out is not None:
+            hidden = project(hidden, self.embed_out[...])
+        head = self.embed if self.head is None else self.head
+        logits = project(hidden, head[...]).astype(jnp.float32)
+        if self.head_bias is not None:
+            logits = logits + self.head_bias[...].astype(jnp.float32)
+        logits = jax.lax.all_gather(logits, MODEL, axis=1, tiled=True) * self.spec.logit_scale
+        if self.spec.logit_softcap is not None:
+            logits = jnp.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
+        return jnp.where(jnp.arange(logits.shape[1]) < self.spec.vocab, logits, -jnp.inf)
+
+    def _embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        table, embedding = self.embed[...], self.spec.embedding
+        rows = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
+        mine = (rows >= 0) & (rows < table.shape[0])
+        x = total(jnp.where(mine[:, None], table[jnp.where(mine, rows, 0)], 0))
+        if embedding.scale != 1.0:
+            x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as it was trained
+        if self.embed_in is not None:
+            x = project(x, self.embed_in[...])
+        if self.positions is not None:
+            x = x + self.positions[...][positions + embedding.position_offset]
+        return x
+
+
+class SegmentLayers(nnx.Module):
+    """A repeating block of layers, each with its parameters stacked over the repeats."""
+
+    def __init__(self, segment: Segment, places: CachePlaces, width: int, build: Build) -> None:
+        stacked = Build(build.dtype, build.tensor, segment.repeats)
+        self.layers = nnx.List([DecoderLayer(layer, width, stacked) for layer in segment.block])
+        numbers = segment.numbers.tolist()
+        self.places = tuple(tuple((places.group[n], places.index[n]) for n in row) for row in numbers)
+        self.stacks = tuple(places.stack[n] for n in numbers[0])
+
+    def __call__(self, x: jax.Array, caches: Caches, rotations: Rotations, step: StepInput) -> tuple[jax.Array, Caches]:
+        """X [T, D] -> [T, D], and the caches."""
+        places = jnp.asarray(self.places, jnp.int32)  # [repeats, block, 2]
+        split = [nnx.split(layer) for layer in self.layers]
+
+        def block(carry: tuple[jax.Array, Caches], inputs: tuple) -> tuple[tuple[jax.Array, Caches], None]:
+            x, held = carry[0], list(carry[1])
+            for index, ((graph, _), state) in enumerate(zip(split, inputs[0])):
+                layer, stack = nnx.merge(graph, state), self.stacks[index]
+                x, held[stack] = layer(x, held[stack], inputs[1][index], rotations, step)
+            return (x, tuple(held)), None
+
+        return jax.lax.scan(block, (x, caches), (tuple(state for _, state in split), places))[0]
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: mixer and ffn, each between its norms, on the residual stream."""
+
+    def __init__(self, spec: Layer, width: int, build: Build) -> None:
+        self.spec = spec
+        self.mixer = AttentionMixer(spec.mixer, width, build)
+        self.ffn = make_ffn(spec.ffn, width, build)
+        self.before_mixer = norm.make_norm(spec.norms.before_mixer, width, build)
+        self.after_mixer = norm.make_norm(spec.norms.after_mixer, width, build)
+        self.before_ffn = norm.make_norm(spec.norms.before_ffn, width, build)
+        self.after_ffn = norm.make_norm(spec.norms.after_ffn, width, build)
+
+    def __call__(
+        self, x: jax.Array, cache: jax.Array, place: jax.Array, rotations: Rotations, step: StepInput
+    ) -> tuple[jax.Array, jax.Array]:
+        """X [T, D] -> [T, D], and the cache."""
+        rotation = rotations[self.spec.mixer.rope]
+        mixed, cache = self.mixer(norm.apply(self.before_mixer, x), cache, place, rotation, step)
+        x = self._add(x, mixed, self.after_mixer)
+        return self._add(x, self.ffn(norm.apply(self.before_ffn, x)), self.after_ffn), cache
+
+    def _add(self, x: jax.Array, update: jax.Array, after: norm.Norm | None) -> jax.Array:
+        if self.spec.norm_after_add:
+            return norm.apply(after, x + update)
+        return x + norm.apply(after, update)
+
+
+def make_ffn(spec: Ffn, width: int, build: Build) -> MlpFfn | MoeFfn:
+    """The block's module."""
+    match spec:
+        case Mlp():
+            return MlpFfn(spec, width, build)
+        case Moe():
+            return MoeFfn(spec, width, build)
+        case _:
+            assert_never(spec)

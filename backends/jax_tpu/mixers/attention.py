@@ -1,0 +1,91 @@
+"""Grouped-query attention over the paged cache.
+
+Project, normalise, rotate; the kernel writes K and V and attends. Heads lie in slots (see `layout.HeadLayout`): a slot
+is one KV head and its query heads, so that one axis is split over the devices.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagoda.backends.jax_tpu.layout import HeadLayout
+from pagoda.backends.jax_tpu.norm import normalise, scaled
+from pagoda.backends.jax_tpu.parameter import Build, local_part, project, total
+from pagoda.backends.jax_tpu.rotary import Rotation
+from pagoda.backends.jax_tpu.step_input import StepInput
+from pagoda.common.models.spec import Attention
+from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
+
+
+class AttentionMixer(nnx.Module):
+    """`qkv` [K, G+2, H, D]: per slot K the G query heads, then key, then value; `out` [D, K, G, H]."""
+
+    def __init__(self, spec: Attention, width: int, build: Build) -> None:
+        layout = HeadLayout.of(spec, build.tensor)
+        slots, group, dim = layout.slots, layout.group, spec.head_dim
+        self.spec, self.layout = spec, layout
+        self.qkv = build.parameter("KGHD", slots, group + 2, dim, width)
+        self.qkv_bias = build.parameter("KGH", slots, group + 2, dim) if spec.qkv_bias else None
+        self.out = build.parameter("DKGH", width, slots, group, dim)
+        self.out_bias = build.parameter("D", width) if spec.out_bias else None
+        self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
+
+    def __call__(
+        self, x: jax.Array, cache: jax.Array, place: jax.Array, rotation: Rotation | None, step: StepInput
+    ) -> tuple[jax.Array, jax.Array]:
+        """X [T, D], the stacked cache, (group, index) int32 [2] of this layer -> [T, D] and the cache."""
+        heads = project(x, self.qkv[...])
+        if self.qkv_bias is not None:
+            heads = heads + self.qkv_bias[...]
+        tokens, slots, places, dim = heads.shape
+        q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
+        q, k = self._normalise(q, k)
+        q = q.reshape(tokens, slots * (places - 2), dim)
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
+        attended, cache = ragged_paged_attention(
+            q,
+            k,
+            v,
+            cache,
+            layout=step.kernel.kv_layout(slots, dim),
+            layer=place[1],
+            query_start=step.query_start,
+            kv_len=step.kv_len,
+            page_table=step.page_tables[place[0]],
+            counts=step.counts,
+            scale=self.spec.scale,
+            softcap=self.spec.softcap,
+            window=self.spec.window,
+            decode_only=step.decode_only,
+            **step.kernel.options,
+        )
+        out = total(project(attended.reshape(tokens, -1), self.out[...].reshape(x.shape[1], -1)))
+        return (out if self.out_bias is None else out + self.out_bias[...]), cache
+
+    def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """QK norm of q [T, K, G, H] and k [T, K, H], when the layer has one."""
+        norm = self.spec.qk_norm
+        if norm is None or self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.spec.qk_norm_over == "per_head":
+            return normalise(q, norm, self.q_norm[...]), normalise(k, norm, self.k_norm[...])
+        once = local_part(jnp.asarray(self.layout.first_copy), k.shape[1])[:, None]
+        wide_q, wide_k = q.astype(jnp.float32), k.astype(jnp.float32)
+        # Empty places hold zeros and copies are counted once, so the sums are those of the whole projection.
+        mean_q = total(jnp.square(wide_q).sum((1, 2, 3))) / (self.spec.heads * self.spec.head_dim)
+        mean_k = total((jnp.square(wide_k) * once).sum((1, 2))) / (self.spec.kv_heads * self.spec.head_dim)
+        new_q = scaled(wide_q, mean_q[:, None, None, None], norm, self.q_norm[...])
+        new_k = scaled(wide_k, mean_k[:, None, None], norm, self.k_norm[...])
+        return new_q.astype(q.dtype), new_k.astype(k.dtype)
+
+
+def _qk_norms(spec: Attention, slots: int, group: int, build: Build) -> tuple[nnx.Param | None, nnx.Param | None]:
+    """Weights of the QK norms: [H] each, or one per channel of the whole projections."""
+    if spec.qk_norm is None:
+        return None, None
+    if spec.qk_norm_over == "per_head":
+        return build.parameter("H", spec.head_dim), build.parameter("H", spec.head_dim)
+    return build.parameter("KGH", slots, group, spec.head_dim), build.parameter("KH", slots, spec.head_dim)

@@ -1,0 +1,139 @@
+"""A model as a function over flat arrays: what programs are compiled from, with or without weights.
+
+The NNX decoder is built abstractly and split once; a step hands over a tuple of arrays, which costs the host a fraction
+of what traversing modules would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from pagoda.backends.jax_tpu.decoder import Caches, Decoder
+from pagoda.backends.jax_tpu.layout import CachePlaces, cache_places
+from pagoda.backends.jax_tpu.parameter import Build
+from pagoda.backends.jax_tpu.placement import Path
+from pagoda.backends.jax_tpu.sharding import MODEL, partition, placed
+from pagoda.backends.jax_tpu.step_input import KernelChoice, StepInput, StepShape
+from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.models.spec import ModelSpec
+
+Leaves = tuple[jax.Array, ...]
+CACHE_AXES = "..K.."
+"""Logical axes of a stacked cache [L, P, R, B, 128]: rows of different KV heads are on different devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model on one mesh. `leaves`: shapes, dtypes and shardings of the parameters, at `paths` of the decoder."""
+
+    spec: ModelSpec
+    mesh: Mesh
+    layout: KvLayout
+    places: CachePlaces
+    kernel: KernelChoice
+    max_len: int
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    paths: tuple[Path, ...]
+    axes: tuple[str, ...]
+    split: tuple[Any, Any]  # the decoder's graph and the tree of its state
+
+    @property
+    def tensor(self) -> int:
+        """Devices that share each layer."""
+        return self.mesh.shape[MODEL]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights and activations."""
+        return self.leaves[0].dtype
+
+    @property
+    def exact(self) -> Any:
+        """A context in which float32 products are float32 on every platform."""
+        return jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else "default")
+
+    def decoder(self, leaves: Leaves) -> Decoder:
+        """The decoder over these arrays; for use while tracing."""
+        graph, tree = self.split
+        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+    def caches(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The stacked caches for so many blocks."""
+        found = []
+        for (slots, head_dim), depth in zip(self.places.shapes, self.places.depths):
+            local = self.kernel.kv_layout(slots // self.tensor, head_dim)
+            layers, pages, rows, size, lanes = local.shape(depth, num_blocks)
+            sharding = placed(self.mesh, CACHE_AXES)
+            shape = (layers, pages, rows * self.tensor, size, lanes)
+            found.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
+        return tuple(found)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block id over all layers, on one device."""
+        return sum(
+            depth * self.kernel.kv_layout(slots // self.tensor, head_dim).bytes_per_page
+            for (slots, head_dim), depth in zip(self.places.shapes, self.places.depths)
+        )
+
+    def forward(
+        self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array
+    ) -> tuple[Caches, jax.Array, jax.Array]:
+        """The step as a function: caches with the new K and V, hidden [T, D], float32 logits [S, V] of the newest."""
+        specs = tuple(map(partition, self.axes))
+        cache_specs = tuple(partition(CACHE_AXES) for _ in caches)
+        everywhere = PartitionSpec()
+        mapped = jax.shard_map(
+            partial(self._forward, shape),
+            mesh=self.mesh,
+            in_specs=(specs, cache_specs, everywhere, everywhere),
+            out_specs=(cache_specs, everywhere, everywhere),
+            check_vma=False,
+        )
+        return mapped(leaves, caches, history, packed)
+
+    def _forward(
+        self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array
+    ) -> tuple[Caches, jax.Array, jax.Array]:
+        step = StepInput.unpack(packed, shape, self.kernel)
+        decoder = self.decoder(leaves)
+        hidden, caches = decoder.hidden(step.known_ids(history), step, caches)
+        newest = jnp.maximum(step.query_start[1:] - 1, 0)
+        return caches, hidden, decoder.logits(hidden[newest])
+
+    def score(self, leaves: Leaves, hidden: jax.Array, wanted: jax.Array) -> jax.Array:
+        """float32 logits [n, V] of the tokens `wanted` int32 [n] of hidden [T, D]."""
+        mapped = jax.shard_map(
+            lambda parts, rows, index: self.decoder(parts).logits(rows[index]),
+            mesh=self.mesh,
+            in_specs=(tuple(map(partition, self.axes)), PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return mapped(leaves, hidden, wanted)
+
+
+def build_model(
+    spec: ModelSpec, layout: KvLayout, mesh: Mesh, dtype: jnp.dtype, max_len: int, kernel: KernelChoice
+) -> Model:
+    """A model without weights; makes no array. Raises ConfigError when the mesh does not suit the heads."""
+    tensor = mesh.shape[MODEL]
+    places = cache_places(spec, layout, tensor)
+    module = nnx.eval_shape(lambda: Decoder(spec, places, max_len, Build(jnp.dtype(dtype), tensor)))
+    graph, state = nnx.split(module)
+    flat = list(nnx.to_flat_state(state))
+    values, tree = jax.tree.flatten(state)
+    axes = tuple(variable.get_metadata("axes") for _, variable in flat)
+    leaves = tuple(
+        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed(mesh, names))
+        for value, names in zip(values, axes)
+    )
+    paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
+    return Model(spec, mesh, layout, places, kernel, max_len, leaves, paths, axes, (graph, tree))

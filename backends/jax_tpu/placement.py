@@ -1,0 +1,96 @@
+"""Where each parameter of the spec goes: which array of the decoder, at which offset, in which order of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.backends.jax_tpu.layout import HeadLayout, segments
+from pagoda.common.models.spec import Attention, Ffn, Layer, ModelSpec, Moe
+
+Array = npt.NDArray[np.generic]
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A parameter fills, once `arrange`d to the target's rank, the target from `start` on (0 in the axes not given)."""
+
+    target: Path
+    start: tuple[int, ...] = ()
+    arrange: Callable[[Array], Array] = lambda values: values
+
+
+def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
+    """A placement for every canonical parameter name."""
+    found = {name: Placement((name,)) for name in ("embed", "positions", "embed_in", "embed_out", "head", "head_bias")}
+    found["final_norm"] = Placement(("final_norm", "weight"))
+    found["final_norm_bias"] = Placement(("final_norm", "bias"))
+    for number, segment in enumerate(segments(spec.layers)):
+        for repeat, row in enumerate(segment.numbers.tolist()):
+            for index, (layer, layer_number) in enumerate(zip(segment.block, row)):
+                prefix: Path = ("segments", number, "layers", index)
+                for name, placement in _layer(layer, tensor):
+                    found[f"layers.{layer_number}.{name}"] = Placement(
+                        (*prefix, *placement.target), (repeat, *placement.start), _lead(placement.arrange)
+                    )
+    return found
+
+
+def _lead(arrange: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """The same with an axis for the repeats in front."""
+    return lambda values: arrange(values)[None]
+
+
+def _layer(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
+    for place in ("before_mixer", "after_mixer", "before_ffn", "after_ffn"):
+        yield f"norms.{place}", Placement((place, "weight"))
+        yield f"norms.{place}_bias", Placement((place, "bias"))
+    for name, placement in _attention(layer.mixer, tensor):
+        yield f"mixer.{name}", Placement(("mixer", *placement.target), placement.start, placement.arrange)
+    for name, placement in _ffn(layer.ffn):
+        yield f"ffn.{name}", Placement(("ffn", *placement.target), placement.start, placement.arrange)
+
+
+def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
+    heads, dim = HeadLayout.of(mixer, tensor), mixer.head_dim
+
+    def queries(rows: Array) -> Array:
+        return heads.queries(rows, dim)
+
+    def keys(rows: Array) -> Array:
+        return heads.keys(rows, dim)
+
+    def key_place(rows: Array) -> Array:
+        return keys(rows)[:, None]
+
+    for suffix, target in (("", "qkv"), ("_bias", "qkv_bias")):
+        yield f"q{suffix}", Placement((target,), (), queries)
+        yield f"k{suffix}", Placement((target,), (0, heads.group), key_place)
+        yield f"v{suffix}", Placement((target,), (0, heads.group + 1), key_place)
+    yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0))
+    yield "o_bias", Placement(("out_bias",))
+    full = mixer.qk_norm_over == "full"
+    yield "q_norm", Placement(("q_norm",), (), queries if full else lambda values: values)
+    yield "k_norm", Placement(("k_norm",), (), keys if full else lambda values: values)
+
+
+def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
+    if isinstance(ffn, Moe):
+        yield "router", Placement(("router",))
+        last = 1 if ffn.expert.gated else 0
+        for name, part in (("gate", 0), ("up", last)):
+            # [E, F, D] -> [E, D, F, 1]
+            yield f"experts.{name}", Placement(("inner",), (0, 0, 0, part), lambda w: w.swapaxes(1, 2)[..., None])
+            yield f"experts.{name}_bias", Placement(("inner_bias",), (0, 0, part), lambda b: b[..., None])
+        yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2))
+        yield "experts.down_bias", Placement(("down_bias",))
+        return
+    for name, part in (("gate", 0), ("up", 1 if ffn.gated else 0)):
+        yield name, Placement(("inner",), (part,), lambda w: w[None])
+        yield f"{name}_bias", Placement(("inner_bias",), (part,), lambda b: b[None])
+    yield "down", Placement(("down",))
+    yield "down_bias", Placement(("down_bias",))

@@ -1,0 +1,99 @@
+"""Programs compiled before serving, by several threads, and never after.
+
+Lowering happens in the calling thread (tracing is not thread-safe), compiling in a pool. A program that is asked for
+although it was not prepared is a fault of the shapes: an error when `strict`, else counted, logged and compiled late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import jax
+from tqdm import tqdm
+
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
+from pagoda.backends.jax_tpu.compile_cache import CacheCount
+
+logger = logging.getLogger(__name__)
+
+_STACK: Final = 64 << 20  # the compiler recurses deeper than a thread's usual stack
+
+
+class RecompileError(RuntimeError):
+    """A program was missing after warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """What preparing cost. `cached`: programs from the persistent cache; `bundled`: from a bundle."""
+
+    programs: int
+    cached: int
+    seconds: float
+    bundled: int = 0
+
+    def __str__(self) -> str:
+        if self.bundled:
+            return f"{self.bundled} programs from the bundle"
+        return f"{self.programs} programs in {self.seconds:.1f} s, {self.cached} of them from the compile cache"
+
+
+CompiledT = TypeVar("CompiledT")
+
+
+def compile_all(
+    catalogue: Catalogue, keys: Iterable[Key], compile: Callable[[jax.stages.Lowered], CompiledT]
+) -> Iterator[tuple[Key, CompiledT]]:
+    """Lower here, compile in as many threads as there are cores; programs in the order in which they are done."""
+    wanted = list(keys)
+    previous = threading.stack_size(_STACK)
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-compile") as pool:
+            jobs = {pool.submit(compile, catalogue.lower(key)): key for key in wanted}
+            done = as_completed(jobs)
+            for job in tqdm(done, "Compiling", len(jobs), disable=not sys.stderr.isatty(), file=sys.stderr):
+                yield jobs[job], job.result()
+    finally:
+        threading.stack_size(previous)
+
+
+class Programs:
+    """The compiled programs of one engine. `recompiles` counts those compiled after `prepare`."""
+
+    def __init__(self, catalogue: Catalogue, *, strict: bool = False) -> None:
+        self.catalogue, self.strict = catalogue, strict
+        self.recompiles = 0
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+
+    def __getitem__(self, key: Key) -> jax.stages.Compiled:
+        """The program of that key. Raises RecompileError when it is missing and `strict`."""
+        found = self._compiled.get(key)
+        return self._late(key) if found is None else found
+
+    def prepare(self, keys: Iterable[Key] | None = None) -> CompileReport:
+        """Compile these programs, by default all of the catalogue, with a bar where stderr is a terminal."""
+        begin, count = time.perf_counter(), CacheCount.now()
+        wanted = list(self.catalogue if keys is None else keys)
+        self._compiled.update(compile_all(self.catalogue, wanted, jax.stages.Lowered.compile))
+        return CompileReport(len(wanted), CacheCount.now().hits - count.hits, time.perf_counter() - begin)
+
+    def adopt(self, programs: Mapping[Key, jax.stages.Compiled]) -> CompileReport:
+        """Take programs that were compiled elsewhere."""
+        self._compiled.update(programs)
+        return CompileReport(len(programs), 0, 0.0, len(programs))
+
+    def _late(self, key: Key) -> jax.stages.Compiled:
+        if self.strict:
+            raise RecompileError(f"{key} was not compiled before serving")
+        self.recompiles += 1
+        logger.error("compiling %s while serving: it was not prepared; please report this", key)
+        self._compiled[key] = self.catalogue.lower(key).compile()
+        return self._compiled[key]

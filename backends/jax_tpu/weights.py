@@ -1,0 +1,94 @@
+"""The stream of canonical weights -> the decoder's arrays, each piece straight to the devices that hold it.
+
+The arrays are made empty on the devices; a parameter is cut by device, sent, and written into its place with the array
+donated. So beside the model there is never more than one parameter in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.backends.jax_tpu.model import Leaves, Model
+from pagoda.backends.jax_tpu.placement import Path, Placement, placements
+from pagoda.backends.jax_tpu.rotary import ropes, table
+from pagoda.backends.jax_tpu.sharding import placed
+from pagoda.common.backend import Weight
+from pagoda.common.errors import WeightError
+from pagoda.common.models.shapes import params
+from pagoda.common.weights import narrow
+
+_NARROW = {
+    narrow.BFLOAT16: ml_dtypes.bfloat16,
+    narrow.FLOAT8_E4M3FN: ml_dtypes.float8_e4m3fn,
+    narrow.FLOAT8_E5M2: ml_dtypes.float8_e5m2,
+}
+
+
+def load(model: Model, weights: Iterable[Weight]) -> Leaves:
+    """Every array of the model. Raises WeightError naming a parameter: unknown, repeated, misshapen or missing."""
+    filling = _Filling(model)
+    waiting = params(model.spec)
+    for name, array in weights:
+        param = waiting.pop(name, None)
+        if param is None:
+            raise WeightError(f"parameter {name} is unknown or came twice")
+        if array.shape != param.shape:
+            raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
+        filling.put(name, as_jax(array))
+    if waiting:
+        raise WeightError(f"the checkpoint lacks {len(waiting)} parameters, first {next(iter(waiting))}")
+    return filling.leaves()
+
+
+def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The array with a dtype that jax knows, over the same memory."""
+    return narrow.bits(array).view(_NARROW[array.dtype]) if array.dtype in _NARROW else array
+
+
+class _Filling:
+    """The arrays while they are being filled."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._index = {path: index for index, path in enumerate(model.paths)}
+        self._places: dict[str, Placement] = placements(model.spec, model.tensor)
+        self._arrays = [
+            jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
+        ]
+        self._write = jax.jit(_write, donate_argnums=0)
+        for number, rope in enumerate(ropes(model.spec)):
+            self._fill(("rotary", number), (), table(rope, model.max_len))
+
+    def put(self, name: str, array: npt.NDArray[np.generic]) -> None:
+        """Send one parameter."""
+        place = self._places[name]
+        self._fill(place.target, place.start, place.arrange(array))
+
+    def _fill(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
+        index = self._index[target]
+        axes, array = self._model.axes[index], self._arrays[index]
+        part = _pad(part, array.shape, axes)
+        offset = np.zeros(array.ndim, np.int32)
+        offset[: len(start)] = start
+        self._arrays[index] = self._write(array, jax.device_put(part, placed(self._model.mesh, axes)), offset)
+
+    def leaves(self) -> Leaves:
+        """The filled arrays; waits for the devices."""
+        return jax.block_until_ready(tuple(self._arrays))
+
+
+def _write(array: jax.Array, part: jax.Array, offset: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array, part.astype(array.dtype), tuple(offset))
+
+
+def _pad(part: npt.NDArray[np.generic], shape: tuple[int, ...], axes: str) -> npt.NDArray[np.generic]:
+    """Zeros behind the ffn width and the vocabulary, up to the array's size."""
+    missing = [(0, size - have if axis in "FV" else 0) for have, size, axis in zip(part.shape, shape, axes)]
+    return np.pad(part, missing) if any(after for _, after in missing) else part

@@ -1,0 +1,45 @@
+"""Compiling for a TPU that is not there: libtpu's compiler on any machine.
+
+Importing this module sets what libtpu reads from the environment, so import it before jax initialises a backend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+# A machine without a TPU has no metadata server to ask, and libtpu is loaded for its compiler, not for a device.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:2x2x1"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the compiler says of one program, in bytes: donated, temporary in HBM, most VMEM of a kernel."""
+
+    alias: int
+    temp: int
+    vmem: int
+
+
+def one_chip(name: str) -> SingleDeviceSharding:
+    """A sharding on one compile-only chip of the kind `name`. KeyError for a chip the compiler cannot target."""
+    extra = {} if name == "v5p" else {"chips_per_host_bounds": (1, 1, 1)}
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name], **extra)
+    return SingleDeviceSharding(topology.devices[0])
+
+
+def facts(compiled: jax.stages.Compiled) -> Facts:
+    """Facts of a compiled program."""
+    memory: Any = compiled.memory_analysis()
+    scoped = re.findall(r'"used_scoped_memory_configs":\[([^\]]*)\]', compiled.as_text() or "")
+    sizes = [int(size) for text in scoped for size in re.findall(r'"size":"(\d+)"', text)]
+    return Facts(memory.alias_size_in_bytes, memory.temp_size_in_bytes, max(sizes, default=0))

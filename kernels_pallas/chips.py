@@ -1,0 +1,60 @@
+"""What a kernel must know of the chip it is compiled for. It is an argument, never read from the running machine,
+so that every kernel compiles for any chip on any machine.
+
+Figures per TensorCore. Sources: jax/_src/pallas/mosaic/tpu_info.py (Apache-2.0); Google Cloud's system pages for TPU
+v5e, v5p, v6e and 7x. `flops_per_cycle` follows from XLA:TPU's own estimate of a 4096^3 matmul (126,898 FLOP per cycle
+for v5e, 252,216 for both cores of v5p, 455,675 for v6e), rounded up to what the units could do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChipInfo:
+    """One TPU generation. Bandwidth in bytes/s, peak in FLOP/s (bf16), memory in bytes; all per core."""
+
+    name: str
+    cores: int  # TensorCores behind one jax device
+    vmem_bytes: int
+    smem_bytes: int
+    hbm_bytes: int
+    hbm_bandwidth: float
+    peak_flops: float
+    flops_per_cycle: int
+
+    @property
+    def clock_hz(self) -> float:
+        """Cycles per second of the matrix units."""
+        return self.peak_flops / self.flops_per_cycle
+
+
+CHIPS: dict[str, ChipInfo] = {
+    chip.name: chip
+    for chip in (
+        ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072),
+        ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072),
+        ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288),
+        ChipInfo("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288),
+    )
+}
+
+_KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+}
+
+
+def chip_of(device_kind: str) -> ChipInfo:
+    """The table's entry for jax's `device.device_kind`. ValueError, with the known kinds, for any other chip."""
+    if device_kind not in _KINDS:
+        raise ValueError(f"no figures for the chip {device_kind!r}; known: {', '.join(_KINDS)}")
+    return CHIPS[_KINDS[device_kind]]

@@ -1,0 +1,92 @@
+"""Static shapes of a call, by name: what compile tests, schedules and a backend's ladder are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.ragged_paged_attention.api import ragged_paged_attention
+from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+
+KNOBS = ("softcap", "window", "sinks", "k_scale", "v_scale")
+
+
+@dataclass(frozen=True)
+class ArgSpec:
+    """One compiled shape: T tokens, S sequences, N query heads over `layout`, `context` tokens of page table."""
+
+    tokens: int
+    seqs: int
+    heads: int
+    layout: KvLayout
+    context: int = 1024
+    layers: int = 4
+    pages: int = 1024
+    knobs: tuple[str, ...] = ()
+    decode_only: bool = False
+
+    def function(self, chip: ChipInfo) -> Callable[..., Any]:
+        """The call as a function of `arguments`, jitted with the cache donated."""
+
+        def attend(cache: jax.Array, arrays: dict[str, Any], knobs: dict[str, Any]) -> Any:
+            return ragged_paged_attention(
+                **arrays, **knobs, cache=cache, layout=self.layout, decode_only=self.decode_only, chip=chip
+            )
+
+        return jax.jit(attend, donate_argnums=0)
+
+    def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
+        """ShapeDtypeStructs for `function`."""
+
+        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        layout, ints = self.layout, jnp.int32
+        pages = -(-self.context // layout.page_size)
+        kv = array((self.tokens, layout.kv_heads, layout.head_dim), layout.compute_dtype)
+        arrays = {
+            "q": array((self.tokens, self.heads, layout.head_dim), layout.compute_dtype),
+            "k": kv,
+            "v": kv,
+            "layer": array((), ints),
+            "query_start": array((self.seqs + 1,), ints),
+            "kv_len": array((self.seqs,), ints),
+            "page_table": array((self.seqs, pages), ints),
+            "counts": array((2,), ints),
+        }
+        shapes = {"sinks": (self.heads,)}
+        knobs = {
+            name: array(shapes.get(name, ()), ints if name == "window" else jnp.float32)
+            for name in (*self.knobs, "scale")
+        }
+        return array(layout.shape(self.layers, self.pages), layout.word_dtype), arrays, knobs
+
+
+def spec(name: str) -> ArgSpec:
+    """The named shape. KeyError, with the names, for any other."""
+    if name not in SPECS:
+        raise KeyError(f"{name!r} is not one of {', '.join(SPECS)}")
+    return SPECS[name]
+
+
+def _bf16(kv_heads: int, head_dim: int) -> KvLayout:
+    return KvLayout(kv_heads, head_dim, "bfloat16", 128)
+
+
+SPECS: dict[str, ArgSpec] = {
+    "decode-8kv": ArgSpec(64, 64, 32, _bf16(8, 128), decode_only=True),
+    "prefill-8kv": ArgSpec(2048, 8, 32, _bf16(8, 128), context=2048),
+    "mixed-1kv": ArgSpec(256, 64, 8, _bf16(1, 128), context=8192),
+    "mixed-hd64-sinks-window": ArgSpec(64, 8, 64, _bf16(8, 64), knobs=("sinks", "window")),
+    "mixed-hd256-softcap-window": ArgSpec(64, 8, 16, _bf16(8, 256), knobs=("softcap", "window")),
+    "mixed-hd80-odd-heads": ArgSpec(64, 8, 9, _bf16(3, 80)),
+    "mixed-fp32": ArgSpec(64, 8, 9, KvLayout(3, 64, "float32", 128)),
+    "mixed-int8": ArgSpec(64, 8, 32, KvLayout(8, 128, "int8", 128), knobs=("k_scale", "v_scale")),
+    "mixed-e4m3": ArgSpec(64, 8, 8, KvLayout(1, 128, "float8_e4m3fn", 128), knobs=("k_scale", "v_scale")),
+    "mixed-e5m2": ArgSpec(64, 8, 32, KvLayout(8, 128, "float8_e5m2", 128)),
+}

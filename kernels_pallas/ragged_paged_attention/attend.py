@@ -1,0 +1,210 @@
+"""The arithmetic of one pass: online softmax over some tokens of one lane head, in two arrangements.
+
+Rows (decode): logits [M, tokens]. Few queries, many tokens: the tokens fill the lanes.
+Columns (mixed): logits [tokens, M]. The maximum runs over sublanes, which costs no cross-lane unit and leaves a state
+of [8, M] instead of [M, 128]; the exponentials are the stationary operand of the second matmul. On the schedule for
+v6e the row arrangement of a prefill reached 18 % of the matrix units' peak, this one 54 %.
+
+Both keep logits in base 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.scalar import div, rem
+
+MASKED = -1e30  # finite: inf - inf would be NaN
+SUBLANES = 8
+COLUMNS = 256  # queries of one independent chain of the column arrangement
+
+
+@dataclass(frozen=True)
+class State:
+    """The running softmax of every lane head, in VMEM. top holds the same maximum in all lanes (sublanes).
+
+    Rows: top [heads, M, 128], acc [heads, M, W], total [heads, M, 128] with one partial sum per lane.
+    Columns: top [heads, 8, M], acc [heads, W + 8, M] whose last 8 rows are the sum; total is None.
+    """
+
+    top: Any
+    acc: Any
+    total: Any = None
+
+    def clear(self) -> None:
+        """Nothing seen yet."""
+        self.top[...] = jnp.full_like(self.top, MASKED)
+        self.acc[...] = jnp.zeros_like(self.acc)
+        if self.total is not None:
+            self.total[...] = jnp.zeros_like(self.total)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Logits between the two halves of a pass in the column arrangement: logits [tokens, M], peak [8, M], in VMEM.
+
+    There are two stages: the matrix unit fills one while the vector unit empties the other.
+    """
+
+    logits: Any
+    peak: Any
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a query may see: token `key` of the sequence if query - window < key <= query.
+
+    start: position of the pass's first token. position: of the first query; queries: how many follow each other along
+    the M axis before the next head begins (1: all are at `position`). window None: no lower limit.
+    """
+
+    start: Any
+    position: Any
+    queries: int
+    window: Any
+
+    def apply(self, logits: jax.Array, key_axis: int, first: int = 0) -> jax.Array:
+        """Logits with the unseen ones masked; `first` is their first index on the M axis."""
+        key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, key_axis) + self.start
+        query = self.position
+        if self.queries > 1:
+            index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1 - key_axis) + first
+            query = query + rem(index, self.queries)
+        seen = key <= query
+        if self.window is not None:
+            seen = jnp.logical_and(seen, key > query - self.window)
+        return jnp.where(seen, logits, MASKED)
+
+
+def load(kv: Any, layout: KvLayout, tokens: int, turn: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
+    """K and V [tokens, W] of lane head `head + part` from the pages kv [.., R, B, 128], of their pass number `turn`."""
+    chunks, size = layout.width // LANES, layout.page_size
+
+    def rows(row: Any, start: int, step: int) -> jax.Array:
+        """Every `step`-th token of the pass: of several whole pages, or of a part of one."""
+        if tokens <= size:
+            share = size // tokens
+            page, first = div(turn, share), (turn - div(turn, share) * share) * tokens
+            return kv[page, row, pl.ds(first + start, tokens // step, step), :]
+        pages = tokens // size
+        parts = [kv[turn * pages + i, row, pl.ds(start, size // step, step), :] for i in range(pages)]
+        return jnp.concatenate(parts, axis=0)
+
+    def join(parts: list[jax.Array]) -> jax.Array:
+        return parts[0] if chunks == 1 else jnp.concatenate(parts, axis=-1)
+
+    if layout.packing == 1:
+        row = (head + part) * 2 * chunks
+        k, v = ([rows(row + c + side * chunks, 0, 1) for c in range(chunks)] for side in (0, 1))
+    elif layout.packing == 2:
+        row = (head + part) * chunks
+        even, odd = ([rows(row + c, i, 2) for c in range(chunks)] for i in (0, 1))
+        k = [pltpu.bitcast((a & 0xFFFF) | (b << 16), jnp.bfloat16) for a, b in zip(even, odd)]
+        v = [pltpu.bitcast((a >> 16) | (b & jnp.uint32(0xFFFF0000)), jnp.bfloat16) for a, b in zip(even, odd)]
+    else:
+        row = (div(jnp.int32(head), 2) + part // 2) * chunks
+        words = [rows(row + c, 0, 1) for c in range(chunks)]
+        k, v = ([byte(w, 16 * (part % 2) + shift, layout.dtype) for w in words] for shift in (0, 8))
+    return join(k), join(v)
+
+
+def attend_rows(q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softcap: Any, mask: Mask) -> None:
+    """q [M, W] (a ref), k and v [tokens, W]; state of lane head `h` is updated."""
+    logits = capped(dot(q[...], k, ((1,), (1,))), softcap)
+    logits = mask.apply(logits, key_axis=1)
+    old = state.top[h]
+    new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
+    weights = jnp.exp2(logits - across(new, logits.shape[1]))
+    decay = jnp.exp2(old - new)
+    state.top[h] = new
+    state.total[h] = state.total[h] * decay + sum_lanes(weights)
+    state.acc[h] = state.acc[h] * across(decay, v.shape[1]) + dot(weights.astype(v.dtype), v, ((1,), (0,)))
+
+
+def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, mask: Mask | None) -> None:
+    """First half of a pass: logits of q [M, W] (a ref) over k [tokens, W], with their maximum, into `stage`."""
+    width = column_width(q.shape[0])
+    for i in range(0, q.shape[0], width):
+        chain = pl.ds(i, width)
+        x = capped(dot(k, q[chain, :], ((1,), (1,))), softcap)
+        x = x if mask is None else mask.apply(x, key_axis=0, first=i)
+        stage.logits[:, chain] = x
+        stage.peak[:, chain] = fold_max(x)
+
+
+def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:
+    """Second half of a pass: the logits of `stage` and v [tokens, W] into the state of lane head `h`.
+
+    Rows of ones under the transposed v let the matrix unit, which has time, add up the weights.
+    """
+    count, height = stage.logits.shape[1], state.acc.shape[1]
+    width = column_width(count)
+    left = jnp.concatenate([v.T, jnp.ones((2 * SUBLANES, v.shape[0]), v.dtype)], axis=0)
+    for i in range(0, count, width):
+        chain = pl.ds(i, width)
+        old = state.top[h, :, chain]
+        new = jnp.maximum(old, jnp.max(stage.peak[:, chain], axis=0, keepdims=True))
+        weights = jnp.exp2(stage.logits[:, chain] - new[:1]).astype(v.dtype)
+        decay = jnp.exp2(old - new)
+        state.top[h, :, chain] = new
+        added = dot(left, weights, ((1,), (0,)))[:height]
+        state.acc[h, :, chain] = state.acc[h, :, chain] * decay[:1] + added
+
+
+def column_width(count: int) -> int:
+    """Queries of one chain, of `count`."""
+    return next((width for width in (COLUMNS, LANES) if count % width == 0), count)
+
+
+def dot(a: jax.Array, b: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    """A matmul on the MXU with float32 results; float32 operands at full precision."""
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def capped(logits: jax.Array, softcap: Any) -> jax.Array:
+    """softcap * tanh(logits): the queries came divided by the cap; `softcap` brings base 2."""
+    return logits if softcap is None else jnp.tanh(logits) * softcap
+
+
+def across(x: jax.Array, width: int) -> jax.Array:
+    """[M, 128], equal in all lanes -> [M, width], without a cross-lane move."""
+    if width % LANES:
+        return jnp.broadcast_to(x[:, :1], (x.shape[0], width))
+    return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def sum_lanes(x: jax.Array) -> jax.Array:
+    """[M, n * 128] -> [M, 128], whose lanes sum to the row's sum."""
+    if x.shape[1] % LANES:
+        lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
+        return jnp.where(lane == 0, jnp.sum(x, axis=1, keepdims=True), 0)
+    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))  # type: ignore[return-value]
+
+
+def fold_max(x: jax.Array) -> jax.Array:
+    """[n * 8, M] -> [8, M], one maximum per sublane, in a few chains that do not wait for each other."""
+    units = x.shape[0] // SUBLANES
+    chains = next(n for n in (4, 2, 1) if units % n == 0)
+    return x.reshape(chains, units // chains, SUBLANES, x.shape[1]).max(axis=1).max(axis=0)
+
+
+def byte(words: jax.Array, shift: int, dtype: str) -> jax.Array:
+    """The byte at `shift` of each word, read as `dtype`, as bfloat16 (exact for the three 8-bit types)."""
+    signed = pltpu.bitcast(words << (24 - shift), jnp.int32)
+    if dtype == "int8":
+        return (signed >> 24).astype(jnp.float32).astype(jnp.bfloat16)
+    fraction, low = (3, -6) if dtype == "float8_e4m3fn" else (2, -14)
+    magnitude = (signed >> 24) & 0x7F
+    # Subnormals are counted, not shifted: the vector unit flushes float32 subnormals to zero.
+    small = magnitude.astype(jnp.float32) * 2.0 ** (low - fraction)
+    bits = (magnitude << (23 - fraction)) + ((127 + low - 1) << 23)
+    value = jnp.where(magnitude < (1 << fraction), small, pltpu.bitcast(bits, jnp.float32))
+    return jnp.where(signed < 0, -value, value).astype(jnp.bfloat16)

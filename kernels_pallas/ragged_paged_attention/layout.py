@@ -1,0 +1,171 @@
+"""The paged KV cache as the kernel stores it: 32-bit words in rows of 128 lanes.
+
+    cache [L, P, R, B, 128]         R = rows per token; page_size B tokens of one row lie together
+
+One page of one layer is contiguous, so one DMA fetches it. Inside it the tokens of a row are neighbours, so a head's K
+and V are read with a stride of at most two: the other order, rows inside tokens, made a read of eight tokens hit two
+memory banks and cost four loads.
+
+Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile, and a DMA may start at any token
+and have any length: single-token writes need no alignment. Narrow types are packed *inside* the words, K and V of a
+head side by side, so that a few shifts give both matrices:
+
+    float32            one row holds K, the next holds V
+    bfloat16           word = K | V << 16
+    8-bit              word = K | V << 8 | K' << 16 | V' << 24     (K', V': the next head)
+
+Heads narrower than 128 share a row: two heads of width 64 fill its lanes (head widths are padded to the next power of
+two below 128 and to a multiple of 128 above). What the kernel calls a *lane head* is one such row group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+WORD_BYTES = 4
+CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """How K and V of `kv_heads` heads of width `head_dim` lie in a page of `page_size` tokens.
+
+    `dtype` is the stored type, one of `CACHE_DTYPES`. `page_size` is in tokens. ValueError: a field is out of range.
+    Under tensor parallelism give the heads of one shard: the global array is that shape with axis 2 multiplied, and
+    axis 2 is the one to shard.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(CACHE_DTYPES)}")
+        if self.kv_heads < 1 or self.page_size < 1 or not 1 <= self.head_dim <= 512:
+            raise ValueError(f"kv_heads, page_size >= 1 and head_dim in 1..512 are needed: {self}")
+        if self.page_size % 8:
+            raise ValueError(f"page_size must be a multiple of 8 tokens, not {self.page_size}")
+
+    @property
+    def packing(self) -> int:
+        """Elements in a word: 1, 2 or 4."""
+        return WORD_BYTES // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def heads_per_row(self) -> int:
+        """KV heads that share the 128 lanes of a row."""
+        return max(1, LANES // next_power_of_two(self.head_dim))
+
+    @property
+    def slot_width(self) -> int:
+        """Lanes one head owns: `head_dim` padded."""
+        if self.head_dim >= LANES:
+            return -(-self.head_dim // LANES) * LANES
+        return LANES // self.heads_per_row
+
+    @property
+    def width(self) -> int:
+        """Width of a lane head, a multiple of 128: the contraction size the kernel sees."""
+        return max(LANES, self.slot_width)
+
+    @property
+    def lane_heads(self) -> int:
+        """Lane heads, padded to an even number for 8-bit types (two of them share a word)."""
+        heads = -(-self.kv_heads // self.heads_per_row)
+        return heads + heads % 2 if self.packing == 4 else heads
+
+    @property
+    def rows_per_token(self) -> int:
+        """R: rows of 128 words that one token of one layer takes."""
+        return self.lane_heads * (self.width // LANES) * 2 // self.packing
+
+    @property
+    def word_dtype(self) -> jnp.dtype:
+        """The cache array's dtype: float32 as it is, uint32 words for the narrower types."""
+        return jnp.dtype(jnp.float32 if self.packing == 1 else jnp.uint32)
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """What K, V and the queries are multiplied in."""
+        return jnp.dtype(jnp.float32 if self.packing == 1 else jnp.bfloat16)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page of one layer, padding included."""
+        return self.page_size * self.rows_per_token * LANES * WORD_BYTES
+
+    def shape(self, layers: int, pages: int) -> tuple[int, int, int, int, int]:
+        """Shape [L, P, R, B, 128] of the stacked cache; its dtype is `word_dtype`."""
+        return layers, pages, self.rows_per_token, self.page_size, LANES
+
+    def init(self, layers: int, pages: int) -> jax.Array:
+        """An empty cache [L, P, R, B, 128] on the default device."""
+        return jnp.zeros(self.shape(layers, pages), self.word_dtype)
+
+    def pack(self, k: jax.Array, v: jax.Array) -> jax.Array:
+        """K and V [..., K, H] of any float type as the words of their tokens [..., R, 128].
+
+        Values are cast to `dtype` (int8: rounded and clipped); divide by the scales before.
+        """
+        k, v = (self._to_lanes(self._narrow(x)) for x in (k, v))
+        lead = k.shape[:-2]
+        if self.packing == 1:
+            return jnp.stack((k, v), axis=-2).reshape(*lead, self.rows_per_token, LANES)
+        bits = jnp.uint16 if self.packing == 2 else jnp.uint8
+        k, v = (jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32) for x in (k, v))
+        words = k | v << (8 * self._bytes)
+        if self.packing == 4:
+            pairs = words.reshape(*lead, self.lane_heads // 2, 2, self.width)
+            words = pairs[..., 0, :] | pairs[..., 1, :] << 16
+        return words.reshape(*lead, self.rows_per_token, LANES)
+
+    def unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """K and V [..., K, H] of type `dtype` from words [..., R, 128]: what `pack` stored."""
+        lead = words.shape[:-2]
+        if self.packing == 1:
+            both = words.reshape(*lead, self.lane_heads, 2, self.width)
+            return self._from_lanes(both[..., 0, :]), self._from_lanes(both[..., 1, :])
+        shifts = 16 * jnp.arange(self.packing // 2, dtype=jnp.uint32)
+        words = words.reshape(*lead, -1, 1, self.width) >> shifts[:, None]
+        words = words.reshape(*lead, self.lane_heads, self.width)
+        bits = jnp.uint16 if self.packing == 2 else jnp.uint8
+        k, v = (
+            jax.lax.bitcast_convert_type((words >> shift).astype(bits), jnp.dtype(self.dtype))
+            for shift in (0, 8 * self._bytes)
+        )
+        return self._from_lanes(k), self._from_lanes(v)
+
+    @property
+    def _bytes(self) -> int:
+        return WORD_BYTES // self.packing
+
+    def _narrow(self, x: jax.Array) -> jax.Array:
+        if self.dtype == "int8":
+            return jnp.clip(jnp.round(x.astype(jnp.float32)), -127, 127).astype(jnp.int8)
+        if self.packing == 4:  # a float8 has no infinity to saturate to, or one that spoils a page
+            limit = float(jnp.finfo(self.dtype).max)
+            x = jnp.clip(x.astype(jnp.float32), -limit, limit)
+        return x.astype(self.dtype)
+
+    def _to_lanes(self, x: jax.Array) -> jax.Array:
+        """[..., K, H] -> [..., lane heads, width], zeros in the padding."""
+        heads = self.lane_heads * self.heads_per_row
+        pad = [(0, 0)] * (x.ndim - 2) + [(0, heads - self.kv_heads), (0, self.slot_width - self.head_dim)]
+        return jnp.pad(x, pad).reshape(*x.shape[:-2], self.lane_heads, self.width)
+
+    def _from_lanes(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_to_lanes`."""
+        x = x.reshape(*x.shape[:-2], self.lane_heads * self.heads_per_row, self.slot_width)
+        return x[..., : self.kv_heads, : self.head_dim]
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is >= n >= 1."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,136 @@
+"""The device's sampling against the definition, written out plainly in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("flax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import support.jax_devices
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.reference_driver import tiny_spec
+from support.sampling_definition import ROWS, VOCAB, define
+
+from pagoda.backends.jax_tpu import edit, noise
+from pagoda.backends.jax_tpu.catalogue import Catalogue
+from pagoda.backends.jax_tpu.logprobs import logprobs, sorted_logprobs
+from pagoda.backends.jax_tpu.model import build_model
+from pagoda.backends.jax_tpu.programs import Programs
+from pagoda.backends.jax_tpu.sampler import Sampler
+from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.sharding import make_mesh
+from pagoda.backends.jax_tpu.step_input import KernelChoice
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.step import RowStart, StepPlan
+
+ROOM = 8
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def programs() -> Programs:
+    spec = replace(tiny_spec(), vocab=VOCAB)
+    limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
+    kernel = KernelChoice(page_size=8, cache_dtype="float32")
+    model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
+    return Programs(Catalogue(model, StepShapes.of(limits, 1), 4, ROOM))
+
+
+def step(ends: list[int]) -> StepPlan:
+    """One decode step of rows 0, 1, ...; `ends`: tokens known of each."""
+    count = len(ends)
+    return StepPlan(
+        step=0,
+        starts=(),
+        rows=np.arange(count, dtype=np.int32),
+        query_start=np.arange(count + 1, dtype=np.int32),
+        context=np.array(ends, np.int32) - 1,
+        token_ids=np.zeros(count, np.int32),
+        block_tables=(),
+        samples=np.ones(count, np.bool_),
+    )
+
+
+def padded(logits: np.ndarray) -> jax.Array:
+    """With rows of padding, full of what must not matter."""
+    return jnp.asarray(np.concatenate([logits, np.full((ROOM - len(logits), VOCAB), np.nan, np.float32)]))
+
+
+def test_noise_has_the_same_integers_in_numpy_and_jax() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 10_000, dtype=np.uint32)
+    np.testing.assert_array_equal(np.asarray(noise.mix(jnp.asarray(bits))), mix(bits))
+    keys = noise_keys(np.array([0, -5, 2**62]), np.array([0, 7, 10**6]))
+    ids = np.arange(5_000, dtype=np.uint32)
+    ours = np.asarray(noise.gumbel(jnp.asarray(keys), jnp.asarray(ids)))
+    np.testing.assert_allclose(ours, gumbel(keys, ids), rtol=1e-5, atol=1e-6)
+    assert np.isfinite(ours).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
+def test_tokens_follow_the_definition(programs: Programs, rows, seed: int, spread: float) -> None:
+    logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
+    sampler = Sampler(programs, ROOM)
+    want = []
+    for row, (rules, history, prompt) in enumerate(rows):
+        num_prompt = min(prompt, len(history))
+        sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
+        want.append(define(logits[row].copy(), rules, history, num_prompt))
+    sampled = sampler.sample(padded(logits), step([len(history) for _, history, _ in rows]))
+    tokens = np.asarray(sampled.tokens)[: len(rows)].tolist()
+    assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
+
+
+def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: Programs) -> None:
+    """Four steps without the host telling the device any token."""
+    rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
+    logits = np.full(VOCAB, -5.0, np.float32)
+    logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
+    prompt = [9, 1]
+    sampler, history = Sampler(programs, ROOM), list(prompt)
+    sampler.start(RowStart(0, np.array(prompt, np.int32), 2, rules))
+    for _ in range(4):
+        want = define(logits.copy(), rules, history, 2)
+        sampled = sampler.sample(padded(logits[None]), step([len(history)]))
+        history.append(int(np.asarray(sampled.tokens)[0]))
+        assert history[-1] == want
+
+
+def test_lists_longer_than_a_program_go_in_pieces(programs: Programs) -> None:
+    count = edit.ENTRIES + 5
+    words = tuple((word, word + 1, 5) for word in range(edit.WORDS + 9))
+    rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
+    sampler = Sampler(programs, ROOM)
+    history = np.array([0, len(words) - 1, len(words)], np.int32)
+    sampler.start(RowStart(0, history, 1, rules))
+    logits = np.zeros(VOCAB, np.float32)
+    logits[5] = 1e6
+    assert int(np.asarray(sampler.sample(padded(logits[None]), step([3])).tokens)[0]) == count - 1
+
+
+def test_rows_that_do_not_sample_leave_no_trace(programs: Programs) -> None:
+    sampler = Sampler(programs, ROOM)
+    before = np.asarray(sampler.history)[:ROOM].copy()
+    plan = replace(step([3, 4]), samples=np.zeros(2, np.bool_))
+    sampler.sample(padded(np.zeros((2, VOCAB), np.float32)), plan)
+    np.testing.assert_array_equal(np.asarray(sampler.history)[:ROOM], before)
+
+
+def test_the_host_and_the_device_give_the_same_logprobs() -> None:
+    logits = np.random.default_rng(0).standard_normal((3, VOCAB)).astype(np.float32)
+    chosen = np.array([4, 90, 599], np.int32)
+    ids, values, ranks = map(np.asarray, logprobs("raw_logprobs", jnp.asarray(logits), jnp.asarray(chosen)))
+    host = sorted_logprobs("raw_logprobs", logits, chosen, 20)
+    np.testing.assert_array_equal(ids, host.token_ids)
+    np.testing.assert_allclose(values, host.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(ranks, host.ranks)
+    assert sorted_logprobs("raw_logprobs", logits, chosen, -1).token_ids.shape == (3, 1 + VOCAB)
+    assert len(jax.devices()) == support.jax_devices.DEVICES

@@ -1,0 +1,48 @@
+"""The real TPU compiler, on this machine: every shape compiles, in place, within the chip."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.kernels_pallas.chips import CHIPS
+from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, spec
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is missing")
+PROGRAM = Path(__file__).parents[1] / "support" / "kernel_aot.py"
+DEFAULT = ["v6e/decode-8kv", "v5e/mixed-hd64-sinks-window", "v5p/mixed-1kv", "v6e/mixed-e4m3"]
+MATRIX = [f"{chip}/{name}" for chip in ("v5e", "v5p", "v6e") for name in SPECS]
+
+
+def compile_all(pairs: list[str]) -> None:
+    """In a process of its own: libtpu reads the environment when it is loaded."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *pairs], env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [facts["pair"] for facts in found] == pairs
+    for facts in found:
+        chip, name = facts["pair"].split("/")
+        case = spec(name)
+        cache = 4 * math.prod(case.layout.shape(case.layers, case.pages))
+        assert facts["alias"] == cache, facts
+        assert facts["temp"] < cache / 16, facts
+        assert 0 < facts["vmem"] <= CHIPS[chip].vmem_bytes, facts
+
+
+def test_shapes_compile_in_place() -> None:
+    compile_all(DEFAULT)
+
+
+@pytest.mark.tpu_matrix
+def test_every_shape_compiles_for_every_chip() -> None:
+    compile_all([pair for pair in MATRIX if pair not in DEFAULT])

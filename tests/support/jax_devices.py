@@ -1,0 +1,18 @@
+"""Import this before any array is made: XLA's CPU client then has eight devices, so that meshes can be tested.
+
+Compiled programs are kept in the temporary folder, not in the user's cache: many tests run the same tiny models.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "pagoda-tests-xla"))
+
+import jax
+
+DEVICES = 8
+jax.config.update("jax_num_cpu_devices", DEVICES)

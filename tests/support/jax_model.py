@@ -1,0 +1,67 @@
+"""The jax_tpu decoder as a function of one sequence, so that it can stand beside the naive one in the same tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import support.jax_devices  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from pagoda.backends.jax_tpu.model import Model, build_model
+from pagoda.backends.jax_tpu.sharding import make_mesh
+from pagoda.backends.jax_tpu.step_input import KernelChoice, StepShape, pack
+from pagoda.backends.jax_tpu.weights import load
+from pagoda.common.backend import Weight
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.models.spec import ModelSpec
+
+BLOCK = 8
+
+
+class JaxModel:
+    """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks."""
+
+    def __init__(self, spec: ModelSpec, weights: Iterable[Weight], max_len: int, tensor: int = 1) -> None:
+        mesh = make_mesh(tensor)
+        kernel = KernelChoice(page_size=BLOCK, cache_dtype="float32")
+        self.model: Model = build_model(spec, kv_layout(spec, BLOCK), mesh, jnp.dtype("float32"), max_len, kernel)
+        self.leaves = load(self.model, weights)
+        self.pages = -(-max_len // BLOCK)
+        self._programs: dict[StepShape, object] = {}
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """One row per token."""
+        groups = len(self.model.layout.groups)
+        count = self.pages * groups
+        blocks = 1 + np.random.default_rng(0).permutation(count).astype(np.int32).reshape(groups, 1, self.pages)
+        caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(1 + count))
+        half = len(token_ids) // 2
+        found, begin = [], 0
+        for end in [half, *range(half + 1, len(token_ids) + 1)]:
+            decode = end - begin == 1
+            shape = StepShape(1 if decode else 64, 1, self.pages, groups, decode)
+            packed = pack(
+                shape,
+                np.array(token_ids[begin:end], np.int32),
+                np.array([0, end - begin], np.int32),
+                np.array([end], np.int32),
+                np.zeros(1, np.int32),
+                (int(decode), 1),
+                tuple(blocks),
+                empty_row=1,
+            )
+            program = self._programs.setdefault(shape, jax.jit(partial(self._run, shape)))
+            logits, caches = program(self.leaves, caches, packed)
+            found.append(np.asarray(logits)[: end - begin, : self.model.spec.vocab])
+            begin = end
+        return torch.from_numpy(np.concatenate(found))
+
+    def _run(self, shape: StepShape, leaves, caches, packed):
+        history = jnp.zeros((2, 1), jnp.int32)
+        with self.model.exact:
+            caches, hidden, _ = self.model.forward(shape, leaves, caches, history, packed)
+            return self.model.score(leaves, hidden, jnp.arange(shape.tokens)), caches
