@@ -16,7 +16,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "backends.registry": ("pagoda.common", "pagoda.backends"),
     "backends.reference": ("pagoda.common", "pagoda.backends.reference"),
     "backends.torch_cuda": ("pagoda.common", "pagoda.backends.torch_cuda", "pagoda.backends.reference"),
-    "backends.jax_tpu": ("pagoda.common", "pagoda.backends.jax_tpu", "pagoda.kernels_pallas"),
+    "backends.jax_tpu": ("pagoda.common", "pagoda.backends.jax_tpu", "pagoda.kernels_pallas", "pagoda.__version__"),
     "backends.simulated": ("pagoda.common", "pagoda.backends.simulated"),
     "kernels_pallas": ("pagoda.kernels_pallas",),
     "server": ("pagoda.common", "pagoda.server", "pagoda.backends.registry", "pagoda.__version__"),

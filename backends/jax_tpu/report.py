@@ -91,8 +91,8 @@ def _row(program: Compiled, chip: ChipInfo | None) -> tuple[str, ...]:
     cycles = estimated_cycles(program)
     if chip is None or cycles is None:
         return (*start, *[_NONE] * 5)
-    need, kernel = program.need, round(program.need.kernel_seconds(chip) * chip.clock)
-    seconds = (cycles + kernel) / chip.clock
+    need, kernel = program.need, round(program.need.kernel_seconds(chip) * chip.clock_hz)
+    seconds = (cycles + kernel) / chip.clock_hz
     bound = "HBM" if need.memory_seconds(chip) >= need.compute_seconds(chip) else "FLOP"
     share = f"{need.seconds(chip) / seconds:.0%}" if seconds else _NONE
     return (*start, f"{cycles}", f"{kernel}" if kernel else _NONE, f"{seconds * 1e6:.0f} us", share, bound)
@@ -107,7 +107,7 @@ def _as_json(program: Compiled, chip: ChipInfo | None) -> dict[str, Any]:
         "cycles": estimated_cycles(program),
     }
     if chip is not None:
-        found["kernel_cycles_bound"] = round(program.need.kernel_seconds(chip) * chip.clock)
+        found["kernel_cycles_bound"] = round(program.need.kernel_seconds(chip) * chip.clock_hz)
         found["roofline_seconds"] = program.need.seconds(chip)
     return found
 

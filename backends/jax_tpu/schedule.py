@@ -24,19 +24,21 @@ _BRANCHES: Final = re.compile(
 _CALL: Final = re.compile(r" call\(.*to_apply=%([\w.-]+)")
 _KERNEL: Final = re.compile(r'%(\S+) = .* custom-call\(.*custom_call_target="tpu_custom_call"')
 _TIMES: Final = re.compile(r"%([\w.-]+) = s32\[\]\S* constant\((\d+)\)")
+_VMEM: Final = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1",[^]]*?"size":"(\d+)"')
 _EXCHANGE: Final = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Cycles of all operations with an estimate; how often each kernel is called and devices exchange; how many
-    operations the compiler has no estimate for.
+    operations the compiler has no estimate for; bytes of VMEM of the kernel that takes most.
     """
 
     cycles: int
     kernels: Counter[str]
     exchanges: int
     unknown: int
+    vmem: int
 
 
 @dataclass(slots=True)
@@ -51,15 +53,17 @@ class _Computation:
     branches: list[list[str]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)
+    vmem: int = 0
 
 
 def read_schedule(hlo: str) -> Schedule:
     """The schedule of a module's text, its entry computation executed once."""
     computations, entry = _parse(hlo)
-    return _executed(computations, entry)
+    vmem = max((each.vmem for each in computations.values()), default=0)
+    return _executed(computations, entry, vmem)
 
 
-def _executed(computations: dict[str, _Computation], name: str) -> Schedule:
+def _executed(computations: dict[str, _Computation], name: str, vmem: int = 0) -> Schedule:
     one = computations[name]
     cycles, unknown, exchanges, kernels = one.cycles, one.unknown, one.exchanges, Counter(one.kernels)
     for times, inner in _inner(computations, one):
@@ -67,7 +71,7 @@ def _executed(computations: dict[str, _Computation], name: str) -> Schedule:
         unknown += inner.unknown
         exchanges += times * inner.exchanges
         kernels.update({kernel: times * calls for kernel, calls in inner.kernels.items()})
-    return Schedule(cycles, kernels, exchanges, unknown)
+    return Schedule(cycles, kernels, exchanges, unknown, vmem)
 
 
 def _inner(computations: dict[str, _Computation], one: _Computation) -> Iterator[tuple[int, Schedule]]:
@@ -107,6 +111,7 @@ def _add(now: _Computation, line: str) -> None:
         now.calls.append(call[1])
     elif kernel := _KERNEL.search(line):
         now.kernels[re.sub(r"[.\d]+$", "", kernel[1])] += 1
+        now.vmem = max(now.vmem, *map(int, _VMEM.findall(line)), 0)
     elif _EXCHANGE.search(line):
         now.exchanges += 1
     elif constant := _TIMES.search(line):
