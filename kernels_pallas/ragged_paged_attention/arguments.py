@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
 
-Scalar = float | int | jax.Array
+Scalar: TypeAlias = float | int | jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -9,10 +9,11 @@ import os
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "pagoda-tests-xla"))
-
 import jax
 
 DEVICES = 8
 jax.config.update("jax_num_cpu_devices", DEVICES)
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "pagoda-tests-xla"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-import support.jax_devices  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
+import support.jax_devices  # noqa: F401
 import torch
 
 from pagoda.backends.jax_tpu.model import Model, build_model
