@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test test-tpu-aot lint types unit bench docs format clean
+.PHONY: serve test test-jax test-tpu-aot lint types unit bench docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -18,6 +18,10 @@ $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.dev: $(VENV)/.cpu
 	$(BIN)/python -m pip install -q -e '.[cpu,dev]' -c $(CONSTRAINTS)
+	touch $@
+
+$(VENV)/.tpu: $(VENV)/.dev
+	$(BIN)/python -m pip install -q -e '.[cpu,dev,tpu]' -c $(CONSTRAINTS)
 	touch $@
 
 $(MODEL): tools/smollm2.py
@@ -43,7 +47,11 @@ unit: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest --cov --cov-report=term
 
 # Every type and chip of the TPU kernels, minutes long; needs libtpu (pip install -e '.[tpu]').
-test-tpu-aot: $(VENV)/.dev
+# The TPU backend and its kernels on XLA's CPU client; `make unit` skips them where jax is not installed.
+test-jax: $(VENV)/.tpu $(MODEL)
+	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/kernels_pallas tests/backends tests/models tests/server/test_compile.py
+
+test-tpu-aot: $(VENV)/.tpu
 	$(BIN)/python -m pytest -m tpu_matrix
 
 bench: $(VENV)/.dev $(MODEL)
