@@ -46,11 +46,11 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest --cov --cov-report=term
 
-# Every type and chip of the TPU kernels, minutes long; needs libtpu (pip install -e '.[tpu]').
 # The TPU backend and its kernels on XLA's CPU client; `make unit` skips them where jax is not installed.
 test-jax: $(VENV)/.tpu $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/kernels_pallas tests/backends tests/models tests/server/test_compile.py
 
+# Every type and chip of the TPU kernels, through the TPU compiler: minutes.
 test-tpu-aot: $(VENV)/.tpu
 	$(BIN)/python -m pytest -m tpu_matrix
 
