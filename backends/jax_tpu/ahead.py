@@ -79,8 +79,8 @@ def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compile
         def compile(lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
             dump = Path(folder, str(next(numbers)))
             begin = time.perf_counter()
-            options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True} if on_tpu else None
-            executable = lowered.compile(compiler_options=options)
+            options: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+            executable = lowered.compile(compiler_options=options if on_tpu else None)
             seconds = time.perf_counter() - begin
             return seconds, executable, _schedule(dump)
 

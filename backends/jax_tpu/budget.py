@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from pagoda.backends.jax_tpu.memory import activation_bytes, plan_memory, weight_bytes
 from pagoda.backends.jax_tpu.model import Model, build_model
@@ -151,7 +151,7 @@ def _enough_devices(
 
 def with_devices(model: Model, tensor: int) -> Model:
     """The model shared by so many devices, none of them there: for its sizes. Raises ConfigError."""
-    mesh = AbstractMesh((1, tensor), (DATA, MODEL))
+    mesh = cast(Mesh, AbstractMesh((1, tensor), (DATA, MODEL)))
     return build_model(model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel)
 
 

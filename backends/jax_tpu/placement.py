@@ -71,7 +71,7 @@ def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]
         yield f"q{suffix}", Placement((target,), (), queries)
         yield f"k{suffix}", Placement((target,), (0, heads.group), key_place)
         yield f"v{suffix}", Placement((target,), (0, heads.group + 1), key_place)
-    yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0))
+    yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0).reshape(len(rows), -1))
     yield "o_bias", Placement(("out_bias",))
     full = mixer.qk_norm_over == "full"
     yield "q_norm", Placement(("q_norm",), (), queries if full else lambda values: values)

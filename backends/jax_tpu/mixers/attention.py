@@ -20,7 +20,9 @@ from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
 
 
 class AttentionMixer(nnx.Module):
-    """`qkv` [K, G+2, H, D]: per slot K the G query heads, then key, then value; `out` [D, K, G, H]."""
+    """`qkv` [K, G+2, H, D]: per slot K the G query heads, then key, then value; `out` [D, K * G * H]: flat,
+    because the TPU would lay out a last axis but one of G rows in a way that it must undo in every step.
+    """
 
     def __init__(self, spec: Attention, width: int, build: Build) -> None:
         layout = HeadLayout.of(spec, build.tensor)
@@ -28,7 +30,7 @@ class AttentionMixer(nnx.Module):
         self.spec, self.layout = spec, layout
         self.qkv = build.parameter("KGHD", slots, group + 2, dim, width)
         self.qkv_bias = build.parameter("KGH", slots, group + 2, dim) if spec.qkv_bias else None
-        self.out = build.parameter("DKGH", width, slots, group, dim)
+        self.out = build.parameter("DK", width, slots * group * dim)
         self.out_bias = build.parameter("D", width) if spec.out_bias else None
         self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
 
@@ -62,7 +64,7 @@ class AttentionMixer(nnx.Module):
             decode_only=step.decode_only,
             **step.kernel.options,
         )
-        out = total(project(attended.reshape(tokens, -1), self.out[...].reshape(x.shape[1], -1)))
+        out = total(project(attended.reshape(tokens, -1), self.out[...]))
         return (out if self.out_bias is None else out + self.out_bias[...]), cache
 
     def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
