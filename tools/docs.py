@@ -173,14 +173,14 @@ def _metrics() -> str:
     metrics = Metrics("m")
     rows = []
     for family in metrics.registry.collect():
-        if family.name.startswith("vllm:"):
+        if family.name.startswith(("vllm:", "pagoda:")):
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
             rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
     return (
-        f"{_WRITTEN}# Metrics\n\n`GET /metrics`, in Prometheus' text format, under vLLM's names, so that its "
-        "dashboards work. `vllm:cache_config_info` carries the KV cache's facts as labels once the model is loaded; "
-        "on Linux the usual `process_*` metrics are there too.\n\n"
+        f"{_WRITTEN}# Metrics\n\n`GET /metrics`, in Prometheus' text format, under vLLM's names where it has them, so "
+        "that its dashboards work. `vllm:cache_config_info` carries the KV cache's facts as labels once the model is "
+        "loaded; on Linux the usual `process_*` metrics are there too.\n\n"
         + _table(("metric", "kind", "labels", "what it is"), sorted(rows))
     )
 

@@ -148,6 +148,7 @@ class JaxBackend:
         programs, sampler = self._programs, self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
+        before = programs.recompiles
         for start in plan.starts:
             sampler.start(start)
         plan, order = writers_first(plan)
@@ -155,7 +156,7 @@ class JaxBackend:
         self._caches, hidden, logits = programs[Forward(shape)](self._leaves, self._caches, sampler.history, packed)
         scores = tuple(self._scores(plan, hidden, programs, sampler))
         sampled = sampler.sample(logits, plan) if plan.samples.any() else None
-        return PendingStep(plan, order, sampled, scores)
+        return PendingStep(plan, order, sampled, scores, programs.recompiles - before)
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -200,12 +201,13 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step under way. `order`: the engine's number of each sequence."""
+    """A step under way. `order`: the engine's number of each sequence; `recompiles`: programs compiled for it."""
 
     plan: StepPlan
     order: npt.NDArray[np.intp]
     sampled: Sampled | None
     scores: tuple[Scored, ...]
+    recompiles: int
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what the step raised."""
@@ -215,7 +217,7 @@ class PendingStep:
             found = np.asarray(self.sampled.tokens)[: self.plan.num_seqs]
             tokens[self.order] = np.where(self.plan.samples, found, -1)
             logprobs = {int(self.order[index]): part for index, part in self.sampled.logprobs().items()}
-        return StepResult(self.plan.step, tokens, logprobs, self._prompt_logprobs())
+        return StepResult(self.plan.step, tokens, logprobs, self._prompt_logprobs(), self.recompiles)
 
     def _prompt_logprobs(self) -> dict[int, TokenLogprobs]:
         pieces: dict[int, list[TokenLogprobs]] = {}

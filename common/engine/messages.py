@@ -76,6 +76,7 @@ class EngineStats:
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     preemptions: int = 0
+    recompiles: int = 0  # programs compiled while serving; more than none is a fault
     steps: int = 0
     last_step_tokens: int = 0  # tokens of the step these outputs come from
 

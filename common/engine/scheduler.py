@@ -61,7 +61,7 @@ class Scheduler:
         self._rows = Rows(limits.max_num_seqs)
         self._order: Int32 | None = None
         self._flights: deque[_Flight] = deque()
-        self._added = self._steps = self._preemptions = self._queries = self._hits = 0
+        self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
 
     # --- requests come and go ---
 
@@ -116,6 +116,7 @@ class Scheduler:
             prefix_queries=self._queries,
             prefix_hits=self._hits,
             preemptions=self._preemptions,
+            recompiles=self._recompiles,
             steps=self._steps,
             last_step_tokens=last_step_tokens,
         )
@@ -292,6 +293,7 @@ class Scheduler:
         flight = self._flights.popleft()
         if flight.plan is not plan or result.step != plan.step:
             raise RuntimeError(f"got the result of step {result.step}, expected step {flight.plan.step}")
+        self._recompiles += result.recompiles
         live = plan.samples & (self._rows.stint[plan.rows] == flight.stints)
         ripe = self._rows.report(plan.rows[live], result.token_ids[live])
         self._keep_prompt_logprobs(flight, result)

@@ -87,10 +87,12 @@ class StepResult:
     """What a step produced.
 
     `logprobs[s]`: for sequences that asked, one position. `prompt_logprobs[s]`: for sequences that asked, one
-    position per scheduled token whose *next* token is a prompt token, in order.
+    position per scheduled token whose *next* token is a prompt token, in order. `recompiles`: programs that had to be
+    compiled or captured for this step, although serving had begun.
     """
 
     step: int
     token_ids: Int32  # [S] sampled token, -1 where the sequence did not sample
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    recompiles: int = 0

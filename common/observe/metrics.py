@@ -1,4 +1,4 @@
-"""What the server counts and times, under vLLM's metric names, in a registry of its own.
+"""What the server counts and times, in a registry of its own; what vLLM has too is under vLLM's name.
 
 Knows engine steps and finished requests. Does not know HTTP. Labels come from a closed set: the served model's name,
 the engine's number, a finish reason.
@@ -191,10 +191,11 @@ class _StatsCollector(Collector):
             gauge.add_metric(self._labels, value)
             yield gauge
         for name, help, total in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("num_preemptions", "Sequences that lost their KV blocks to others.", stats.preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("vllm:num_preemptions", "Sequences that lost their KV blocks to others.", stats.preemptions),
+            ("pagoda:recompiles", "Programs compiled while serving: more than none is a fault.", stats.recompiles),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", help, labels=_LABELS)
+            counter = CounterMetricFamily(name, help, labels=_LABELS)
             counter.add_metric(self._labels, total)
             yield counter

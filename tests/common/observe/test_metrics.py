@@ -55,7 +55,15 @@ def test_steps_are_counted() -> None:
     metrics = Metrics("m")
     metrics.on_step(step(output("a"), output("b"), running=2, waiting=1, last_step_tokens=9, kv_blocks_total=10))
     metrics.on_step(
-        step(output("a", 2), running=2, kv_blocks_used=5, kv_blocks_total=10, prefix_queries=8, prefix_hits=4)
+        step(
+            output("a", 2),
+            running=2,
+            kv_blocks_used=5,
+            kv_blocks_total=10,
+            prefix_queries=8,
+            prefix_hits=4,
+            recompiles=3,
+        )
     )
     found = values(metrics)
     assert found[f"vllm:generation_tokens_total{LABELS}"] == 4
@@ -65,6 +73,7 @@ def test_steps_are_counted() -> None:
     assert found[f"vllm:num_requests_waiting{LABELS}"] == 0
     assert found[f"vllm:kv_cache_usage_perc{LABELS}"] == 0.5
     assert found[f"vllm:prefix_cache_hits_total{LABELS}"] == 4
+    assert found[f"pagoda:recompiles_total{LABELS}"] == 3
 
 
 def test_sequences_that_vanish_are_forgotten() -> None:
