@@ -18,7 +18,7 @@ from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.programs import compile_all
 from pagoda.backends.jax_tpu.report import Compiled, Report
 from pagoda.backends.jax_tpu.schedule import Schedule, read_schedule
-from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
 from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.backends.jax_tpu.topology import Target, find_target
@@ -67,6 +67,8 @@ def model_for(target: Target, spec: ModelSpec, limits: Limits, layout: KvLayout,
     """The model on the first `tensor` devices, with the kernel where the target is a TPU. Raises ConfigError."""
     mesh, number = make_mesh(tensor, devices=target.devices), dtype_of(dtype)
     on_tpu = target.chip is not None
+    if on_tpu:
+        check_tables(limits)
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
     return build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
 

@@ -28,7 +28,7 @@ from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.platform import platform
 from pagoda.backends.jax_tpu.programs import CompileReport, Programs
 from pagoda.backends.jax_tpu.sampler import Sampled, Sampler
-from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
 from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.backends.jax_tpu.weights import load
@@ -73,6 +73,8 @@ def create(
             "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
         )
     compiled = None if bundle is None else open_bundle(bundle)
+    if ON_TPU:
+        check_tables(limits)
     mesh = make_mesh(tensor if compiled is None else compiled.tensor, devices=devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]

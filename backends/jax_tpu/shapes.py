@@ -12,7 +12,9 @@ from typing import Final
 
 from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.platform import TPU_TABLE_ENTRIES
 from pagoda.common.engine.buckets import Ladder
+from pagoda.common.errors import ConfigError
 
 LEAST_TOKENS: Final = 16
 LEAST_ROWS: Final = 8
@@ -65,6 +67,22 @@ class StepShapes:
     def seqs(self) -> tuple[int, ...]:
         """Every number of padded sequences that a step can have."""
         return tuple(sorted({*self.decode.sizes, *self.rows.sizes}))
+
+
+def check_tables(limits: Limits) -> None:
+    """Raises ConfigError when the tables of the longest sequences together exceed a TPU's scalar memory."""
+    seqs, longest = limits.max_num_seqs, limits.max_model_len
+    size = limits.block_size
+    while seqs * -(-longest // size) > TPU_TABLE_ENTRIES:
+        size *= 2
+    if size > limits.block_size:
+        fits = TPU_TABLE_ENTRIES // -(-longest // limits.block_size)
+        fewer = f", or --max-num-seqs {fits}" if fits else ""
+        raise ConfigError(
+            "--block-size",
+            f"with {limits.block_size} tokens to a block, the tables of {seqs} sequences of {longest} tokens exceed "
+            f"the {TPU_TABLE_ENTRIES} entries that a TPU's scalar memory holds; use --block-size {size}{fewer}",
+        )
 
 
 def _thinned(ladder: Ladder, factor: int) -> Ladder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.platform import Platform
+from pagoda.common.config.platform import TPU_TABLE_ENTRIES, Platform
 from pagoda.common.errors import ConfigError
 
 Usage = Literal["llm", "server"]
@@ -105,12 +105,13 @@ def resolve_limits(
     tokens, tokens_why = _tokens(config, batch_defaults(platform, usage), max_len, chunked.value)
     seqs, seqs_why = _seqs(config, batch_defaults(platform, usage), tokens)
     _check_budget(tokens, seqs, max_len, chunked.value)
+    block_size, block_why = _block_size(config, block_size, platform, max_len, seqs)
     use = f"for {_USES[usage]} on {_named(platform)}"
     rows = (
         ResolvedRow("max_model_len", max_len, "model", f"{model.why}, if the KV cache holds as many"),
         ResolvedRow("max_num_batched_tokens", tokens, "platform default", tokens_why or use),
         ResolvedRow("max_num_seqs", seqs, "platform default", seqs_why or use),
-        ResolvedRow("block_size", cache.block_size or block_size, "platform default", "suits the backend's kernels"),
+        ResolvedRow("block_size", block_size, "platform default", block_why),
         chunked,
         caching,
     )
@@ -118,7 +119,7 @@ def resolve_limits(
         max_model_len=max_len,
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
-        block_size=cache.block_size or block_size,
+        block_size=block_size,
         chunked_prefill=chunked.value,
         prefix_caching=caching.value,
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
@@ -139,6 +140,17 @@ def _max_len(config: EngineConfig, model: ModelLimits) -> int:
         )
     logger.warning("--max-model-len: %d exceeds %s, %d; answers may be poor beyond", stated, model.why, model.max_len)
     return stated
+
+
+def _block_size(config: EngineConfig, preferred: int, platform: Platform, max_len: int, seqs: int) -> tuple[int, str]:
+    """What the kernels prefer; larger on a TPU where the tables of so many long sequences would be too long."""
+    stated, size = config.cache.block_size, preferred
+    if stated is not None:
+        return stated, ""
+    while platform.kind == "tpu" and seqs * -(-max_len // size) > TPU_TABLE_ENTRIES:
+        size *= 2
+    why = "suits the backend's kernels" if size == preferred else f"{preferred} would make block tables too long"
+    return size, why
 
 
 def _mechanism(flag: str, stated: bool | None, supported: bool, platform: Platform) -> ResolvedRow:

@@ -21,6 +21,9 @@ KINDS: Final[dict[str, Kind]] = {"jax_tpu": "tpu", "torch_cuda": "cuda", "refere
 BLOCK_SIZES: Final = {"jax_tpu": 128, "torch_cuda": 16, "reference": 32, "simulated": 16}
 """Backend -> tokens per KV block that suit its kernels."""
 
+TPU_TABLE_ENTRIES: Final = 128 << 10
+"""Blocks that the tables of one step may name on a TPU: they lie in its scalar memory."""
+
 _TPU_CHIPS: Final = {"0x0062": "V5P", "0x0063": "V5E", "0x006f": "V6E"}  # PCI device ids
 _TPU_BYTES: Final = {"V5P": 95 << 30, "V5E": 16 << 30, "V6E": 32 << 30}  # HBM of one chip
 _GOOGLE: Final = "0x1ae0"  # PCI vendor id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,7 +21,7 @@ from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.needs import Load, full_load, need
 from pagoda.backends.jax_tpu.report import Compiled
 from pagoda.backends.jax_tpu.schedule import read_schedule
-from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
 from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.backends.jax_tpu.topology import Target
 from pagoda.common.config.cache import CacheConfig
@@ -142,12 +143,20 @@ def test_a_model_that_does_not_fit_is_told_what_would() -> None:
     with pytest.raises(ConfigError, match=r"lacks [\d.]+ GiB per device: .* use --tensor-parallel-size 8 and a"):
         plan_blocks(model_on(target, LLAMA_70B, 4), target, LIMITS, CacheConfig(), stated=True)
     target = find_target("v6e:1x1")
-    long = Limits(max_model_len=131072, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
+    long = replace(LIMITS, max_model_len=131072)
     with pytest.raises(ConfigError, match=r"use --max-model-len \d{5} or --tensor-parallel-size 2") as found:
         plan_blocks(model_on(target, LLAMA_8B, 1), target, long, CacheConfig(), stated=True)
     fits = int(str(found.value).split("--max-model-len ")[1].split()[0])
-    shorter = Limits(max_model_len=fits, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
+    shorter = replace(long, max_model_len=fits)
     assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > fits // 128
+
+
+def test_tables_that_scalar_memory_does_not_hold() -> None:
+    long = replace(LIMITS, max_model_len=131072)
+    with pytest.raises(ConfigError, match=r"--block-size: with 128 .* use --block-size 256, or --max-num-seqs 128"):
+        check_tables(long)
+    check_tables(replace(long, block_size=256))
+    check_tables(replace(long, max_num_seqs=128))
 
 
 @needs_libtpu

@@ -171,3 +171,11 @@ def test_a_length_beyond_the_model_needs_to_be_allowed(
 def test_block_size() -> None:
     assert limits().block_size == 16
     assert limits(block_size=64).block_size == 64
+
+
+def test_blocks_grow_until_the_tables_fit_a_tpu() -> None:
+    tpu = Platform("tpu", 32 * GIB, "V6E")
+    assert limits(tpu, max_len=131072, max_num_seqs=256).block_size == 256
+    assert limits(tpu, max_len=131072, max_num_seqs=16).block_size == 16
+    assert limits(tpu, max_len=131072, max_num_seqs=256, block_size=16).block_size == 16
+    assert limits(max_len=131072, max_num_seqs=256).block_size == 16
