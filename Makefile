@@ -8,7 +8,7 @@ PORT ?= 8000
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test test-jax test-tpu-aot lint types unit bench docs format clean
+.PHONY: serve test test-tpu-aot lint types unit bench docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -17,11 +17,7 @@ $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.cpu
-	$(BIN)/python -m pip install -q -e '.[cpu,dev]' -c $(CONSTRAINTS)
-	touch $@
-
-$(VENV)/.tpu: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e '.[cpu,dev,tpu]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -e '.[cpu,tpu,dev]' -c $(CONSTRAINTS)
 	touch $@
 
 $(MODEL): tools/smollm2.py
@@ -46,12 +42,8 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev $(MODEL)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest --cov --cov-report=term
 
-# The TPU backend and its kernels on XLA's CPU client; `make unit` skips them where jax is not installed.
-test-jax: $(VENV)/.tpu $(MODEL)
-	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest tests/kernels_pallas tests/backends tests/models tests/server/test_compile.py
-
-# Every type and chip of the TPU kernels, through the TPU compiler: minutes.
-test-tpu-aot: $(VENV)/.tpu
+# Every kernel and step program for every kind of TPU, through the TPU's compiler: many minutes.
+test-tpu-aot: $(VENV)/.dev
 	$(BIN)/python -m pytest -m tpu_matrix
 
 bench: $(VENV)/.dev $(MODEL)
