@@ -7,6 +7,8 @@ The backend's framework is imported in a thread while the checkpoint is opened a
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,10 +16,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend
 from pagoda.common.backend import Backend, Weight
+from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.engine.core import EngineCore
@@ -33,6 +36,8 @@ from pagoda.server.plugins import load_general_plugins, sampler_options, schedul
 from pagoda.server.prefetch import Prefetch
 from pagoda.server.resolve import Resolved, open_model, resolve
 from pagoda.server.wire import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 READ_AHEAD_BYTES: Final = 512 << 20
 
@@ -111,7 +116,7 @@ def _assemble(
         cache=config.cache,
         dtype=resolved.dtype,
         sampling=sampling,
-        **_precompiled(config, resolved.backend),
+        **_programs(config.compilation, resolved.backend),
     )
     try:
         with phases("load weights"):
@@ -142,14 +147,27 @@ def _assemble(
     return BuiltEngine(EngineCore(backend, layout, limits, num_blocks, make_scheduler), backend, info)
 
 
-def _precompiled(config: EngineConfig, backend: str) -> dict[str, Path]:
-    """The bundle to start from, for the backend that has such a thing."""
-    folder = config.compilation.compiled_bundle
-    if folder is None:
-        return {}
+def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
+    """Where compiled programs come from and go to, for the backend that has such things."""
+    bundle, kept = config.compiled_bundle, config.xla_cache_path
     if backend != "jax_tpu":
-        raise ConfigError("--compiled-bundle", f"{backend} compiles nothing ahead; drop it, or use --backend jax_tpu")
-    return {"bundle": Path(folder)}
+        if bundle is not None:
+            raise ConfigError(
+                "--compiled-bundle", f"{backend} compiles nothing ahead; drop it, or use --backend jax_tpu"
+            )
+        if kept or config.xla_check_recompilation:
+            logger.warning("--xla-cache-path and --xla-check-recompilation: %s compiles nothing for XLA", backend)
+        return {}
+    folder = _user_cache() / "xla" if kept is None else Path(kept).expanduser() if kept else None
+    return {
+        "bundle": None if bundle is None else Path(bundle),
+        "compile_cache": folder,
+        "strict": config.xla_check_recompilation,
+    }
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
 
 
 def _weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:

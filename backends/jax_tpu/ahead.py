@@ -12,6 +12,7 @@ import jax
 
 from pagoda.backends.jax_tpu.budget import ProgramMemory, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, Key, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.executable import writable
 from pagoda.backends.jax_tpu.model import Model, build_model
 from pagoda.backends.jax_tpu.needs import full_load, need
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
@@ -87,7 +88,8 @@ def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compile
             return seconds, executable, _schedule(dump)
 
         on_tpu = catalogue.model.kernel.use_kernel
-        done = dict(compile_all(catalogue, keys, compile))
+        with writable():
+            done = dict(compile_all(catalogue, keys, compile))
     return tuple(_compiled(catalogue, key, *done[key]) for key in keys)
 
 

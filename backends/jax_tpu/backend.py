@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pagoda.backends.jax_tpu.batch import make_batch, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
-from pagoda.backends.jax_tpu.compile_cache import use_cache
+from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.decoder import Caches
 from pagoda.backends.jax_tpu.logprobs import BEST, sorted_logprobs
 from pagoda.backends.jax_tpu.memory import plan_memory
@@ -62,11 +62,13 @@ def create(
     devices: Sequence[jax.Device] | None = None,
     strict: bool = False,
     bundle: Path | None = None,
+    compile_cache: Path | None = None,
 ) -> JaxBackend:
     """A backend for a model, on `tensor` devices (of `devices`, default: all there are). `dtype`: resolved, not `auto`.
 
     `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before,
-    which say how many devices share the model. Raises ConfigError.
+    which say how many devices share the model. `compile_cache`: the folder that programs are kept in.
+    Raises ConfigError.
     """
     if sampling.processors:
         raise ConfigError(
@@ -80,7 +82,8 @@ def create(
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
-    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled)
+    kept = None if compile_cache is None else CompileCache(compile_cache)
+    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept)
 
 
 class JaxBackend:
@@ -94,9 +97,10 @@ class JaxBackend:
         mode: LogprobsMode,
         strict: bool,
         bundle: Bundle | None = None,
+        compile_cache: CompileCache | None = None,
     ) -> None:
         self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
-        self._bundle = bundle
+        self._bundle, self._compile_cache = bundle, compile_cache
         if bundle is not None:
             bundle.check(self._catalogue(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
@@ -117,7 +121,6 @@ class JaxBackend:
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Take every parameter, each straight to its devices. Raises WeightError."""
-        use_cache(PLATFORM)
         self._leaves = load(self.model, weights)
 
     def plan_memory(self) -> MemoryPlan:
@@ -126,7 +129,7 @@ class JaxBackend:
 
     def init_cache(self, num_blocks: int) -> None:
         """Allocate K and V for `num_blocks` blocks, on the devices."""
-        self._programs = Programs(self._catalogue(num_blocks), strict=self.strict)
+        self._programs = Programs(self._catalogue(num_blocks), strict=self.strict, cache=self._compile_cache)
         self._sampler = Sampler(self._programs, self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
 

@@ -3,32 +3,24 @@
     manifest.json    what the programs were compiled for, and the SHA-256 of every file
     000.xla ...      one executable each, as jax.experimental.serialize_executable and pickle write it
 
-An executable answers wrongly, and silently, under another compiler, model or mesh, so a bundle is taken only where
-every fact of its manifest holds. Loading one runs what is in it (it is pickle underneath): the hashes show damage, not
-malice.
+A bundle is taken only where every fact of its manifest holds. The hashes show damage, not malice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
-import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
-from jax.experimental import serialize_executable
 
-from pagoda import __version__
 from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
+from pagoda.backends.jax_tpu.executable import from_bytes, model_facts, to_bytes
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from pagoda.backends.jax_tpu.report import Report
@@ -36,7 +28,6 @@ if TYPE_CHECKING:
 FLAG: Final = "--compiled-bundle"
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
-_FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _SHAPES: Final = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
 
 
@@ -63,7 +54,7 @@ class Bundle:
         keys = {repr(key): key for key in catalogue}
         payloads = {keys[name]: self._read(self.programs[name]) for name in keys}
         devices = list(catalogue.model.mesh.devices.flat)
-        return {key: _deserialise(payload, devices) for key, payload in payloads.items()}
+        return {key: from_bytes(payload, devices) for key, payload in payloads.items()}
 
     def check(self, catalogue: Catalogue, limits: Limits) -> None:
         """Raises ConfigError naming the first thing that differs between the bundle and what will run."""
@@ -121,7 +112,7 @@ def save_bundle(report: Report, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
         for number, program in enumerate(report.programs):
-            data = pickle.dumps(serialize_executable.serialize(program.executable))
+            data = to_bytes(program.executable)
             name = f"{number:03}.xla"
             (folder / name).write_bytes(data)
             programs.append({"key": repr(program.key), "file": name, "sha256": hashlib.sha256(data).hexdigest()})
@@ -135,38 +126,12 @@ def save_bundle(report: Report, folder: Path) -> str:
 
 def make_facts(catalogue: Catalogue, limits: Limits) -> dict[str, Any]:
     """Everything that compiled programs depend on, as JSON has it."""
-    model = catalogue.model
-    device = model.mesh.devices.flat[0]
     return {
-        "pagoda": __version__,
-        "jax": _version("jax"),
-        "jaxlib": _version("jaxlib"),
-        "libtpu": _version("libtpu") if device.platform == "tpu" else None,
-        **{flag: os.environ.get(flag, "") for flag in _FLAGS},
-        "device": device.device_kind,
-        "tensor_parallel_size": model.tensor,
-        "devices": [each.id for each in model.mesh.devices.flat],
-        "model": fingerprint(model.spec),
-        "dtype": model.dtype.name,
-        "kv_cache_dtype": model.kernel.cache_dtype,
+        **model_facts(catalogue.model),
         "logprobs_mode": catalogue.mode,
         **{name: asdict(limits)[name] for name in _SHAPES},
         "num_blocks": catalogue.num_blocks,
     }
-
-
-def fingerprint(spec: ModelSpec) -> str:
-    """The beginning of the SHA-256 of a model's architecture, sizes included; its weights do not matter."""
-    return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
-
-
-def _deserialise(data: bytes, devices: list[jax.Device]) -> jax.stages.Compiled:
-    payload, arguments, results = pickle.loads(data)
-    return serialize_executable.deserialize_and_load(payload, arguments, results, execution_devices=devices)
-
-
-def _version(package: str) -> str | None:
-    return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
 
 
 def _outside(name: str) -> bool:

@@ -100,6 +100,11 @@ class Catalogue:
         with self.model.exact:
             return jax.jit(function, donate_argnums=donated).lower(*arguments)
 
+    def signature(self, key: Key) -> str:
+        """Kernel choice, and the shapes, types and places of everything that program takes."""
+        arguments = jax.tree.leaves(self._program(key)[2])
+        return repr([self.model.kernel, *((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)])
+
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """The function, which arguments it may overwrite, and the shapes of all."""
         model, array, history = self.model, self._array, self.history

@@ -1,62 +1,99 @@
-"""The compiler's persistent cache: where it is, and how often it answered."""
+"""Programs kept from one start to the next, so that the second neither traces nor compiles.
+
+XLA's own cache is asked after tracing and lowering, which for a model's ladder takes longer than reading every program
+from disk. Here a program's name is the digest of all it depends on: the model's facts, its key and its arguments.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Final
 
 import jax
 
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
+from pagoda.backends.jax_tpu.executable import from_bytes, model_facts, to_bytes
 
-@dataclass(frozen=True, slots=True)
-class CacheCount:
-    """How many programs this process found in the cache, and how many it asked for, up to now."""
+MOST_BYTES: Final = 16 << 30
+"""What the folder may hold; beyond that the programs used longest ago go."""
 
-    hits: int
-    requests: int
+_SUFFIX: Final = ".xla"
+_DIGEST: Final = 32
 
-    _events: ClassVar[dict[str, int]] = {}
-
-    @classmethod
-    def now(cls) -> CacheCount:
-        """The counts; the first call starts the counting."""
-        if not cls._events:
-            cls._events.update(dict.fromkeys(_EVENTS, 0))
-            jax.monitoring.register_event_listener(_count)
-        return cls(*(cls._events[event] for event in _EVENTS))
+logger = logging.getLogger(__name__)
 
 
-_EVENTS = ("/jax/compilation_cache/cache_hits", "/jax/compilation_cache/compile_requests_use_cache")
+class CompileCache:
+    """A folder of programs, each file the SHA-256 of what follows, then the program. Several engines may share it."""
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+
+    def load(self, catalogue: Catalogue, keys: Iterable[Key]) -> dict[Key, jax.stages.Compiled]:
+        """Those of the programs that are there and whole, loaded; damaged ones are reported and left out."""
+        devices, wanted = list(catalogue.model.mesh.devices.flat), list(keys)
+        facts = model_facts(catalogue.model)
+
+        def one(key: Key) -> jax.stages.Compiled | None:
+            path = self._path(catalogue, facts, key)
+            data = self._verified(path)
+            return None if data is None else _load(path, data, devices)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-load") as pool:
+            return {key: found for key, found in zip(wanted, pool.map(one, wanted)) if found is not None}
+
+    def read(self, catalogue: Catalogue, key: Key) -> bytes | None:
+        """One program as it was kept, not loaded; None when it is not there or damaged."""
+        return self._verified(self._path(catalogue, model_facts(catalogue.model), key))
+
+    def keep(self, catalogue: Catalogue, key: Key, compiled: jax.stages.Compiled) -> None:
+        """Write a program. What cannot be written is reported once and done without."""
+        path = self._path(catalogue, model_facts(catalogue.model), key)
+        try:
+            data = to_bytes(compiled)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(hashlib.sha256(data).digest() + data)
+            part.replace(path)
+        except (OSError, ValueError) as error:
+            logger.warning("compiled programs are not kept in %s: %s", self._folder, error)
+
+    def trim(self) -> None:
+        """Delete the programs used longest ago until the rest fits."""
+        found = [(entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._folder.glob(f"*{_SUFFIX}")]
+        size = sum(each for _, each, _ in found)
+        for _, bytes_, path in sorted(found, key=lambda each: each[0]):
+            if size <= self._most_bytes:
+                break
+            path.unlink(missing_ok=True)
+            size -= bytes_
+
+    def _verified(self, path: Path) -> bytes | None:
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        digest, program = data[:_DIGEST], data[_DIGEST:]
+        if hashlib.sha256(program).digest() != digest:
+            logger.warning("%s is damaged: its SHA-256 differs; the program is compiled anew", path)
+            return None
+        os.utime(path)
+        return program
+
+    def _path(self, catalogue: Catalogue, facts: dict[str, Any], key: Key) -> Path:
+        depends = json.dumps([facts, catalogue.mode, repr(key), catalogue.signature(key)], sort_keys=True)
+        return self._folder / (hashlib.sha256(depends.encode()).hexdigest() + _SUFFIX)
 
 
-def _count(event: str, **_: Any) -> None:
-    if event in CacheCount._events:
-        CacheCount._events[event] += 1
-
-
-def use_cache(platform: str) -> Path:
-    """Keep compiled programs on disk, whatever their size. Returns the folder.
-
-    JAX_COMPILATION_CACHE_DIR names it; by default it is in the user's cache. Programs for a CPU hold its instructions,
-    so each kind of processor has its own folder.
-    """
-    stated = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda" / "xla"
-    folder = Path(stated) if stated else base / (_processor() if platform == "cpu" else platform)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return folder
-
-
-def _processor() -> str:
-    """A name for what this processor can execute."""
+def _load(path: Path, data: bytes, devices: list[jax.Device]) -> jax.stages.Compiled | None:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), os.uname().machine)
-    return f"cpu-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+        return from_bytes(data, devices)
+    except Exception as error:  # whatever XLA says of an executable that it does not take
+        logger.warning("%s cannot be loaded (%s); the program is compiled anew", path, error)
+        return None

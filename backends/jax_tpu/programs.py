@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -20,7 +21,8 @@ import jax
 from tqdm import tqdm
 
 from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
-from pagoda.backends.jax_tpu.compile_cache import CacheCount
+from pagoda.backends.jax_tpu.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.executable import writable
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class RecompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What preparing cost. `cached`: programs from the persistent cache; `bundled`: from a bundle."""
+    """What preparing cost. `cached`: programs from the compile cache; `bundled`: from a bundle."""
 
     programs: int
     cached: int
@@ -68,8 +70,8 @@ def compile_all(
 class Programs:
     """The compiled programs of one engine. `recompiles` counts those compiled after `prepare`."""
 
-    def __init__(self, catalogue: Catalogue, *, strict: bool = False) -> None:
-        self.catalogue, self.strict = catalogue, strict
+    def __init__(self, catalogue: Catalogue, *, strict: bool = False, cache: CompileCache | None = None) -> None:
+        self.catalogue, self.strict, self._cache = catalogue, strict, cache
         self.recompiles = 0
         self._compiled: dict[Key, jax.stages.Compiled] = {}
 
@@ -80,10 +82,19 @@ class Programs:
 
     def prepare(self, keys: Iterable[Key] | None = None) -> CompileReport:
         """Compile these programs, by default all of the catalogue, with a bar where stderr is a terminal."""
-        begin, count = time.perf_counter(), CacheCount.now()
+        begin, cache = time.perf_counter(), self._cache
         wanted = list(self.catalogue if keys is None else keys)
-        self._compiled.update(compile_all(self.catalogue, wanted, jax.stages.Lowered.compile))
-        return CompileReport(len(wanted), CacheCount.now().hits - count.hits, time.perf_counter() - begin)
+        cached = {} if cache is None else cache.load(self.catalogue, wanted)
+        self._compiled.update(cached)
+        missing = [key for key in wanted if key not in cached]
+        with nullcontext() if cache is None else writable():
+            for key, compiled in compile_all(self.catalogue, missing, jax.stages.Lowered.compile):
+                self._compiled[key] = compiled
+                if cache is not None:
+                    cache.keep(self.catalogue, key, compiled)
+        if missing and cache is not None:
+            cache.trim()
+        return CompileReport(len(wanted), len(cached), time.perf_counter() - begin)
 
     def adopt(self, programs: Mapping[Key, jax.stages.Compiled]) -> CompileReport:
         """Take programs that were compiled elsewhere."""

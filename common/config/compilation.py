@@ -28,6 +28,14 @@ class CompilationConfig:
         "Folder that pagoda compile --output wrote: start from its programs instead of compiling. Loading it runs what "
         "is in it, so name only a folder that you trust.",
     )
+    xla_cache_path: str | None = option(
+        None,
+        "Folder in which jax_tpu keeps compiled programs for the next start; default: pagoda/xla in the user's cache "
+        "folder; empty: keep none. What is in it is run.",
+    )
+    xla_check_recompilation: bool = option(
+        False, "A program that jax_tpu has to compile while serving is an error, not a count in the metrics."
+    )
     optimization_level: int | None = option(None, "0 to 3; also -O0 to -O3.", no_effect=_NOTHING)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ _ONE_NODE: Final = "this version runs on one node, and its processes talk over U
 _ONE_DEVICE: Final = "this version runs a model on one device"
 _ONE_KERNEL: Final = "each backend here has its own attention kernel and no second one"
 _NO_GPU: Final = "no backend of this version runs on a GPU"
-_NO_XLA: Final = "no backend of this version compiles for XLA"
 _NO_RAY: Final = "there are no Ray workers"
 _NO_OPENVINO: Final = "there is no OpenVINO backend; the CPU backend is called reference"
 _TEXT_ONLY: Final = "prompts are text or token ids; no media are fetched"
@@ -44,7 +43,6 @@ _PATHS: Final = (
     _unused("VLLM_CONFIG_ROOT", "Folder of configuration files.", "no file is looked for; name one with --config"),
     _unused("VLLM_CACHE_ROOT", "Folder of caches.", "only downloads are kept; --download-dir or HF_HOME says where"),
     _unused("VLLM_ASSETS_CACHE", "Folder of downloaded assets.", "no assets are downloaded"),
-    _unused("VLLM_XLA_CACHE_PATH", "Folder of compiled XLA programs.", _NO_XLA),
     _unused("VLLM_TORCH_PROFILER_DIR", "Folder of profiles.", "there is no built-in profiler; use py-spy"),
 )
 _DISTRIBUTED: Final = (
@@ -126,8 +124,7 @@ _PLATFORMS: Final = (
     _unused("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", "Numbers of OpenVINO's KV cache.", _NO_OPENVINO),
     _unused("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", "Compressed weights in OpenVINO.", _NO_OPENVINO),
     _unused("VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH", "Read Gaudi's cache in one piece.", "there is no Gaudi backend"),
-    _unused("VLLM_XLA_CHECK_RECOMPILATION", "Fail when XLA compiles again.", _NO_XLA),
-    _unused("VLLM_TPU_DISABLE_TOPK_TOPP_OPTIMIZATION", "Plain top-k and top-p on TPUs.", _NO_XLA),
+    _unused("VLLM_TPU_DISABLE_TOPK_TOPP_OPTIMIZATION", "Plain top-k and top-p on TPUs.", "they are exact in any case"),
 )
 _ENGINE: Final = (
     _unused("VLLM_USE_V1", "Choose the V1 engine.", "there is one engine, and it works like V1"),

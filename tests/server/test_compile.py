@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,13 @@ pytest.importorskip("flax")
 import support.jax_devices  # noqa: F401
 from support.tiny_folder import write_model
 
+from pagoda.backends.jax_tpu.catalogue import Forward
+from pagoda.backends.jax_tpu.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.server import cli
+from pagoda.server.args import EngineArgs
+from pagoda.server.engine_build import build_engine
 from pagoda.server.llm import LLM
 
 SMALL = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8")
@@ -92,12 +98,14 @@ def test_an_engine_that_starts_from_a_bundle_answers_alike(model: Path, bundle: 
 
 FACTS = {
     "pagoda": "0.0",
+    "sources": "0",
     "jax": "0.1",
     "jaxlib": "0.1",
     "libtpu": "0.0.1",
     "XLA_FLAGS": "--xla_other",
     "LIBTPU_INIT_ARGS": "--other",
     "device": "TPU v9",
+    "processor": "another",
     "devices": [1, 0],
     "model": "another",
     "dtype": "bfloat16",
@@ -136,6 +144,63 @@ def test_damage_is_seen_before_anything_is_unpickled(model: Path, bundle: Path, 
     file.unlink()
     with pytest.raises(ConfigError, match=r"000.xla: No such file"):
         LLM(str(model), compiled_bundle=str(folder), **SETTINGS)
+
+
+def cached(caplog: pytest.LogCaptureFixture) -> str:
+    """How many programs came from the cache at the last start."""
+    return next(r.getMessage() for r in reversed(caplog.records) if "from the compile cache" in r.getMessage())
+
+
+@pytest.mark.setting("--xla-cache-path")
+@pytest.mark.variable("PAGODA_XLA_CACHE_PATH")
+def test_the_second_start_compiles_nothing(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.delenv("PAGODA_XLA_CACHE_PATH")
+    monkeypatch.setenv("VLLM_XLA_CACHE_PATH", str(tmp_path))
+
+    def start(**settings: Any) -> list[int]:
+        llm = LLM(str(model), **{**SETTINGS, **settings})
+        found = llm.generate([{"prompt_token_ids": [5, 17, 3]}], use_tqdm=False)[0].outputs[0].token_ids
+        llm.llm_engine.shutdown()
+        return list(found)
+
+    first = start()
+    files = sorted(tmp_path.glob("*.xla"))
+    count = len(files)
+    assert f"{count} programs in" in cached(caplog)
+    assert ", 0 of them" in cached(caplog)
+    files[0].write_bytes(files[0].read_bytes()[:-1] + b"!")
+    files[1].unlink()
+    assert start() == first
+    assert f", {count - 2} of them" in cached(caplog)
+    assert f"{files[0]} is damaged" in caplog.text
+    assert start() == first
+    assert f", {count} of them" in cached(caplog)
+    assert start(dtype="bfloat16")
+    assert len(list(tmp_path.glob("*.xla"))) > count
+    start(xla_cache_path="")
+    assert ", 0 of them" in cached(caplog)
+
+
+@pytest.mark.setting("--xla-check-recompilation")
+@pytest.mark.variable("PAGODA_XLA_CHECK_RECOMPILATION")
+def test_compiling_while_serving_may_be_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_XLA_CHECK_RECOMPILATION", "1")
+    config = EngineArgs(str(model), **SETTINGS).create_engine_config()
+    backend = build_engine(config, "llm").backend
+    with pytest.raises(RuntimeError, match="was not compiled before serving"):
+        backend._programs[Forward(StepShape(3, 3, 3, 1, True))]
+    backend.close()
+
+
+def test_the_programs_used_longest_ago_go_first(tmp_path: Path) -> None:
+    for age in range(4):
+        (tmp_path / f"{age}.xla").write_bytes(bytes(10))
+        os.utime(tmp_path / f"{age}.xla", (0, 1000 - age))
+    CompileCache(tmp_path, most_bytes=25).trim()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0.xla", "1.xla"]
 
 
 def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:

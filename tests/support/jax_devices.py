@@ -1,6 +1,6 @@
 """Import this before any array is made: XLA's CPU client then has eight devices, so that meshes can be tested.
 
-Compiled programs are kept in the temporary folder, not in the user's cache: many tests run the same tiny models.
+What XLA compiles is kept in the temporary folder: many tests run the same tiny models.
 """
 
 from __future__ import annotations
@@ -15,5 +15,7 @@ DEVICES = 8
 jax.config.update("jax_num_cpu_devices", DEVICES)
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
+TEMPORARY = Path(tempfile.gettempdir())
+os.environ.setdefault("PAGODA_XLA_CACHE_PATH", str(TEMPORARY / "pagoda-tests-programs"))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "pagoda-tests-xla"))
+    jax.config.update("jax_compilation_cache_dir", str(TEMPORARY / "pagoda-tests-xla"))

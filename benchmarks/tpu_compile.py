@@ -1,0 +1,91 @@
+"""How long a model's ladder of programs takes to compile for a TPU, and how long it takes to find it again.
+
+usage: python benchmarks/tpu_compile.py [--topology v6e:1x1] [--output FILE.json]
+
+First start: every program of Llama-3-8B's shapes with a server's default limits is lowered, compiled and kept. Second
+start: every one is looked up, read and verified. Loading them onto the chip is not in it, because there is none;
+`--topology cpu` measures all of it, on XLA's CPU client and with fewer layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from tpu_roofline import LLAMA, SIZES
+
+from pagoda.backends.jax_tpu.ahead import find_target, model_for
+from pagoda.backends.jax_tpu.catalogue import Catalogue
+from pagoda.backends.jax_tpu.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.programs import Programs
+from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.models.registry import spec_from_config
+
+CPU_LAYERS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="v6e:1x1")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="a v6e server's default")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    catalogue = catalogue_for(args)
+    with tempfile.TemporaryDirectory(prefix="pagoda-ladder-") as folder:
+        cache = CompileCache(Path(folder))
+        begin = time.perf_counter()
+        report = Programs(catalogue, cache=cache).prepare()
+        first = time.perf_counter() - begin
+        begin = time.perf_counter()
+        if catalogue.model.kernel.use_kernel:
+            found = sum(cache.read(catalogue, key) is not None for key in catalogue)
+        else:
+            found = len(cache.load(catalogue, catalogue))
+        second = time.perf_counter() - begin
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+    assert found == report.programs
+    result = {
+        "topology": args.topology,
+        "limits": [args.max_model_len, args.max_num_batched_tokens, 256],
+        "programs": report.programs,
+        "first_seconds": first,
+        "second_seconds": second,
+        "second / first": second / first,
+        "bytes": size,
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.processor() or platform.machine(),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},
+    }
+    print(json.dumps(result, indent=1))
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def catalogue_for(args: argparse.Namespace) -> Catalogue:
+    target = find_target(args.topology)
+    on_tpu = target.chip is not None
+    size = SIZES["8b"] if on_tpu else {**SIZES["8b"], "num_hidden_layers": CPU_LAYERS}
+    spec, _ = spec_from_config({**LLAMA, **size, "torch_dtype": "bfloat16"})
+    limits = Limits(
+        max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=256,
+        block_size=128,
+    )
+    model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
+    return Catalogue(model, StepShapes.of(limits, 1, factor=2 if on_tpu else 4), 1024, limits.max_num_seqs)
+
+
+if __name__ == "__main__":
+    main()
