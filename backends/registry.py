@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, cast
 from pagoda.common.backend import Backend, Capabilities
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.errors import ConfigError
@@ -93,6 +94,7 @@ class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
 
     `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
+    `spreads`: its `create` takes `tensor`, how many devices share the model.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Entry:
     install: str
     has_device: Callable[[], bool] = lambda: True
     without_device: bool = False
+    spreads: bool = False
 
     def obstacle(self, named: bool = False) -> str | None:
         """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
@@ -138,6 +141,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "pip install 'pagoda[tpu]'",
         _has_tpu,
         without_device=True,
+        spreads=True,
     ),
     Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
@@ -160,6 +164,22 @@ def choose_backend(name: str) -> str:
     if obstacle is not None:
         raise ConfigError("--backend", f"{name}: {obstacle}; here: {explain(name)}")
     return name
+
+
+def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
+    """What the backend's `create` is told about devices; nothing for one that knows a single device.
+
+    Raises ConfigError when the backend does not spread a model as asked.
+    """
+    if _entry(name).spreads:
+        return {"tensor": parallel.tensor_parallel_size}
+    if parallel.tensor_parallel_size > 1:
+        able = " or ".join(entry.name for entry in BACKENDS if entry.spreads)
+        raise ConfigError(
+            "--tensor-parallel-size",
+            f"{name} runs a model on one device; use 1, or --backend {able} where there are more",
+        )
+    return {}
 
 
 def load_backend(name: str) -> BackendModule:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pagoda.backends.registry import BACKENDS, choose_backend
+from pagoda.backends.registry import BACKENDS, choose_backend, spread
 from pagoda.common.config import env
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.doctor import DoctorConfig
+from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.config.sources import from_environment
 from pagoda.common.errors import ConfigError, PagodaError
@@ -123,6 +124,23 @@ def devices(config: DoctorConfig) -> Findings:
         yield Finding("ok", "tpu", "none")
     elif all(os.access(path, os.R_OK | os.W_OK) for path in chips):
         yield Finding("ok", "tpu", f"{len(chips)} chips or groups: {', '.join(map(str, chips))}")
+
+
+def spreading(config: DoctorConfig) -> Findings:
+    """Whether a model can be spread as asked, where that is over more than one device."""
+    wanted = config.tensor_parallel_size
+    if wanted == 1:
+        return
+    try:
+        spread(choose_backend(config.backend), ParallelConfig(tensor_parallel_size=wanted))
+    except ConfigError as error:
+        yield Finding("fail", "spread", str(error).partition("; here: ")[0])
+        return
+    chips = len(machine.device_files("accel[0-9]*", "vfio/[0-9]*"))
+    if chips < wanted:
+        yield Finding("warn", "spread", f"{wanted} devices are asked for, here are {chips} chips; use what is there")
+    else:
+        yield Finding("ok", "spread", f"{wanted} of {chips} chips")
 
 
 def processor(config: DoctorConfig) -> Findings:
@@ -241,7 +259,12 @@ def model(config: DoctorConfig) -> Findings:
     from pagoda.server.resolve import resolve
 
     try:
-        asked = EngineArgs(config.model, backend=config.backend, download_dir=config.download_dir)
+        asked = EngineArgs(
+            config.model,
+            backend=config.backend,
+            download_dir=config.download_dir,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
         found = resolve(asked.create_engine_config(), "server")
     except PagodaError as error:
         yield Finding("fail", "model", str(error))
@@ -262,7 +285,7 @@ def _is_downloaded(config: DoctorConfig) -> bool:
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    *(python_version, packages, backends, devices, processor, memory, folders),
+    *(python_version, packages, backends, devices, spreading, processor, memory, folders),
     *(port, hub, limits, environment, model),
 )
 

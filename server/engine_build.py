@@ -116,6 +116,7 @@ def _assemble(
         cache=config.cache,
         dtype=resolved.dtype,
         sampling=sampling,
+        **resolved.spread,
         **_programs(config.compilation, resolved.backend),
     )
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagoda.backends.registry import choose_backend
+from pagoda.backends.registry import choose_backend, spread
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 class Resolved:
     """Everything about an engine that is known before its weights are. `hf_config`: overrides included.
 
-    `derived`: what was settled here and why. `sources`: setting -> who stated it.
+    `spread`: what the backend is told about devices. `derived`: what was settled here and why. `sources`: setting ->
+    who stated it.
     """
 
     config: EngineConfig
@@ -59,6 +60,7 @@ class Resolved:
     limits: Limits
     layout: KvLayout
     generation: Generation
+    spread: Mapping[str, int]
     derived: tuple[ResolvedRow, ...]
 
     @property
@@ -89,6 +91,7 @@ def resolve(
     Raises ConfigError, ModelError or WeightError.
     """
     backend = choose_backend(config.model.backend)
+    spread_over = spread(backend, config.parallel)
     checkpoint = open_model(config, weights=weights)
     _check_quantization(config, checkpoint)
     hf_config = _hf_config(config, checkpoint)
@@ -116,6 +119,7 @@ def resolve(
         limits=found.limits,
         layout=kv_layout(spec, found.limits.block_size, hybrid=not config.scheduler.disable_hybrid_kv_cache_manager),
         generation=generation,
+        spread=spread_over,
         derived=(
             *found.rows,
             ResolvedRow("dtype", dtype, "model", dtype_why),

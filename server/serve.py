@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from pagoda.backends.registry import choose_backend
+from pagoda.backends.registry import choose_backend, spread
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.config.server import ServerConfig
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
     configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
     engine_config, config = configured(settled)
-    choose_backend(engine_config.model.backend)  # before the hub is asked for a model that nothing here could run
+    # before the hub is asked for a model that nothing here could run
+    spread(choose_backend(engine_config.model.backend), engine_config.parallel)
     listener = bind(config)
     client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
     try:

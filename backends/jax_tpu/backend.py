@@ -66,8 +66,8 @@ def create(
 ) -> JaxBackend:
     """A backend for a model, on `tensor` devices (of `devices`, default: all there are). `dtype`: resolved, not `auto`.
 
-    `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before,
-    which say how many devices share the model. `compile_cache`: the folder that programs are kept in.
+    `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before.
+    `compile_cache`: the folder that programs are kept in.
     Raises ConfigError.
     """
     if sampling.processors:
@@ -77,7 +77,7 @@ def create(
     compiled = None if bundle is None else open_bundle(bundle)
     if ON_TPU:
         check_tables(limits)
-    mesh = make_mesh(tensor if compiled is None else compiled.tensor, devices=devices)
+    mesh = make_mesh(tensor, devices=devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)

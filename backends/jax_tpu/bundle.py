@@ -40,11 +40,6 @@ class Bundle:
     programs: Mapping[str, Mapping[str, str]]
 
     @property
-    def tensor(self) -> int:
-        """Devices that share each layer."""
-        return int(self.facts["tensor_parallel_size"])
-
-    @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache that the programs take."""
         return int(self.facts["num_blocks"])
@@ -91,7 +86,7 @@ def open_bundle(folder: Path) -> Bundle:
                 FLAG, f"{path} has format {found['format']}, this version reads {FORMAT}; compile it anew"
             )
         bundle = Bundle(folder, found["facts"], {each["key"]: each for each in found["programs"]})
-        if min(bundle.tensor, bundle.num_blocks) < 1 or any(_outside(each["file"]) for each in found["programs"]):
+        if bundle.num_blocks < 1 or any(_outside(each["file"]) for each in found["programs"]):
             raise ValueError
     except OSError as error:
         raise ConfigError(FLAG, f"{path}: {error.strerror}; make one with pagoda compile --output") from None

@@ -23,16 +23,27 @@ TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL}
 
 
 def make_mesh(tensor: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of `data` x `tensor` devices, taken in order. Raises ConfigError when there are too few."""
-    devices = jax.devices() if devices is None else devices
-    if len(devices) < tensor * data:
-        raise ConfigError(
-            "--tensor-parallel-size",
-            f"{tensor} x {data} (data parallel) needs {tensor * data} devices, "
-            f"here are {len(devices)} ({devices[0].platform}); use at most {len(devices) // data or 1}",
-        )
-    grid = np.asarray(devices[: tensor * data], dtype=object).reshape(data, tensor)
+    """A mesh of `data` x `tensor` devices, taken in order of `devices` (default: all there are).
+
+    Raises ConfigError when there are too few.
+    """
+    here = jax.devices() if devices is None else devices
+    if len(here) < tensor * data:
+        raise ConfigError(*_too_few(tensor, data, here, divisible=devices is None))
+    grid = np.asarray(here[: tensor * data], dtype=object).reshape(data, tensor)
     return Mesh(grid, (DATA, MODEL))
+
+
+def _too_few(tensor: int, data: int, here: Sequence[jax.Device], *, divisible: bool) -> tuple[str, str]:
+    """The flag that asks for too many devices, and what to do. `divisible`: a CPU may be told to be more devices."""
+    wanted, kind = tensor * data, here[0].platform
+    flag, share = ("--tensor-parallel-size", data) if tensor > 1 else ("--data-parallel-size", tensor)
+    times = f" x {share} ({'data' if tensor > 1 else 'tensor'} parallel)" if share > 1 else ""
+    there = f"here is 1 ({kind})" if len(here) == 1 else f"here are {len(here)} ({kind})"
+    remedy = f"use at most {len(here) // share or 1}"
+    if divisible and kind == "cpu":
+        remedy += f", or, for tests, set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before the start"
+    return flag, f"{wanted // share}{times} needs {wanted} devices, {there}; {remedy}"
 
 
 def partition(axes: str) -> PartitionSpec:

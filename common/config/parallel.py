@@ -1,4 +1,4 @@
-"""More than one device. This version runs on one; what would spread work says so."""
+"""More than one device: what spreads a model over them, and what this version does not spread says so."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any, Final, Literal
 
 from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import option
+from pagoda.common.errors import ConfigError
 
-_ONE_DEVICE: Final = "this version runs a model on one device; use 1, and start one server per device for more"
+_TENSOR_ONLY: Final = "this version splits a model by --tensor-parallel-size alone; use 1"
 _ONE_ENGINE: Final = "this version has no data parallelism; start one server per device behind a load balancer"
 _DP_ONLY: Final = "it matters with data parallelism only, and this version runs one engine"
-_TP_ONLY: Final = "it matters with several devices only, and this version runs on one"
-_EP_ONLY: Final = "it matters with experts spread over devices only, and this version runs on one"
+_NO_WORKERS: Final = "one process drives every device: there are no workers"
+_CP_ONLY: Final = "it matters with contexts split over devices only, which this version does not do"
+_EP_ONLY: Final = "it spreads whole experts; here --tensor-parallel-size splits each of them"
 _DBO_ONLY: Final = "it matters with --enable-dbo only"
 _NODE_ONLY: Final = "it matters with several nodes only, and this version runs on one"
 
@@ -25,13 +27,13 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         None,
         "How workers are started: mp, ray, uni, external_launcher.",
-        refused="one device needs no distributed workers; use uni, or drop the flag",
+        refused="one process drives every device; use uni, or drop the flag",
         accepts=("uni", "mp"),
     )
-    tensor_parallel_size: int = option(1, "Devices that share each layer.", aliases=("-tp",), refused=_ONE_DEVICE)
-    pipeline_parallel_size: int = option(1, "Devices that share the stack.", aliases=("-pp",), refused=_ONE_DEVICE)
-    decode_context_parallel_size: int = option(1, "Groups per context.", aliases=("-dcp",), refused=_ONE_DEVICE)
-    prefill_context_parallel_size: int = option(1, "Groups per prefill.", aliases=("-pcp",), refused=_ONE_DEVICE)
+    tensor_parallel_size: int = option(1, "Devices that share each layer.", aliases=("-tp",))
+    pipeline_parallel_size: int = option(1, "Devices that share the stack.", aliases=("-pp",), refused=_TENSOR_ONLY)
+    decode_context_parallel_size: int = option(1, "Groups per context.", aliases=("-dcp",), refused=_TENSOR_ONLY)
+    prefill_context_parallel_size: int = option(1, "Groups per prefill.", aliases=("-pcp",), refused=_TENSOR_ONLY)
     data_parallel_size: int = option(1, "Engines that share the requests.", aliases=("-dp",), refused=_ONE_ENGINE)
     data_parallel_rank: int | None = option(
         None, "This engine's rank.", aliases=("-dpn",), refused=_ONE_ENGINE, accepts=(0,)
@@ -49,7 +51,7 @@ class ParallelConfig:
     data_parallel_external_lb: bool = option(False, "Balance nothing.", aliases=("-dpe",), refused=_ONE_ENGINE)
     enable_expert_parallel: bool = option(False, "Spread experts.", aliases=("-ep",), no_effect=_EP_ONLY)
     all2all_backend: str | None = option(None, "Exchange of tokens between experts.", no_effect=_EP_ONLY)
-    enable_dbo: bool = option(False, "Overlap two micro-batches.", refused="there is no communication to hide; drop it")
+    enable_dbo: bool = option(False, "Overlap two micro-batches.", refused="a step is not cut in two here; drop it")
     ubatch_size: int = option(0, "Micro-batches.", no_effect=_DBO_ONLY)
     dbo_decode_token_threshold: int = option(32, "Tokens from which decode splits.", no_effect=_DBO_ONLY)
     dbo_prefill_token_threshold: int = option(512, "Tokens from which prefill splits.", no_effect=_DBO_ONLY)
@@ -61,9 +63,9 @@ class ParallelConfig:
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
         "linear", "Which experts go to which rank.", no_effect=_EP_ONLY
     )
-    max_parallel_loading_workers: int | None = option(None, "Workers that load at once.", no_effect=_TP_ONLY)
+    max_parallel_loading_workers: int | None = option(None, "Workers that load at once.", no_effect=_NO_WORKERS)
     ray_workers_use_nsight: bool = option(False, "Profile Ray workers.", no_effect="there are no Ray workers")
-    disable_custom_all_reduce: bool = option(False, "Reduce with NCCL.", no_effect=_TP_ONLY)
+    disable_custom_all_reduce: bool = option(False, "Reduce with NCCL.", no_effect="XLA reduces over TPUs itself")
     worker_cls: str = option(
         "auto",
         "Class of the worker.",
@@ -76,5 +78,9 @@ class ParallelConfig:
     master_port: int = option(29501, "Rendezvous port.", no_effect=_NODE_ONLY)
     nnodes: int = option(1, "Nodes.", aliases=("-n",), refused="this version runs on one node; use 1")
     node_rank: int = option(0, "This node's number.", aliases=("-r",), refused="this version runs on one node; use 0")
-    dcp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_TP_ONLY)
-    cp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_TP_ONLY)
+    dcp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
+    cp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError("--tensor-parallel-size", f"{self.tensor_parallel_size} is not positive; use 1 or more")

@@ -66,7 +66,8 @@ def test_python_conveniences() -> None:
         ({"enable_prefix_caching": 3}, "--enable-prefix-caching"),
         ({"max_model_len": "1.5K"}, "--max-model-len"),
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"tensor_parallel_size": True}, "--tensor-parallel-size"),
         ({"speculative_config": {"method": "ngram"}}, "--speculative-config"),
     ],
@@ -86,8 +87,8 @@ def test_settings_without_effect_are_accepted() -> None:
     args = EngineArgs(tensor_parallel_size=1, quantization=None, trust_remote_code=False)
     assert args.create_engine_config() == EngineConfig()
     assert parse("-tp", "1", "--enforce-eager").compilation.enforce_eager
-    with pytest.raises(ConfigError, match="--tensor-parallel-size: 2 is not supported"):
-        parse("--tensor-parallel-size", "2")
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size: 2 is not supported"):
+        parse("--pipeline-parallel-size", "2")
 
 
 def test_bad_flag_text_is_explained() -> None:
@@ -305,8 +306,8 @@ def test_assigned_attributes_are_checked() -> None:
     assert (config.model.max_model_len, config.scheduler.max_num_seqs) == (2000, 5)
     assert config.model.hf_overrides == {"rope_theta": 7.0}
     assert args.sources["max_model_len"] == "keyword"
-    args.tensor_parallel_size = 2
-    with pytest.raises(ConfigError, match="--tensor-parallel-size: 2 is not supported"):
+    args.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size: 2 is not supported"):
         args.create_engine_config()
 
 

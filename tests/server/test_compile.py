@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "block_size": 8,
     "backend": "jax_tpu",
+    "tensor_parallel_size": 2,
     "disable_log_stats": True,
 }
 
@@ -82,7 +83,7 @@ def test_the_table_and_the_budget_need_a_config_only(
     assert {row["program"].split()[0] for row in table["programs"]} >= {"step", "decode", "choose", "remember"}
 
 
-@pytest.mark.setting("--output", "--compiled-bundle", "--tensor-parallel-size")
+@pytest.mark.setting("--output", "--compiled-bundle")
 def test_an_engine_that_starts_from_a_bundle_answers_alike(model: Path, bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert manifest["facts"]["tensor_parallel_size"] == 2
@@ -130,9 +131,8 @@ def test_each_difference_is_named(name: str, model: Path, bundle: Path, tmp_path
 def test_another_number_of_blocks_or_devices(model: Path, bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_blocks \d+, here it is 7"):
         LLM(str(model), compiled_bundle=str(bundle), num_gpu_blocks_override=7, **SETTINGS)
-    folder = altered(bundle, tmp_path, lambda manifest: manifest["facts"].update(tensor_parallel_size=1))
-    with pytest.raises(ConfigError, match=r"was compiled for devices \[0, 1\], here it is \[0\]"):
-        LLM(str(model), compiled_bundle=str(folder), **SETTINGS)
+    with pytest.raises(ConfigError, match=r"was compiled for tensor_parallel_size 2, here it is 1"):
+        LLM(str(model), compiled_bundle=str(bundle), **{**SETTINGS, "tensor_parallel_size": 1})
 
 
 def test_damage_is_seen_before_anything_is_unpickled(model: Path, bundle: Path, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory; make one with pagoda compile --output"):
         start(tmp_path)
     with pytest.raises(ConfigError, match="reference compiles nothing ahead"):
-        start(bundle, backend="reference")
+        start(bundle, backend="reference", tensor_parallel_size=1)
     with pytest.raises(ConfigError, match="has format 99, this version reads 1"):
         start(altered(bundle, tmp_path / "a", lambda manifest: manifest.update(format=99)))
     with pytest.raises(ConfigError, match=r"lacks 1 programs, first Forward"):
@@ -227,7 +227,7 @@ def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
         (["--topology", "v6e"], "--topology: v6e is unknown; use one of v5e:1x1"),
         (["--topology", "cpu:99"], "--topology: cpu:99: here are 8 CPU devices; use cpu or cpu:1 to cpu:8"),
         (["--topology", "cpu", "-tp", "0"], "--tensor-parallel-size: 0 is not positive"),
-        (["--topology", "cpu", "-tp", "2"], "--tensor-parallel-size: 2 x 1 (data parallel) needs 2 devices"),
+        (["--topology", "cpu", "-tp", "2"], "--tensor-parallel-size: 2 needs 2 devices, here is 1 (cpu)"),
         (["--topology", "cpu:8"], "--tensor-parallel-size: 8 devices cannot share 4 query heads; use 4 or less"),
         (["--topology", "cpu", "--backend", "reference"], "--backend: reference is not compiled ahead"),
         (["--topology", "cpu", "--budget-only", "--output", "x"], "--budget-only: compiles too few programs"),

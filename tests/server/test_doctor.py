@@ -127,6 +127,26 @@ def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found(checkup.devices)[-1].level == "warn"
 
 
+@pytest.mark.setting("--tensor-parallel-size")
+@pytest.mark.parametrize(
+    ("backend", "wanted", "findings"),
+    [
+        ("b", 1, []),
+        ("reference", 2, [("fail", "--tensor-parallel-size: reference runs a model on one device; use 1, or --ba")]),
+        ("jax_tpu", 2, [("ok", "2 of 2 chips")]),
+        ("jax_tpu", 4, [("warn", "4 devices are asked for, here are 2 chips")]),
+    ],
+)
+def test_a_model_on_several_chips(
+    backend: str, wanted: int, findings: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "choose_backend", lambda name: name)
+    monkeypatch.setattr(machine, "device_files", lambda *patterns: [Path("/dev/vfio/0"), Path("/dev/vfio/1")])
+    shown = found(checkup.spreading, backend=backend, tensor_parallel_size=wanted)
+    assert len(shown) == len(findings)
+    assert all(each.level == level and text in each.text for each, (level, text) in zip(shown, findings))
+
+
 @pytest.mark.parametrize(
     ("check", "patches", "level", "text"),
     [

@@ -87,7 +87,7 @@ def test_secrets_are_not_shown(
     [
         (["--port", "99999"], "--port: 99999 is not a port"),
         (["--max-num-seqs", "0"], "--max-num-seqs: 0 is not positive"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: 2 is not supported"),
+        (["-tp", "2", "--backend", "reference"], "--tensor-parallel-size: reference runs a model on one device"),
     ],
 )
 def test_what_could_not_start_is_not_explained(

@@ -111,7 +111,8 @@ def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("tp", ["-tp, --tensor-parallel-size", "only 1: "]),
+        ("tp", ["-tp, --tensor-parallel-size", "implemented"]),
+        ("pp", ["-pp, --pipeline-parallel-size", "only 1: "]),
         ("swap-space", ["4.0", "no effect: preempted requests are recomputed"]),
         ("dtype", ["one of auto, float32, ", "auto"]),
         ("no-async-scheduling", ["--[no-]async-scheduling", "or --no-async-scheduling"]),

@@ -439,7 +439,7 @@ def test_no_code_of_a_repository_is_run(trusted: bool, tmp_path: Path, caplog: p
             "RedHatAI/Llama-3.2-1B-Instruct-FP8 --tensor-parallel-size 2 --gpu-memory-utilization 0.8 "
             "--max-model-len 16384 --max-num-batched-tokens 2048",
             2,
-            "--tensor-parallel-size: 2 is not supported: this version runs a model on one device; use 1",
+            "--tensor-parallel-size: reference runs a model on one device; use 1, or --backend jax_tpu",
         ),
         ("m --tokenizer-mode mistral", 2, "--tokenizer-mode: 'mistral' is not supported: "),
         ("m --tokenizer-mode slow", 2, "--tokenizer-mode: 'slow' is not supported: "),

@@ -1,4 +1,4 @@
-"""`pagoda serve` as a process over a fake engine (see fake_engine)."""
+"""`pagoda serve` as a process, over a fake engine (see fake_engine) unless told otherwise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
+FAKE = (str(TESTS / "support" / "fake_serve.py"),)
+REAL = ("-m", "pagoda.server.cli", "serve")
 
 
 def environment() -> dict[str, str]:
@@ -19,10 +21,12 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def served(model: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and its address, read from its log."""
-    words = [sys.executable, str(TESTS / "support" / "fake_serve.py"), model, "--port", "0", *flags]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
+def served(
+    model: str, *flags: str, program: tuple[str, ...] = FAKE, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and its address, read from its log. `variables`: more of its environment."""
+    words = [sys.executable, *program, model, "--port", "0", *flags]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment() | variables)
     try:
         assert process.stderr is not None
         url = ""
