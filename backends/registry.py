@@ -81,6 +81,7 @@ class CompilerModule(Protocol):
         cache: CacheConfig,
         dtype: str,
         tensor: int,
+        data: int,
         mode: LogprobsMode,
         largest: bool,
         stated: bool,
@@ -94,7 +95,7 @@ class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
 
     `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
-    `spreads`: its `create` takes `tensor`, how many devices share the model.
+    `spreads`: its `create` takes `tensor`, how many devices share the model, and `data`, how many copies there are.
     """
 
     name: str
@@ -171,14 +172,16 @@ def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
 
     Raises ConfigError when the backend does not spread a model as asked.
     """
+    asked = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size}
     if _entry(name).spreads:
-        return {"tensor": parallel.tensor_parallel_size}
-    if parallel.tensor_parallel_size > 1:
-        able = " or ".join(entry.name for entry in BACKENDS if entry.spreads)
-        raise ConfigError(
-            "--tensor-parallel-size",
-            f"{name} runs a model on one device; use 1, or --backend {able} where there are more",
-        )
+        return asked
+    able = " or ".join(entry.name for entry in BACKENDS if entry.spreads)
+    for kind, size in asked.items():
+        if size > 1:
+            raise ConfigError(
+                f"--{kind}-parallel-size",
+                f"{name} runs a model on one device; use 1, or --backend {able} where there are more",
+            )
     return {}
 
 

@@ -90,3 +90,22 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the device. Idempotent."""
         ...
+
+
+class PendingShards(Protocol):
+    """A step of every shard under way."""
+
+    def result(self) -> tuple[StepResult | None, ...]:
+        """Wait for the step; None where a shard had no plan. Raises what the step raised."""
+        ...
+
+
+class ShardedBackend(Backend, Protocol):
+    """Several copies of one model that step together: shards, each with rows and KV blocks of its own.
+
+    Limits, the memory plan and `num_blocks` are those of each shard, and every shard counts rows and blocks from 0.
+    """
+
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
+        """Start a step of every shard and return at once; None: nothing to compute, but not for all of them."""
+        ...

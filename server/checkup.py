@@ -128,11 +128,13 @@ def devices(config: DoctorConfig) -> Findings:
 
 def spreading(config: DoctorConfig) -> Findings:
     """Whether a model can be spread as asked, where that is over more than one device."""
-    wanted = config.tensor_parallel_size
+    tensor, data = config.tensor_parallel_size, config.data_parallel_size
+    wanted = tensor * data
     if wanted == 1:
         return
     try:
-        spread(choose_backend(config.backend), ParallelConfig(tensor_parallel_size=wanted))
+        asked = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
+        spread(choose_backend(config.backend), asked)
     except ConfigError as error:
         yield Finding("fail", "spread", str(error).partition("; here: ")[0])
         return
@@ -264,6 +266,7 @@ def model(config: DoctorConfig) -> Findings:
             backend=config.backend,
             download_dir=config.download_dir,
             tensor_parallel_size=config.tensor_parallel_size,
+            data_parallel_size=config.data_parallel_size,
         )
         found = resolve(asked.create_engine_config(), "server")
     except PagodaError as error:

@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--topology", "is missing: name the chips to compile for, such as v6e:1x1")
     compiler = load_compiler()
     target = compiler.find_target(config.topology)
-    tensor = config.tensor_parallel_size or len(target.devices)
+    data = settled.values["data_parallel_size"]
+    tensor = config.tensor_parallel_size or max(1, len(target.devices) // data)
     resolved = resolve_for(settled, config, target, tensor)
     report = compiler.compile_ahead(
         target,
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         cache=resolved.config.cache,
         dtype=resolved.dtype,
         tensor=tensor,
+        data=data,
         mode=sampler_options(resolved.config).logprobs_mode,
         largest=config.budget_only,
         stated="max_model_len" in settled.sources,

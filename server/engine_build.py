@@ -16,15 +16,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend
-from pagoda.common.backend import Backend, Weight
+from pagoda.common.backend import Backend, ShardedBackend, Weight
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import EngineCore, MakeScheduler
 from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache
+from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import Checkpoint
@@ -46,7 +47,7 @@ READ_AHEAD_BYTES: Final = 512 << 20
 class BuiltEngine:
     """A warm engine and what is known about it. `backend` is closed by whoever ends the engine."""
 
-    core: EngineCore
+    core: Engine
     backend: Backend
     info: EngineInfo
 
@@ -109,6 +110,7 @@ def _assemble(
 ) -> BuiltEngine:
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
+    copies = config.parallel.data_parallel_size
     backend = module.create(
         spec,
         limits=limits,
@@ -141,11 +143,20 @@ def _assemble(
         backend=module.CAPABILITIES.name,
         device=module.CAPABILITIES.device,
         dtype=resolved.dtype,
-        num_blocks=num_blocks,
-        memory=str(memory),
+        num_blocks=copies * num_blocks,
+        memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
         phases=tuple(phases.seconds),
     )
-    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks, make_scheduler), backend, info)
+    return BuiltEngine(_core(backend, layout, limits, num_blocks, copies, make_scheduler), backend, info)
+
+
+def _core(
+    backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int, copies: int, make_scheduler: MakeScheduler
+) -> Engine:
+    """The step loop; `num_blocks`: of each copy of the model."""
+    if copies == 1:
+        return EngineCore(backend, layout, limits, num_blocks, make_scheduler)
+    return ShardedCore(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler)
 
 
 def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:

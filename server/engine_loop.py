@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
+from pagoda.common.engine.sharded import Engine
 from pagoda.common.errors import RequestError
 from pagoda.server.wire import (
     Abort,
@@ -39,7 +39,7 @@ class Progress:
         self.busy = False
 
 
-def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress) -> None:
+def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress) -> None:
     """Serve until Shutdown: take all commands, run one step, send what it brought; sleep when there is no work."""
     while True:
         progress.busy = core.has_work
@@ -62,7 +62,7 @@ def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress) -
             send(Step(StepOutputs(stats=core.stats)))
 
 
-def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
+def _add(core: Engine, request: EngineRequest, send: Send) -> None:
     try:
         core.add_request(request)
     except RequestError as error:

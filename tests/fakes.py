@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -243,6 +244,29 @@ class FakeBackend:
                 tokens = [row.history[p] for p in positions]
                 found[index] = _fake_logprobs(tokens, positions, row.rules.prompt_logprobs)
         return found
+
+
+@dataclass(frozen=True)
+class FakeShardsPending:
+    answers: tuple[StepResult | None, ...]
+
+    def result(self) -> tuple[StepResult | None, ...]:
+        return self.answers
+
+
+class FakeShards(FakeBackend):
+    """Several fake backends that step together; itself the first of them."""
+
+    def __init__(self, layout: KvLayout, shards: int, **settings: Any) -> None:
+        super().__init__(layout, **settings)
+        self.shards = [self, *(FakeBackend(layout, **settings) for _ in range(1, shards))]
+
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> FakeShardsPending:
+        assert len(plans) == len(self.shards)
+        assert any(plan is not None for plan in plans), "a step of nobody"
+        return FakeShardsPending(
+            tuple(None if plan is None else shard.execute(plan).answer for shard, plan in zip(self.shards, plans))
+        )
 
 
 def _fake_logprobs(tokens: list[int], positions: list[int], best: int) -> TokenLogprobs:

@@ -44,17 +44,18 @@ def compile_ahead(
     cache: CacheConfig,
     dtype: str,
     tensor: int,
+    data: int = 1,
     mode: LogprobsMode = "raw_logprobs",
     largest: bool = False,
     stated: bool = True,
 ) -> Report:
-    """Compile the programs of a model for `tensor` of the target's devices; no weights are needed.
+    """Compile the programs of `data` copies of a model, each on `tensor` of the target's devices; needs no weights.
 
     `largest`: only the program of each kind that takes most memory, which is enough for the budget. `stated`: somebody
     asked for this max_model_len. Raises ConfigError when the mesh does not suit the heads or the model does not fit.
     """
     begin = time.perf_counter()
-    model = model_for(target, spec, limits, layout, dtype, tensor)
+    model = model_for(target, spec, limits, layout, dtype, tensor, data)
     num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
     shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
     catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
@@ -64,9 +65,11 @@ def compile_ahead(
     return Report(target, catalogue, limits, found, budget, time.perf_counter() - begin)
 
 
-def model_for(target: Target, spec: ModelSpec, limits: Limits, layout: KvLayout, dtype: str, tensor: int) -> Model:
-    """The model on the first `tensor` devices, with the kernel where the target is a TPU. Raises ConfigError."""
-    mesh, number = make_mesh(tensor, devices=target.devices), dtype_of(dtype)
+def model_for(
+    target: Target, spec: ModelSpec, limits: Limits, layout: KvLayout, dtype: str, tensor: int, data: int = 1
+) -> Model:
+    """The model on the first `tensor` x `data` devices, with the kernel where they are TPUs. Raises ConfigError."""
+    mesh, number = make_mesh(tensor, data, target.devices), dtype_of(dtype)
     on_tpu = target.chip is not None
     if on_tpu:
         check_tables(limits)

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.batch import make_batch, writers_first
+from pagoda.backends.jax_tpu.batch import in_shard, make_batch, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
 from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.decoder import Caches
-from pagoda.backends.jax_tpu.logprobs import BEST, sorted_logprobs
+from pagoda.backends.jax_tpu.logprobs import BEST
 from pagoda.backends.jax_tpu.memory import plan_memory
 from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.pending import PendingOne, PendingStep, PendingSteps, Scored
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.platform import platform
 from pagoda.backends.jax_tpu.programs import CompileReport, Programs
-from pagoda.backends.jax_tpu.sampler import Sampled, Sampler
+from pagoda.backends.jax_tpu.sampler import Sampler
 from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
 from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice
@@ -38,7 +38,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.platform import BLOCK_SIZES
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
-from pagoda.common.engine.step import Int32, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
@@ -59,13 +59,15 @@ def create(
     dtype: str,
     sampling: SamplerOptions = USUAL,
     tensor: int = 1,
+    data: int = 1,
     devices: Sequence[jax.Device] | None = None,
     strict: bool = False,
     bundle: Path | None = None,
     compile_cache: Path | None = None,
 ) -> JaxBackend:
-    """A backend for a model, on `tensor` devices (of `devices`, default: all there are). `dtype`: resolved, not `auto`.
+    """A backend for `data` copies of a model, each on `tensor` devices (of `devices`, default: all there are).
 
+    `limits`: of each copy. `dtype`: resolved, not `auto`.
     `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before.
     `compile_cache`: the folder that programs are kept in.
     Raises ConfigError.
@@ -77,7 +79,7 @@ def create(
     compiled = None if bundle is None else open_bundle(bundle)
     if ON_TPU:
         check_tables(limits)
-    mesh = make_mesh(tensor, devices=devices)
+    mesh = make_mesh(tensor, data, devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
@@ -87,7 +89,7 @@ def create(
 
 
 class JaxBackend:
-    """Implements common.backend.Backend."""
+    """Implements common.backend.ShardedBackend: a shard is a copy of the model."""
 
     def __init__(
         self,
@@ -124,13 +126,13 @@ class JaxBackend:
         self._leaves = load(self.model, weights)
 
     def plan_memory(self) -> MemoryPlan:
-        """How many KV blocks fit. Raises ConfigError saying how much is missing."""
+        """How many KV blocks fit in each shard. Raises ConfigError saying how much is missing."""
         return plan_memory(self.model, self.limits, self.cache_config)
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks, on the devices."""
+        """Allocate K and V for `num_blocks` blocks of each shard, on the devices."""
         self._programs = Programs(self._catalogue(num_blocks), strict=self.strict, cache=self._compile_cache)
-        self._sampler = Sampler(self._programs, self.limits.max_num_seqs)
+        self._sampler = Sampler(self._programs, self.model.shards * self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
 
     def _catalogue(self, num_blocks: int) -> Catalogue:
@@ -148,27 +150,42 @@ class JaxBackend:
             return self._programs.adopt(self._bundle.load(self._programs.catalogue))
         return self._programs.prepare()
 
-    def execute(self, plan: StepPlan) -> PendingStep:
-        """Enqueue a step."""
+    def execute(self, plan: StepPlan) -> PendingOne:
+        """Enqueue a step of the only shard."""
+        return PendingOne(self.execute_shards((plan,)))
+
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingSteps:
+        """Enqueue a step of every shard."""
         programs, sampler = self._programs, self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
         before = programs.recompiles
-        for start in plan.starts:
-            sampler.start(start)
-        plan, order = writers_first(plan)
-        shape, packed = make_batch(plan, programs.catalogue.shapes, self.limits.block_size, self.limits.max_num_seqs)
+        size, shards = self.limits.max_num_seqs, self.model.shards
+        parts = {
+            shard: writers_first(in_shard(plan, shard * size)) for shard, plan in enumerate(plans) if plan is not None
+        }
+        ready = {shard: plan for shard, (plan, _) in parts.items()}
+        for plan in ready.values():
+            for start in plan.starts:
+                sampler.start(start)
+        shape, packed = make_batch(ready, shards, programs.catalogue.shapes, self.limits.block_size, shards * size)
         self._caches, hidden, logits = programs[Forward(shape)](self._leaves, self._caches, sampler.history, packed)
-        scores = tuple(self._scores(plan, hidden, programs, sampler))
-        sampled = sampler.sample(logits, plan) if plan.samples.any() else None
-        return PendingStep(plan, order, sampled, scores, programs.recompiles - before)
+        scores = {shard: tuple(self._scores(shard, plan, hidden, programs, sampler)) for shard, plan in ready.items()}
+        sampled = sampler.sample(logits, ready) if any(plan.samples.any() for plan in ready.values()) else None
+        steps: list[PendingStep | None] = [None] * shards
+        for shard, (plan, order) in parts.items():
+            steps[shard] = PendingStep(plan, order, shard * shape.seqs, sampled, scores[shard])
+        return PendingSteps(tuple(steps), programs.recompiles - before)
 
     def close(self) -> None:
         """Let go of the device's memory."""
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
-    def _scores(self, plan: StepPlan, hidden: jax.Array, programs: Programs, sampler: Sampler) -> Iterable[Scored]:
+    def _scores(
+        self, shard: int, plan: StepPlan, hidden: jax.Array, programs: Programs, sampler: Sampler
+    ) -> Iterable[Scored]:
         """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
+        shards, first = self.model.shards, shard * SCORED
         for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
             state = sampler.rows[plan.rows[index]]
             best = state.rules.prompt_logprobs or 0
@@ -176,63 +193,11 @@ class JaxBackend:
             count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
             for at in range(0, count, SCORED):
                 size = min(SCORED, count - at)
-                wanted, targets = np.zeros(SCORED, np.int32), np.zeros(SCORED, np.int32)
-                wanted[:size] = begin + at + np.arange(size)
-                targets[:size] = state.prompt[context + at + 1 : context + at + 1 + size]
-                logits = programs[Score(hidden.shape[0])](self._leaves, hidden, wanted)
+                wanted, targets = np.zeros((2, shards * SCORED), np.int32)
+                rows = slice(first, first + size)
+                wanted[rows] = begin + at + np.arange(size)
+                targets[rows] = state.prompt[context + at + 1 : context + at + 1 + size]
+                logits = programs[Score(hidden.shape[0] // shards)](self._leaves, hidden, wanted)
                 found = programs[OnLogits("logprobs", SCORED)](logits, targets)
-                yield Scored(index, best, self.mode, targets[:size], found, logits if not 0 <= best <= BEST else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Prompt tokens `targets` int32 [n] of one sequence, scored on the device."""
-
-    index: int
-    best: int
-    mode: LogprobsMode
-    targets: Int32
-    found: tuple[jax.Array, jax.Array, jax.Array]
-    logits: jax.Array | None  # when the request wants more than the device finds
-
-    def fetch(self) -> TokenLogprobs:
-        """On the host."""
-        size = len(self.targets)
-        if self.logits is not None:
-            return sorted_logprobs(self.mode, np.asarray(self.logits)[:size], self.targets, self.best)
-        ids, values, ranks = (np.asarray(part)[:size] for part in self.found)
-        return TokenLogprobs(ids[:, : 1 + self.best], values[:, : 1 + self.best], ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step under way. `order`: the engine's number of each sequence; `recompiles`: programs compiled for it."""
-
-    plan: StepPlan
-    order: npt.NDArray[np.intp]
-    sampled: Sampled | None
-    scores: tuple[Scored, ...]
-    recompiles: int
-
-    def result(self) -> StepResult:
-        """Wait for the step. Raises what the step raised."""
-        tokens = np.full(self.plan.num_seqs, -1, np.int32)
-        logprobs: dict[int, TokenLogprobs] = {}
-        if self.sampled is not None:
-            found = np.asarray(self.sampled.tokens)[: self.plan.num_seqs]
-            tokens[self.order] = np.where(self.plan.samples, found, -1)
-            logprobs = {int(self.order[index]): part for index, part in self.sampled.logprobs().items()}
-        return StepResult(self.plan.step, tokens, logprobs, self._prompt_logprobs(), self.recompiles)
-
-    def _prompt_logprobs(self) -> dict[int, TokenLogprobs]:
-        pieces: dict[int, list[TokenLogprobs]] = {}
-        for scored in self.scores:
-            pieces.setdefault(scored.index, []).append(scored.fetch())
-        return {int(self.order[index]): _joined(parts) for index, parts in pieces.items()}
-
-
-def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    return TokenLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
-
-
-_FIELDS = ("token_ids", "logprobs", "ranks")
+                many = logits if not 0 <= best <= BEST else None
+                yield Scored(index, best, self.mode, rows, targets[rows], found, many)

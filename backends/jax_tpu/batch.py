@@ -1,8 +1,10 @@
-"""StepPlan -> the padded shape and the packed array of one step."""
+"""Plans of the shards -> the padded shape and the packed array of one step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,19 +13,41 @@ from pagoda.backends.jax_tpu.shapes import StepShapes
 from pagoda.backends.jax_tpu.step_input import StepShape, pack
 from pagoda.common.engine.step import Int32, StepPlan
 
+Plans = Mapping[int, StepPlan]
+"""Shard -> what it computes in a step, rows as the device numbers them; at least one."""
 
-def make_batch(plan: StepPlan, shapes: StepShapes, block_size: int, empty_row: int) -> tuple[StepShape, Int32]:
-    """The shape to run and int32 [shape.size]."""
+
+def make_batch(
+    plans: Plans, shards: int, shapes: StepShapes, block_size: int, empty_row: int
+) -> tuple[StepShape, Int32]:
+    """The shape that holds every shard's plan, and int32 [shards, shape.size]."""
+    tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
+    longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
+    decode_only = all(plan.num_tokens == plan.num_seqs for plan in plans.values())
+    shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only)
+    return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
+
+
+def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
+    if plan is None:
+        return pack(shape, _NONE, _ZERO, _NONE, _NONE, (0, 0), (), empty_row)
     lengths = np.diff(plan.query_start)
-    kv_len = plan.context + lengths
-    pages = -(-int(kv_len.max()) // block_size)
-    shape = shapes.shape_for(plan.num_tokens, plan.num_seqs, pages)
     longer = np.flatnonzero(lengths != 1)
-    decodes = int(longer[0]) if len(longer) else plan.num_seqs
-    tables = tuple(table[:, :pages] for table in plan.block_tables)
-    counts = (decodes, plan.num_seqs)
-    packed = pack(shape, plan.token_ids, plan.query_start, kv_len, plan.rows, counts, tables, empty_row)
-    return shape, packed
+    counts = (int(longer[0]) if len(longer) else plan.num_seqs, plan.num_seqs)
+    tables = tuple(table[:, : shape.pages] for table in plan.block_tables)
+    return pack(shape, plan.token_ids, plan.query_start, plan.context + lengths, plan.rows, counts, tables, empty_row)
+
+
+_NONE: Final[Int32] = np.zeros(0, np.int32)
+_ZERO: Final[Int32] = np.zeros(1, np.int32)
+
+
+def in_shard(plan: StepPlan, first: int) -> StepPlan:
+    """The plan with its rows counted from `first` on, as the device numbers the rows of all shards."""
+    if not first:
+        return plan
+    starts = tuple(replace(start, row=first + start.row) for start in plan.starts)
+    return replace(plan, rows=first + plan.rows, starts=starts)
 
 
 def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:

@@ -21,7 +21,7 @@ from pagoda.backends.jax_tpu.layout import padded
 from pagoda.backends.jax_tpu.logprobs import logprobs
 from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.shapes import StepShapes
-from pagoda.backends.jax_tpu.sharding import whole
+from pagoda.backends.jax_tpu.sharding import partition, placed, whole
 from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.common.engine.sampling import LogprobsMode
 
@@ -40,7 +40,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Choose:
-    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, logits drawn from); the history is donated."""
+    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, logits drawn from); the history is donated.
+
+    R counts `seqs` once per shard, here and below.
+    """
 
     seqs: int
     kind: Kind
@@ -71,7 +74,10 @@ Key = Forward | Choose | OnLogits | Score | Remember
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The programs of one model with these shapes. `num_blocks`: of the KV cache; `rows`: that requests can hold."""
+    """The programs of one model with these shapes.
+
+    `num_blocks`: of each shard's KV cache; `rows`: that requests can hold in each shard.
+    """
 
     model: Model
     shapes: StepShapes
@@ -81,8 +87,8 @@ class Catalogue:
 
     @property
     def history(self) -> jax.ShapeDtypeStruct:
-        """int32 [rows+1, max_len+1]: tokens by position; the last row is for padding."""
-        return self._array((self.rows + 1, self.model.max_len + 1), jnp.int32)
+        """int32 [shards*rows+1, max_len+1]: tokens by position; the last row is for padding."""
+        return self._array((self.model.shards * self.rows + 1, self.model.max_len + 1), jnp.int32)
 
     def __iter__(self) -> Iterator[Key]:
         """The key of every program, the largest first: they take longest to compile."""
@@ -98,7 +104,20 @@ class Catalogue:
         """The program, ready to be compiled. Call from one thread."""
         function, donated, arguments = self._program(key)
         with self.model.exact:
-            return jax.jit(function, donate_argnums=donated).lower(*arguments)
+            return jax.jit(function, donate_argnums=donated, out_shardings=self._results(key)).lower(*arguments)
+
+    def _results(self, key: Key) -> Any:
+        """Where the results lie: logits and hidden states with their shard; what the host reads, everywhere."""
+        logits, everywhere = placed(self.model.mesh, "R."), whole(self.model.mesh)
+        match key:
+            case Forward():
+                return tuple(cache.sharding for cache in self.model.caches(self.num_blocks)), logits, logits
+            case Choose():
+                return everywhere, everywhere, logits
+            case Remember() | OnLogits("logprobs", _):
+                return everywhere
+            case Score() | OnLogits():
+                return logits
 
     def signature(self, key: Key) -> str:
         """Kernel choice, and the shapes, types and places of everything that program takes."""
@@ -107,20 +126,20 @@ class Catalogue:
 
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """The function, which arguments it may overwrite, and the shapes of all."""
-        model, array, history = self.model, self._array, self.history
+        model, array, history, shards = self.model, self._array, self.history, self.model.shards
         match key:
             case Forward(shape):
-                packed = array((shape.size,), jnp.int32)
+                packed = array((shards, shape.size), jnp.int32, "R.")
                 arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
                 return partial(model.forward, shape), (1,), arguments
             case Score(tokens):
-                hidden = array((tokens, model.spec.width), model.dtype)
-                return model.score, (), (model.leaves, hidden, array((SCORED,), jnp.int32))
+                hidden = array((shards * tokens, model.spec.width), model.dtype, "R.")
+                return model.score, (), (model.leaves, hidden, array((shards * SCORED,), jnp.int32, "R"))
             case Remember():
                 row = array(history.shape[1:], jnp.int32)
                 return _remember, (0,), (history, array((), jnp.int32), row)
             case Choose(seqs, kind):
-                rules = array((7, seqs), jnp.int32)
+                rules = array((7, shards * seqs), jnp.int32)
                 shown = self.mode.startswith("processed")
                 return partial(choose, kind, shown), (1,), (self._logits(seqs), history, rules)
             case OnLogits(name, seqs):
@@ -128,24 +147,33 @@ class Catalogue:
 
     def _on_logits(self, name: Small, seqs: int) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         array, logits, history = self._array, self._logits(seqs), self.history
+        rows = logits.shape[0]
         match name:
             case "penalise":
-                return edit.penalise, (), (logits, history, array((8, seqs), jnp.int32))
+                return edit.penalise, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
                 return edit.adjust, (), (logits, array((3, edit.ENTRIES), jnp.int32))
             case "ban_words":
                 words, heads = array((2, edit.WORDS), jnp.int32), array((4, edit.HEADS), jnp.int32)
                 return edit.ban_words, (), (logits, history, words, heads)
             case "mask":
-                return edit.mask, (), (logits, array((seqs, -(-logits.shape[1] // 32)), jnp.uint32))
+                return edit.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
-                return partial(logprobs, self.mode), (), (logits, array((seqs,), jnp.int32))
+                function = jax.shard_map(
+                    partial(logprobs, self.mode),
+                    mesh=self.model.mesh,
+                    in_specs=(partition("R."), partition("R")),
+                    out_specs=(partition("R."), partition("R."), partition("R")),
+                    check_vma=False,  # the devices of a shard all hold the same
+                )
+                return function, (), (logits, array((rows,), jnp.int32))
 
     def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
-        return self._array((seqs, padded(self.model.spec.vocab, self.model.tensor)), jnp.float32)
+        rows = self.model.shards * seqs
+        return self._array((rows, padded(self.model.spec.vocab, self.model.tensor)), jnp.float32, "R.")
 
-    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=whole(self.model.mesh))
+    def _array(self, shape: tuple[int, ...], dtype: Any, axes: str = "") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=placed(self.model.mesh, axes))
 
 
 def _remember(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:

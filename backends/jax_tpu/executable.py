@@ -73,6 +73,7 @@ def model_facts(model: Model) -> dict[str, Any]:
         "device": device.device_kind,
         "processor": _processor() if device.platform == "cpu" else None,
         "tensor_parallel_size": model.tensor,
+        "data_parallel_size": model.shards,
         "devices": [each.id for each in model.mesh.devices.flat],
         "model": fingerprint(model.spec),
         "dtype": model.dtype.name,

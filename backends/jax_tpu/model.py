@@ -19,14 +19,16 @@ from pagoda.backends.jax_tpu.decoder import Caches, Decoder
 from pagoda.backends.jax_tpu.layout import CachePlaces, cache_places
 from pagoda.backends.jax_tpu.parameter import Build
 from pagoda.backends.jax_tpu.placement import Path
-from pagoda.backends.jax_tpu.sharding import MODEL, partition, placed
+from pagoda.backends.jax_tpu.sharding import DATA, MODEL, partition, placed
 from pagoda.backends.jax_tpu.step_input import KernelChoice, StepInput, StepShape
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.models.spec import ModelSpec
 
 Leaves = tuple[jax.Array, ...]
-CACHE_AXES = "..K.."
-"""Logical axes of a stacked cache [L, P, R, B, 128]: rows of different KV heads are on different devices."""
+CACHE_AXES = ".PK.."
+"""Logical axes of a stacked cache [L, P, R, B, 128]: rows of different KV heads are on different devices, and the pages
+of a shard with it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Model:
         return self.mesh.shape[MODEL]
 
     @property
+    def shards(self) -> int:
+        """Copies of the model, each with a part of every step."""
+        return self.mesh.shape[DATA]
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Of weights and activations."""
         return self.leaves[0].dtype
@@ -65,13 +72,13 @@ class Model:
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
     def caches(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The stacked caches for so many blocks."""
+        """The stacked caches for so many blocks of each shard."""
         found = []
         for (slots, head_dim), depth in zip(self.places.shapes, self.places.depths):
             local = self.kernel.kv_layout(slots // self.tensor, head_dim)
             layers, pages, rows, size, lanes = local.shape(depth, num_blocks)
             sharding = placed(self.mesh, CACHE_AXES)
-            shape = (layers, pages, rows * self.tensor, size, lanes)
+            shape = (layers, pages * self.shards, rows * self.tensor, size, lanes)
             found.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
         return tuple(found)
 
@@ -86,15 +93,18 @@ class Model:
     def forward(
         self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array
     ) -> tuple[Caches, jax.Array, jax.Array]:
-        """The step as a function: caches with the new K and V, hidden [T, D], float32 logits [S, V] of the newest."""
+        """The step as a function: caches with the new K and V, hidden [T, D], float32 logits [S, V] of the newest.
+
+        `packed` int32 [shards, shape.size]; T and S count the shape's once per shard, in the order of the shards.
+        """
         specs = tuple(map(partition, self.axes))
         cache_specs = tuple(partition(CACHE_AXES) for _ in caches)
-        everywhere = PartitionSpec()
+        each = partition("R.")
         mapped = jax.shard_map(
             partial(self._forward, shape),
             mesh=self.mesh,
-            in_specs=(specs, cache_specs, everywhere, everywhere),
-            out_specs=(cache_specs, everywhere, everywhere),
+            in_specs=(specs, cache_specs, PartitionSpec(), each),
+            out_specs=(cache_specs, each, each),
             check_vma=False,
         )
         return mapped(leaves, caches, history, packed)
@@ -102,19 +112,19 @@ class Model:
     def _forward(
         self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array
     ) -> tuple[Caches, jax.Array, jax.Array]:
-        step = StepInput.unpack(packed, shape, self.kernel)
+        step = StepInput.unpack(packed[0], shape, self.kernel)
         decoder = self.decoder(leaves)
         hidden, caches = decoder.hidden(step.known_ids(history), step, caches)
         newest = jnp.maximum(step.query_start[1:] - 1, 0)
         return caches, hidden, decoder.logits(hidden[newest])
 
     def score(self, leaves: Leaves, hidden: jax.Array, wanted: jax.Array) -> jax.Array:
-        """float32 logits [n, V] of the tokens `wanted` int32 [n] of hidden [T, D]."""
+        """float32 logits [n, V] of the tokens `wanted` int32 [n] of hidden [T, D], both once per shard."""
         mapped = jax.shard_map(
             lambda parts, rows, index: self.decoder(parts).logits(rows[index]),
             mesh=self.mesh,
-            in_specs=(tuple(map(partition, self.axes)), PartitionSpec(), PartitionSpec()),
-            out_specs=PartitionSpec(),
+            in_specs=(tuple(map(partition, self.axes)), partition("R."), partition("R")),
+            out_specs=partition("R."),
             check_vma=False,
         )
         return mapped(leaves, hidden, wanted)

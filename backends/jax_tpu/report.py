@@ -52,6 +52,7 @@ class Report:
         return {
             "topology": self.target.name,
             "tensor_parallel_size": self.catalogue.model.tensor,
+            "data_parallel_size": self.catalogue.model.shards,
             "seconds": self.seconds,
             "programs": [_as_json(program, self.target.chip) for program in self.programs],
             "budget": asdict(self.budget),
@@ -69,10 +70,8 @@ def report_text(report: Report) -> str:
     rows = [_HEADINGS, *(_row(program, report.target.chip) for program in report.programs)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    tensor = report.catalogue.model.tensor
-    title = (
-        f"{len(report.programs)} programs for {report.target.name}, {tensor} of {len(report.target.devices)} devices"
-    )
+    used = report.catalogue.model.mesh.size
+    title = f"{len(report.programs)} programs for {report.target.name}, {used} of {len(report.target.devices)} devices"
     return "\n".join([title, "", *lines, "", *legend(report), "", *budget_lines(report)])
 
 

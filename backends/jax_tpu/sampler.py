@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu import edit
+from pagoda.backends.jax_tpu.batch import Plans
 from pagoda.backends.jax_tpu.catalogue import Choose, OnLogits, Remember
 from pagoda.backends.jax_tpu.choose import Kind
 from pagoda.backends.jax_tpu.logprobs import BEST, sorted_logprobs
 from pagoda.backends.jax_tpu.programs import Programs
 from pagoda.backends.jax_tpu.rows import Columns, RowState, RowTable
 from pagoda.common.engine.sampling import LogprobsMode, noise_keys
-from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
+from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,9 @@ class Sampled:
     scored: tuple[jax.Array, jax.Array, jax.Array] | None = None  # of `logprobs`
     logits: jax.Array | None = None  # what was scored, when somebody wants more than the device finds
 
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of every sequence that asked: its token and the best few (-1: all)."""
-        return {index: self._logprobs(index, best) for index, best in self.wanted.items()}
+    def logprobs(self, among: range) -> dict[int, TokenLogprobs]:
+        """Of every sequence among these that asked: its token and the best few (-1: all)."""
+        return {index: self._logprobs(index, best) for index, best in self.wanted.items() if index in among}
 
     def _logprobs(self, index: int, best: int) -> TokenLogprobs:
         assert self.scored is not None
@@ -54,6 +55,7 @@ class Sampler:
         self.history = jax.device_put(np.zeros(shape.shape, np.int32), shape.sharding)
         self.rows = RowTable(max_rows)
         self.vocab, self.mode = programs.catalogue.model.spec.vocab, programs.catalogue.mode
+        self._shards = programs.catalogue.model.shards
         self._programs = programs
 
     def start(self, start: RowStart) -> None:
@@ -64,14 +66,15 @@ class Sampler:
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[Remember()](self.history, np.int32(start.row), tokens)
 
-    def sample(self, logits: jax.Array, plan: StepPlan) -> Sampled:
-        """Logits float32 [R, V] of the plan's sequences and padding -> the tokens of those that sample."""
-        seqs = logits.shape[0]
-        indices = np.flatnonzero(plan.samples)
-        rows, ends = plan.rows[indices], (plan.context + np.diff(plan.query_start))[indices]
-        chosen = Chosen(indices, rows, ends, self.rows.columns[rows])
+    def sample(self, logits: jax.Array, plans: Plans) -> Sampled:
+        """Logits float32 [R, V] of the sequences of every shard's plan and padding -> the tokens of those that sample.
+
+        Each shard has as many of the R rows.
+        """
+        seqs = logits.shape[0] // self._shards
+        chosen = Chosen.of(plans, seqs, self.rows)
         edited = self._edit(logits, chosen)
-        kind, rules = _rules(chosen, seqs, len(self.rows))
+        kind, rules = _rules(chosen, logits.shape[0], len(self.rows))
         tokens, self.history, drawn = self._programs[Choose(seqs, kind)](edited, self.history, rules)
         tokens.copy_to_host_async()
         wanted = {index: self.rows[row].rules.logprobs or 0 for index, row, _ in chosen.where("shown")}
@@ -84,29 +87,39 @@ class Sampler:
 
     def _edit(self, logits: jax.Array, chosen: Chosen) -> jax.Array:
         """Logits after penalties, bias and bans."""
-        seqs, programs, rows = logits.shape[0], self._programs, self.rows
+        total, programs, rows = logits.shape[0], self._programs, self.rows
+        seqs = total // self._shards
         if penalised := chosen.where("penalised"):
-            columns = _penalties([(*place, rows[place[1]]) for place in penalised], seqs)
+            columns = _penalties([(*place, rows[place[1]]) for place in penalised], total)
             logits = programs[OnLogits("penalise", seqs)](logits, self.history, columns)
         if edited := [(*place, rows[place[1]]) for place in chosen.where("edited")]:
             for entries in _pieces(_additions(edited), edit.ENTRIES):
-                logits = programs[OnLogits("adjust", seqs)](logits, _entries(entries, seqs))
+                logits = programs[OnLogits("adjust", seqs)](logits, _entries(entries, total))
             for words in _word_pieces(_words(edited)):
-                logits = programs[OnLogits("ban_words", seqs)](logits, self.history, *_word_arrays(words, seqs))
+                logits = programs[OnLogits("ban_words", seqs)](logits, self.history, *_word_arrays(words, total))
         if masked := chosen.where("masked"):
             allowed = {index: rows[row].rules.allowed_token_ids or () for index, row, _ in masked}
-            logits = programs[OnLogits("mask", seqs)](logits, _allowed(allowed, seqs, logits.shape[1]))
+            logits = programs[OnLogits("mask", seqs)](logits, _allowed(allowed, total, logits.shape[1]))
         return logits
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The sequences that sample: their numbers in the step, their rows, the tokens known of each, their columns."""
+    """The sequences that sample: their places in the logits, their rows, the tokens known of each, their columns."""
 
     indices: npt.NDArray[np.intp]
     rows: Int32
     ends: Int32
     columns: Columns
+
+    @classmethod
+    def of(cls, plans: Plans, seqs: int, table: RowTable) -> Chosen:
+        """Those of every shard's plan. `seqs`: rows of the logits per shard."""
+        parts = [(shard * seqs, plan, np.flatnonzero(plan.samples)) for shard, plan in plans.items()]
+        indices = np.concatenate([first + at for first, _, at in parts])
+        rows = np.concatenate([plan.rows[at] for _, plan, at in parts])
+        ends = np.concatenate([(plan.context + np.diff(plan.query_start))[at] for _, plan, at in parts])
+        return cls(indices, rows, ends, table.columns[rows])
 
     def where(self, field: str) -> list[tuple[int, int, int]]:
         """(number, row, tokens known) of those with that field."""

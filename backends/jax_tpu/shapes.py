@@ -45,9 +45,9 @@ class StepShapes:
             groups=groups,
         )
 
-    def shape_for(self, tokens: int, seqs: int, pages: int) -> StepShape:
+    def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool) -> StepShape:
         """The smallest shape that holds such a step."""
-        if tokens == seqs:
+        if decode_only:
             rows = self.decode.bucket_for(seqs)
             return StepShape(rows, rows, self.pages.bucket_for(pages), self.groups, True)
         rows = self.rows.bucket_for(seqs)

@@ -1,7 +1,9 @@
 """Where arrays live: one table from logical axes to mesh axes.
 
-The mesh has two axes: `model` splits every layer (tensor parallelism), `data` holds copies of it. Programs run under
-`shard_map`, so inside them every array is the local piece and every exchange between devices is written out.
+The mesh has two axes: `model` splits every layer (tensor parallelism); `data` holds copies of the model, each with rows
+and KV blocks of its own, its shards. The forward pass runs under `shard_map`, so inside it every array is the local
+piece and every exchange between devices is written out; shards exchange nothing. What follows it on the logits is
+divided by rows, which the compiler does.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from pagoda.common.errors import ConfigError
 DATA: Final = "data"
 MODEL: Final = "model"
 
-TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL}
-"""Logical axis -> mesh axis: KV head slots, ffn width and vocabulary are split, all other axes are whole everywhere."""
+TABLE: Final = {"K": MODEL, "F": MODEL, "V": MODEL, "P": DATA, "R": DATA}
+"""Logical axis -> mesh axis: KV head slots, ffn width and vocabulary are split within a shard; pages of the cache, and
+what a step has per shard (its packed array, tokens, logits), lie with their shard; all other axes are whole everywhere.
+"""
 
 
 def make_mesh(tensor: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:

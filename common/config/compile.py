@@ -17,7 +17,9 @@ class CompileConfig:
     )
     config_only: bool = option(False, "Read config.json alone, the file or its folder: no weights are needed.")
     tensor_parallel_size: int | None = option(
-        None, "Devices that share each layer; default: all of the topology.", aliases=("-tp",)
+        None,
+        "Devices that share each layer; default: as many as the topology has for it.",
+        aliases=("-tp",),
     )
     budget_only: bool = option(
         False, "Compile only the largest program of each kind: enough to tell what fits, and not for a bundle."

@@ -15,6 +15,7 @@ class DoctorConfig:
     model: str | None = option(None, "Check that this model can be served: a folder, a .gguf file or a hub id.")
     backend: str = option("auto", "Device backend: reference, torch_cuda, jax_tpu; auto picks by platform.")
     tensor_parallel_size: int = option(1, "Devices that the server would share the model between.", aliases=("-tp",))
+    data_parallel_size: int = option(1, "Copies of the model that the server would hold.", aliases=("-dp",))
     host: str | None = option(None, "Address that the server would listen on; default: 127.0.0.1.")
     port: int = option(8000, "Port that the server would listen on; 0: any free one.")
     download_dir: str | None = option(None, "Where hub downloads are kept; default: the hub's own cache.")

@@ -11,8 +11,8 @@ from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
 _TENSOR_ONLY: Final = "this version splits a model by --tensor-parallel-size alone; use 1"
-_ONE_ENGINE: Final = "this version has no data parallelism; start one server per device behind a load balancer"
-_DP_ONLY: Final = "it matters with data parallelism only, and this version runs one engine"
+_ONE_ENGINE: Final = "one engine drives every copy of --data-parallel-size, on this host's devices; drop it"
+_NO_RANKS: Final = "one engine drives every copy of --data-parallel-size; there are no ranks that meet"
 _NO_WORKERS: Final = "one process drives every device: there are no workers"
 _CP_ONLY: Final = "it matters with contexts split over devices only, which this version does not do"
 _EP_ONLY: Final = "it spreads whole experts; here --tensor-parallel-size splits each of them"
@@ -34,7 +34,7 @@ class ParallelConfig:
     pipeline_parallel_size: int = option(1, "Devices that share the stack.", aliases=("-pp",), refused=_TENSOR_ONLY)
     decode_context_parallel_size: int = option(1, "Groups per context.", aliases=("-dcp",), refused=_TENSOR_ONLY)
     prefill_context_parallel_size: int = option(1, "Groups per prefill.", aliases=("-pcp",), refused=_TENSOR_ONLY)
-    data_parallel_size: int = option(1, "Engines that share the requests.", aliases=("-dp",), refused=_ONE_ENGINE)
+    data_parallel_size: int = option(1, "Copies of the model that share the requests.", aliases=("-dp",))
     data_parallel_rank: int | None = option(
         None, "This engine's rank.", aliases=("-dpn",), refused=_ONE_ENGINE, accepts=(0,)
     )
@@ -44,9 +44,9 @@ class ParallelConfig:
     data_parallel_size_local: int | None = option(
         None, "Engines on this node.", aliases=("-dpl",), refused=_ONE_ENGINE, accepts=(1,)
     )
-    data_parallel_address: str | None = option(None, "The head node's address.", aliases=("-dpa",), no_effect=_DP_ONLY)
-    data_parallel_rpc_port: int | None = option(None, "Port of the ranks.", aliases=("-dpp",), no_effect=_DP_ONLY)
-    data_parallel_backend: Literal["mp", "ray"] = option("mp", "Launcher.", aliases=("-dpb",), no_effect=_DP_ONLY)
+    data_parallel_address: str | None = option(None, "The head node's address.", aliases=("-dpa",), no_effect=_NO_RANKS)
+    data_parallel_rpc_port: int | None = option(None, "Port of the ranks.", aliases=("-dpp",), no_effect=_NO_RANKS)
+    data_parallel_backend: Literal["mp", "ray"] = option("mp", "Launcher.", aliases=("-dpb",), no_effect=_NO_RANKS)
     data_parallel_hybrid_lb: bool = option(False, "Balance local ranks only.", aliases=("-dph",), refused=_ONE_ENGINE)
     data_parallel_external_lb: bool = option(False, "Balance nothing.", aliases=("-dpe",), refused=_ONE_ENGINE)
     enable_expert_parallel: bool = option(False, "Spread experts.", aliases=("-ep",), no_effect=_EP_ONLY)
@@ -55,7 +55,7 @@ class ParallelConfig:
     ubatch_size: int = option(0, "Micro-batches.", no_effect=_DBO_ONLY)
     dbo_decode_token_threshold: int = option(32, "Tokens from which decode splits.", no_effect=_DBO_ONLY)
     dbo_prefill_token_threshold: int = option(512, "Tokens from which prefill splits.", no_effect=_DBO_ONLY)
-    disable_nccl_for_dp_synchronization: bool = option(False, "Synchronise ranks on the host.", no_effect=_DP_ONLY)
+    disable_nccl_for_dp_synchronization: bool = option(False, "Synchronise ranks on the host.", no_effect=_NO_RANKS)
     enable_eplb: bool = option(False, "Rebalance experts while serving.", no_effect=_EP_ONLY)
     eplb_config: Mapping[str, Any] = option(
         {}, "Settings of the expert balancer as JSON.", parse=json_object, no_effect=_EP_ONLY
@@ -82,5 +82,8 @@ class ParallelConfig:
     cp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ConfigError("--tensor-parallel-size", f"{self.tensor_parallel_size} is not positive; use 1 or more")
+        for name, size in (("tensor", self.tensor_parallel_size), ("data", self.data_parallel_size)):
+            if size < 1:
+                raise ConfigError(f"--{name}-parallel-size", f"{size} is not positive; use 1 or more")
+        if self.data_parallel_size_local not in (None, self.data_parallel_size):
+            raise ConfigError("--data-parallel-size-local", f"all {self.data_parallel_size} copies are here; drop it")

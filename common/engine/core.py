@@ -57,6 +57,26 @@ class StepScheduler(Protocol):
 MakeScheduler = Callable[[Limits, KvManager], StepScheduler]
 
 
+def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int) -> KvManager:
+    """The manager of so many blocks, the null block included. Raises ConfigError."""
+    if layout.block_size != limits.block_size:
+        raise ConfigError("--block-size", f"{limits.block_size} differs from the cache layout's {layout.block_size}")
+    return KvManager(
+        layout,
+        num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_step_tokens=limits.max_num_batched_tokens,
+        prefix_caching=limits.prefix_caching,
+        prefers_extents=backend.capabilities.prefers_extents,
+    )
+
+
+def depth_of(limits: Limits) -> int:
+    """Steps that are in flight at a time."""
+    return 2 if limits.async_scheduling else 1
+
+
 class EngineCore:
     """One model's engine over a backend that is loaded and has `num_blocks` KV blocks, the null block included.
 
@@ -72,23 +92,11 @@ class EngineCore:
         num_blocks: int,
         scheduler: MakeScheduler = Scheduler,
     ) -> None:
-        if layout.block_size != limits.block_size:
-            raise ConfigError(
-                "--block-size", f"{limits.block_size} differs from the cache layout's {layout.block_size}"
-            )
         self.limits = limits
         self._backend = backend
-        self._kv = KvManager(
-            layout,
-            num_blocks,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            max_step_tokens=limits.max_num_batched_tokens,
-            prefix_caching=limits.prefix_caching,
-            prefers_extents=backend.capabilities.prefers_extents,
-        )
+        self._kv = make_kv_manager(backend, layout, limits, num_blocks)
         self._scheduler = scheduler(limits, self._kv)
-        self._depth = 2 if limits.async_scheduling else 1
+        self._depth = depth_of(limits)
         self._pending: deque[tuple[StepPlan, PendingResult]] = deque()
 
     def add_request(self, request: EngineRequest) -> None:

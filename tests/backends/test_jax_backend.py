@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ pytest.importorskip("flax")
 import jax
 import numpy as np
 import support.jax_devices  # noqa: F401
+from support.jax_requests import requests
 from support.reference_driver import Driver, random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.backend import create
@@ -21,7 +21,6 @@ from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.kv_spec import kv_layout
-from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 from pagoda.common.errors import ConfigError, WeightError
@@ -125,7 +124,7 @@ def test_a_short_reader_comes_after_who_fills_its_page() -> None:
     assert result.token_ids[0] == alone.token_ids[0]
     np.testing.assert_array_equal(result.logprobs[0].token_ids, alone.logprobs[0].token_ids)
     pending = d.backend.execute(plan := shared_page_plan(d))
-    assert pending.plan.rows.tolist() == [0, 1]
+    assert pending.steps.steps[0].plan.rows.tolist() == [0, 1]
     assert pending.result().token_ids.tolist() == result.token_ids.tolist()
     assert plan.rows.tolist() == [1, 0]
 
@@ -179,33 +178,6 @@ def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
     if warm:
         backend.warmup()
     return EngineCore(backend, layout, limits, 60)
-
-
-def requests(count: int, seed: int) -> Iterator[EngineRequest]:
-    """Every kind of rule, every length."""
-    rng = np.random.default_rng(seed)
-    for number in range(count):
-        prompt = rng.integers(3, 96, rng.integers(1, 40)).tolist()
-        options = {
-            "temperature": rng.choice([0.0, 1.0]),
-            "top_k": int(rng.choice([0, 5])),
-            "top_p": float(rng.choice([1.0, 0.7])),
-            "repetition_penalty": float(rng.choice([1.0, 1.2])),
-            "logit_bias": ((4, 2.0),) if rng.random() < 0.2 else (),
-            "allowed_token_ids": tuple(range(50)) if rng.random() < 0.1 else None,
-            "bad_words": ((7,), (8, 9)) if rng.random() < 0.1 else (),
-            "logprobs": int(rng.choice([0, 2, -1])) if rng.random() < 0.2 else None,
-            "prompt_logprobs": 1 if rng.random() < 0.1 else None,
-            "seed": number,
-        }
-        rules = SamplingRules(**options)
-        yield EngineRequest(
-            request_id=str(number),
-            prompt_token_ids=prompt,
-            rules=rules,
-            max_tokens=int(rng.integers(1, 12)),
-            stop_token_ids=frozenset({1}),
-        )
 
 
 def test_500_random_requests_compile_nothing() -> None:

@@ -84,7 +84,7 @@ def test_tokens_follow_the_definition(programs: Programs, rows, seed: int, sprea
         num_prompt = min(prompt, len(history))
         sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    sampled = sampler.sample(padded(logits), step([len(history) for _, history, _ in rows]))
+    sampled = sampler.sample(padded(logits), {0: step([len(history) for _, history, _ in rows])})
     tokens = np.asarray(sampled.tokens)[: len(rows)].tolist()
     assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
 
@@ -99,7 +99,7 @@ def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: Progra
     sampler.start(RowStart(0, np.array(prompt, np.int32), 2, rules))
     for _ in range(4):
         want = define(logits.copy(), rules, history, 2)
-        sampled = sampler.sample(padded(logits[None]), step([len(history)]))
+        sampled = sampler.sample(padded(logits[None]), {0: step([len(history)])})
         history.append(int(np.asarray(sampled.tokens)[0]))
         assert history[-1] == want
 
@@ -113,14 +113,14 @@ def test_lists_longer_than_a_program_go_in_pieces(programs: Programs) -> None:
     sampler.start(RowStart(0, history, 1, rules))
     logits = np.zeros(VOCAB, np.float32)
     logits[5] = 1e6
-    assert int(np.asarray(sampler.sample(padded(logits[None]), step([3])).tokens)[0]) == count - 1
+    assert int(np.asarray(sampler.sample(padded(logits[None]), {0: step([3])}).tokens)[0]) == count - 1
 
 
 def test_rows_that_do_not_sample_leave_no_trace(programs: Programs) -> None:
     sampler = Sampler(programs, ROOM)
     before = np.asarray(sampler.history)[:ROOM].copy()
     plan = replace(step([3, 4]), samples=np.zeros(2, np.bool_))
-    sampler.sample(padded(np.zeros((2, VOCAB), np.float32)), plan)
+    sampler.sample(padded(np.zeros((2, VOCAB), np.float32)), {0: plan})
     np.testing.assert_array_equal(np.asarray(sampler.history)[:ROOM], before)
 
 

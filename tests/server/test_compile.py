@@ -107,6 +107,7 @@ FACTS = {
     "LIBTPU_INIT_ARGS": "--other",
     "device": "TPU v9",
     "processor": "another",
+    "data_parallel_size": 2,
     "devices": [1, 0],
     "model": "another",
     "dtype": "bfloat16",

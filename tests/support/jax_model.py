@@ -55,7 +55,7 @@ class JaxModel:
                 empty_row=1,
             )
             program = self._programs.setdefault(shape, jax.jit(partial(self._run, shape)))
-            logits, caches = program(self.leaves, caches, packed)
+            logits, caches = program(self.leaves, caches, packed[None])
             found.append(np.asarray(logits)[: end - begin, : self.model.spec.vocab])
             begin = end
         return torch.from_numpy(np.concatenate(found))

@@ -7,16 +7,20 @@ alone, and an idle engine holds nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from fakes import FakeBackend, full_layout, hybrid_layout, scrambled, state_layout
+from fakes import FakeBackend, FakeShards, full_layout, hybrid_layout, scrambled, state_layout
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.kv_manager import KvManager
+from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sharded import Engine, ShardedCore
 
 STOPS = frozenset({3, 4})
 MAX_LEN = 48
@@ -60,7 +64,7 @@ def alone(request: EngineRequest, room: int) -> list[int]:
     return answer
 
 
-class Engine(RuleBasedStateMachine):
+class Traffic(RuleBasedStateMachine):
     """One engine with drawn settings, and a record of what each request must answer."""
 
     @initialize(
@@ -87,19 +91,25 @@ class Engine(RuleBasedStateMachine):
             policy=policy,
             async_scheduling=ahead,
         )
-        self.backend = FakeBackend(layout, num_blocks=num_blocks, next_token=scrambled, prefers_extents=extents)
-        self.engine = EngineCore(self.backend, layout, limits, num_blocks)
+        self.engine = self.make(limits, layout, num_blocks, next_token=scrambled, prefers_extents=extents)
         self.requests: dict[str, EngineRequest] = {}
         self.expected: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.gone: set[str] = set()
-        self.room = min(MAX_LEN, self.engine._kv.max_tokens + 1)
+        self.room = min(MAX_LEN, self.kv(self.engine).max_tokens + 1)
+
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> Engine:
+        return EngineCore(FakeBackend(layout, num_blocks=num_blocks, **fake), layout, limits, num_blocks)
+
+    def kv(self, engine: Any) -> KvManager:
+        """The manager of any shard."""
+        return engine._kv
 
     @rule(requests=st.lists(REQUEST, min_size=2, max_size=6))
     def add(self, requests):
         for drawn in requests:
-            if not self.engine._kv.fits(len(drawn.prompt_token_ids) + 1):
+            if not self.kv(self.engine).fits(len(drawn.prompt_token_ids) + 1):
                 continue
             request = replace(drawn, request_id=str(len(self.expected)))
             self.engine.add_request(request)
@@ -160,7 +170,17 @@ class Engine(RuleBasedStateMachine):
         self.engine.check_integrity()
 
 
-Engine.TestCase.settings = settings(
+class ShardedTraffic(Traffic):
+    """The same over two copies of the model."""
+
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> Engine:
+        return ShardedCore(FakeShards(layout, 2, num_blocks=num_blocks, **fake), layout, limits, num_blocks, 2)
+
+    def kv(self, engine: Any) -> KvManager:
+        return engine._shards[0].kv
+
+
+SETTINGS = settings(
     max_examples=100,
     stateful_step_count=30,
     deadline=None,
@@ -168,4 +188,6 @@ Engine.TestCase.settings = settings(
     phases=(Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-TestEngine = Engine.TestCase
+Traffic.TestCase.settings = ShardedTraffic.TestCase.settings = SETTINGS
+TestEngine = Traffic.TestCase
+TestShards = ShardedTraffic.TestCase

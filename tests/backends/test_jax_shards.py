@@ -1,0 +1,114 @@
+"""Copies of a model that step together: each with rows and blocks of its own, and the same answers as one alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("flax")
+
+import support.jax_devices  # noqa: F401
+from support.jax_requests import requests
+from support.reference_driver import random_weights, tiny_spec
+
+from pagoda.backends.jax_tpu.backend import JaxBackend, create
+from pagoda.backends.jax_tpu.catalogue import Choose, Forward, OnLogits
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.messages import EngineOutput
+from pagoda.common.engine.sharded import Engine, ShardedCore
+from pagoda.common.errors import ConfigError
+
+SPEC = tiny_spec(window=6)
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
+LAYOUT = kv_layout(SPEC, LIMITS.block_size)
+BLOCKS = 9
+
+
+def make(data: int, tensor: int = 1) -> JaxBackend:
+    cache = CacheConfig()
+    return create(
+        SPEC, limits=LIMITS, layout=LAYOUT, cache=cache, dtype="float32", tensor=tensor, data=data, strict=True
+    )
+
+
+def engine(data: int, tensor: int = 1) -> tuple[Engine, JaxBackend]:
+    backend = make(data, tensor)
+    backend.load(random_weights(SPEC))
+    backend.init_cache(BLOCKS)
+    backend.warmup()
+    if data == 1:
+        return EngineCore(backend, LAYOUT, LIMITS, BLOCKS), backend
+    return ShardedCore(backend, LAYOUT, LIMITS, BLOCKS, data), backend
+
+
+def answers(core: Engine, count: int) -> dict[str, list[EngineOutput]]:
+    """What random requests of every kind are told, by request; they come a few at a time."""
+    found: dict[str, list[EngineOutput]] = {}
+    line = list(requests(count, seed=2))
+    while line or core.has_work:
+        for request in line[:3]:
+            core.add_request(request)
+        del line[:3]
+        for output in core.step().outputs:
+            found.setdefault(output.request_id, []).append(output)
+    core.check_integrity()
+    return found
+
+
+def told(outputs: list[EngineOutput]) -> list[object]:
+    """Tokens, their logprobs to a few digits, and how it ended."""
+    positions = [p for output in outputs for p in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))]
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    best = [(p.token_ids[0], round(p.logprobs[0], 2), p.rank) for p in positions]
+    return [tokens, best, outputs[-1].finish_reason]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_shards_answer_as_one(tensor: int) -> None:
+    alone, _ = engine(1)
+    together, backend = engine(2, tensor)
+    want, found = answers(alone, 40), answers(together, 40)
+    assert {name: told(outputs) for name, outputs in found.items()} == {
+        name: told(outputs) for name, outputs in want.items()
+    }
+    assert backend.recompiles == 0
+    assert {shard.sharding.spec[1] for shard in backend._caches} == {"data"}
+    assert isinstance(together, ShardedCore)
+    assert all(shard.scheduler.stats().steps > 10 for shard in together._shards)
+
+
+def test_shards_exchange_their_tokens_and_nothing_else() -> None:
+    """One step's programs as compiled: across shards goes what was sampled, never logits, pages or hidden states."""
+    catalogue = make(2)._catalogue(BLOCKS)
+    step = next(key for key in catalogue if isinstance(key, Forward))
+    assert exchanged(catalogue.lower(step).compile().as_text()) == []
+    for key in (Choose(4, "filtered"), OnLogits("adjust", 4), OnLogits("mask", 4), OnLogits("logprobs", 4)):
+        sizes = exchanged(catalogue.lower(key).compile().as_text())
+        assert all(size <= 8 * 21 for size in sizes), (key, sizes)
+
+
+def exchanged(program: str) -> list[int]:
+    """Numbers in the result of every collective, those within one device left out."""
+    found = re.findall(
+        r"= \(?\w+\[([\d,]*)\]\S* (?:all-|collective-|reduce-scatter)[^\n]*replica_groups=(\S+)", program
+    )
+    sizes = []
+    for shape, groups in found:
+        if groups.startswith("{{0},"):
+            continue
+        size = 1
+        for part in filter(None, shape.split(",")):
+            size *= int(part)
+        sizes.append(size)
+    return sizes
+
+
+def test_more_shards_than_devices() -> None:
+    with pytest.raises(ConfigError, match=r"--data-parallel-size: 9 needs 9 devices, here are 8 .cpu.; use at most 8"):
+        make(9)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size: 2 x 5 .data parallel. needs 10 devices.*at most 1"):
+        make(5, tensor=2)
