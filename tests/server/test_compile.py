@@ -68,18 +68,25 @@ def altered(bundle: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Non
 
 
 @pytest.mark.command("compile")
-@pytest.mark.setting("--topology", "--config-only", "--budget-only", "--output-json")
+@pytest.mark.setting("--topology", "--config-only", "--budget-only", "--output-json", "--data-parallel-size")
 def test_the_table_and_the_budget_need_a_config_only(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(model / "config.json", tmp_path / "config.json")
-    words = ["--config-only", "--budget-only", "--topology", "cpu", "--output-json", str(tmp_path / "table.json")]
-    assert cli.main(["compile", str(tmp_path / "config.json"), *SMALL, *words]) == 0
+    words = ["--config-only", "--budget-only", "--topology", "cpu:4", "--output-json", str(tmp_path / "table.json")]
+    assert cli.main(["compile", str(tmp_path / "config.json"), *SMALL, *words, "-dp", "2"]) == 0
     text = capsys.readouterr().out
-    for part in ("programs for cpu, 1 of 1 devices", "step 16 tokens, 2 rows", "weights", "KV cache", "--max-num-seqs"):
+    for part in (
+        "programs for cpu:4, 4 of 4 devices",
+        "step 16 tokens, 2 rows",
+        "weights",
+        "KV cache",
+        "--max-num-seqs",
+    ):
         assert part in text
     table = json.loads((tmp_path / "table.json").read_text())
     assert table["budget"]["weights"] > 0
+    assert (table["tensor_parallel_size"], table["data_parallel_size"]) == (2, 2)
     assert {row["program"].split()[0] for row in table["programs"]} >= {"step", "decode", "choose", "remember"}
 
 
@@ -229,6 +236,7 @@ def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
         (["--topology", "cpu:99"], "--topology: cpu:99: here are 8 CPU devices; use cpu or cpu:1 to cpu:8"),
         (["--topology", "cpu", "-tp", "0"], "--tensor-parallel-size: 0 is not positive"),
         (["--topology", "cpu", "-tp", "2"], "--tensor-parallel-size: 2 needs 2 devices, here is 1 (cpu)"),
+        (["--topology", "cpu:2", "-dp", "4"], "--data-parallel-size: 4 needs 4 devices, here are 2 (cpu); use at most"),
         (["--topology", "cpu:8"], "--tensor-parallel-size: 8 devices cannot share 4 query heads; use 4 or less"),
         (["--topology", "cpu", "--backend", "reference"], "--backend: reference is not compiled ahead"),
         (["--topology", "cpu", "--budget-only", "--output", "x"], "--budget-only: compiles too few programs"),

@@ -127,7 +127,7 @@ def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found(checkup.devices)[-1].level == "warn"
 
 
-@pytest.mark.setting("--tensor-parallel-size")
+@pytest.mark.setting("--tensor-parallel-size", "--data-parallel-size")
 @pytest.mark.parametrize(
     ("backend", "wanted", "findings"),
     [
@@ -145,6 +145,9 @@ def test_a_model_on_several_chips(
     shown = found(checkup.spreading, backend=backend, tensor_parallel_size=wanted)
     assert len(shown) == len(findings)
     assert all(each.level == level and text in each.text for each, (level, text) in zip(shown, findings))
+    if backend == "jax_tpu":
+        (each,) = found(checkup.spreading, backend=backend, data_parallel_size=2, tensor_parallel_size=wanted)
+        assert f"{2 * wanted} devices" in each.text
 
 
 @pytest.mark.parametrize(

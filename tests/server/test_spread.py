@@ -33,9 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def answers(model: str, **settings: Any) -> list[list[int]]:
     """The greedy tokens of every prompt."""
     llm = LLM(model, backend="jax_tpu", disable_log_stats=True, **SMALL, **settings)
+    found = ask(llm)
+    llm.llm_engine.shutdown()
+    return found
+
+
+def ask(llm: LLM) -> list[list[int]]:
     rules = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], rules, use_tqdm=False)
-    llm.llm_engine.shutdown()
     return [list(each.outputs[0].token_ids) for each in found]
 
 
@@ -76,13 +81,27 @@ def test_the_layers_are_split_over_the_devices(model: str, monkeypatch: pytest.M
     assert {leaf.sharding.num_devices for leaf in made[0].model.leaves} == {2}
 
 
-@pytest.mark.setting("--tensor-parallel-size")
+@pytest.mark.setting("--data-parallel-size")
+def test_two_copies_answer_as_one_and_share_the_requests(model: str, alone: list[list[int]]) -> None:
+    llm = LLM(model, backend="jax_tpu", disable_log_stats=True, data_parallel_size=2, tensor_parallel_size=2, **SMALL)
+    assert ask(llm) == alone
+    core = llm.llm_engine._core
+    assert [shard.scheduler.stats().prefix_queries > 0 for shard in core._shards] == [True, True]
+    assert llm.llm_engine.info.memory.startswith("2 x (weights")
+    assert llm.llm_engine.stats.kv_blocks_total == llm.llm_engine.info.num_blocks - 2
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.setting("--tensor-parallel-size", "--data-parallel-size")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"tensor_parallel_size": 8}, "--tensor-parallel-size: 8 devices cannot share 4 query heads; use 4 or less"),
         ({"tensor_parallel_size": 16}, "--tensor-parallel-size: 16 needs 16 devices, here are 8 .cpu.; use at most 8"),
-        ({"tensor_parallel_size": 2, "backend": "reference"}, "reference runs a model on one device; use 1, or --back"),
+        ({"tensor_parallel_size": 2, "backend": "reference"}, "--tensor-parallel-size: reference runs a model on one"),
+        ({"data_parallel_size": 2, "backend": "reference"}, "--data-parallel-size: reference runs a model on one dev"),
+        ({"data_parallel_size": 9}, "--data-parallel-size: 9 needs 9 devices, here are 8 .cpu.; use at most 8"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "--data-parallel-size-local: all 2 copies are here"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(model: str, settings: dict[str, Any], message: str) -> None:

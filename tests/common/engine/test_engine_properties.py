@@ -188,6 +188,7 @@ SETTINGS = settings(
     phases=(Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-Traffic.TestCase.settings = ShardedTraffic.TestCase.settings = SETTINGS
+Traffic.TestCase.settings = SETTINGS
+ShardedTraffic.TestCase.settings = settings(SETTINGS, max_examples=40)
 TestEngine = Traffic.TestCase
 TestShards = ShardedTraffic.TestCase
