@@ -21,7 +21,7 @@ from pagoda.backends.jax_tpu.layout import padded
 from pagoda.backends.jax_tpu.logprobs import logprobs
 from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.shapes import StepShapes
-from pagoda.backends.jax_tpu.sharding import partition, placed, whole
+from pagoda.backends.jax_tpu.sharding import DATA, partition, placed, whole
 from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.common.engine.sampling import LogprobsMode
 
@@ -150,7 +150,8 @@ class Catalogue:
         rows = logits.shape[0]
         match name:
             case "penalise":
-                return edit.penalise, (), (logits, history, array((8, rows), jnp.int32))
+                function = self._by_shard(_penalise, ("R.", "", ""), "R.")
+                return function, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
                 return edit.adjust, (), (logits, array((3, edit.ENTRIES), jnp.int32))
             case "ban_words":
@@ -159,14 +160,14 @@ class Catalogue:
             case "mask":
                 return edit.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
-                function = jax.shard_map(
-                    partial(logprobs, self.mode),
-                    mesh=self.model.mesh,
-                    in_specs=(partition("R."), partition("R")),
-                    out_specs=(partition("R."), partition("R."), partition("R")),
-                    check_vma=False,  # the devices of a shard all hold the same
-                )
+                function = self._by_shard(partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
+
+    def _by_shard(self, function: Callable[..., Any], takes: tuple[str, ...], gives: Any) -> Callable[..., Any]:
+        """The function on each shard's rows: what the compiler would gather all logits for."""
+        specs = jax.tree.map(partition, (takes, gives))
+        # not checked: the devices of a shard all hold the same
+        return jax.shard_map(function, mesh=self.model.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
     def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
         rows = self.model.shards * seqs
@@ -174,6 +175,14 @@ class Catalogue:
 
     def _array(self, shape: tuple[int, ...], dtype: Any, axes: str = "") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=placed(self.model.mesh, axes))
+
+
+def _penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
+    """`edit.penalise` of a shard's rows [S, V], with the columns of all shards."""
+    rows = logits.shape[0]
+    index = packed[0] - jax.lax.axis_index(DATA) * rows
+    mine = (index >= 0) & (index < rows)
+    return edit.penalise(logits, history, packed.at[0].set(jnp.where(mine, index, rows)))
 
 
 def _remember(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:

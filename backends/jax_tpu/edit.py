@@ -23,8 +23,9 @@ HEADS: Final = 1024
 def penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
     """Logits [R, V] with penalties; a row after another, so that only rows that asked for it cost time.
 
-    packed int32 [8, R], one column per penalised sequence: its number here, its row of the history, prompt length,
-    tokens known, then repetition, frequency and presence penalty as float bits; packed[7, 0]: how many columns.
+    packed int32 [8, n], one column per penalised sequence: its number here (R: it is not here), its row of the history,
+    prompt length, tokens known, then repetition, frequency and presence penalty as float bits; packed[7, 0]: how many
+    columns.
     """
     places = jnp.arange(history.shape[1])
     real = jax.lax.bitcast_convert_type(packed, jnp.float32)
@@ -38,7 +39,7 @@ def penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Ar
         generated = empty.at[tokens].add(((places >= prompt) & (places < known)).astype(jnp.int32))
         values = jnp.where(seen, jnp.where(values > 0, values / repetition, values * repetition), values)
         values = values - (frequency * generated + presence * (generated > 0))
-        return logits.at[index].set(values)
+        return logits.at[index].set(values, mode="drop")
 
     return jax.lax.fori_loop(0, packed[7, 0], one, logits)
 

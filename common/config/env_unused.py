@@ -9,7 +9,7 @@ from pagoda.common.config.env_var import OFF, EnvVar
 _NOTHING_TO_BUILD: Final = "pagoda is plain Python; nothing is compiled when it is installed"
 _NOTHING_SENT: Final = "no usage data is ever collected or sent"
 _ONE_NODE: Final = "this version runs on one node, and its processes talk over Unix sockets"
-_ONE_DEVICE: Final = "this version runs a model on one device"
+_NO_RANKS: Final = "one process drives all devices of a host, by XLA; there are no ranks and no NCCL"
 _ONE_KERNEL: Final = "each backend here has its own attention kernel and no second one"
 _NO_GPU: Final = "no backend of this version runs on a GPU"
 _NO_RAY: Final = "there are no Ray workers"
@@ -17,8 +17,7 @@ _NO_OPENVINO: Final = "there is no OpenVINO backend; the CPU backend is called r
 _TEXT_ONLY: Final = "prompts are text or token ids; no media are fetched"
 _NO_KV_SCALES: Final = "there is no float8 KV cache to scale"
 _NO_TENSORIZER: Final = "tensorizer checkpoints are not read; use safetensors"
-_ONE_ENGINE: Final = "this version has no data parallelism; start one server per device behind a load balancer"
-_DP_ONLY: Final = "it matters with data parallelism only, and this version runs one engine"
+_ONE_ENGINE: Final = "one engine drives every copy of the model; use --data-parallel-size"
 
 
 def _unused(name: str, help: str, why: str, *, shared: bool = False) -> EnvVar:
@@ -49,22 +48,22 @@ _DISTRIBUTED: Final = (
     _unused("VLLM_HOST_IP", "This node's internal address.", f"{_ONE_NODE}; --host is the server's address"),
     _unused("VLLM_PORT", "Port of internal traffic.", f"{_ONE_NODE}; --port is the server's port"),
     _unused("VLLM_RINGBUFFER_WARNING_INTERVAL", "How often a full ring buffer is told.", "there is no ring buffer"),
-    _unused("VLLM_NCCL_SO_PATH", "Library of NCCL.", _ONE_DEVICE),
+    _unused("VLLM_NCCL_SO_PATH", "Library of NCCL.", _NO_RANKS),
     _unused(
         "LD_LIBRARY_PATH",
         "Where libraries are.",
         "the system's loader reads it, pagoda does not",
         shared=True,
     ),
-    _unused("LOCAL_RANK", "Rank of a process on its node.", _ONE_DEVICE, shared=True),
+    _unused("LOCAL_RANK", "Rank of a process on its node.", _NO_RANKS, shared=True),
     _unused("CUDA_VISIBLE_DEVICES", "GPUs that a process may use.", _NO_GPU, shared=True),
-    _unused("VLLM_PP_LAYER_PARTITION", "Layers of each pipeline stage.", _ONE_DEVICE),
-    _unused("VLLM_SKIP_P2P_CHECK", "Trust that GPUs reach each other.", _ONE_DEVICE),
+    _unused("VLLM_PP_LAYER_PARTITION", "Layers of each pipeline stage.", "this version has no pipeline stages"),
+    _unused("VLLM_SKIP_P2P_CHECK", "Trust that GPUs reach each other.", _NO_RANKS),
     _unused("VLLM_CUDART_SO_PATH", "Library of the CUDA runtime.", _NO_GPU),
     _refused("VLLM_DP_RANK", "Data-parallel rank of this process.", _ONE_ENGINE, ("", "0")),
     _refused("VLLM_DP_SIZE", "Data-parallel ranks.", _ONE_ENGINE, ("", "1")),
-    _unused("VLLM_DP_MASTER_IP", "Address of the first data-parallel rank.", _DP_ONLY),
-    _unused("VLLM_DP_MASTER_PORT", "Port of the first data-parallel rank.", _DP_ONLY),
+    _unused("VLLM_DP_MASTER_IP", "Address of the first data-parallel rank.", _NO_RANKS),
+    _unused("VLLM_DP_MASTER_PORT", "Port of the first data-parallel rank.", _NO_RANKS),
     _unused("VLLM_USE_RAY_SPMD_WORKER", "Run Ray workers in lockstep.", _NO_RAY),
     _unused("VLLM_USE_RAY_COMPILED_DAG", "Use Ray's compiled graph.", _NO_RAY),
     _unused("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", "NCCL in Ray's compiled graph.", _NO_RAY),

@@ -13,7 +13,7 @@ from pagoda.common.errors import ConfigError
 _TENSOR_ONLY: Final = "this version splits a model by --tensor-parallel-size alone; use 1"
 _ONE_ENGINE: Final = "one engine drives every copy of --data-parallel-size, on this host's devices; drop it"
 _NO_RANKS: Final = "one engine drives every copy of --data-parallel-size; there are no ranks that meet"
-_NO_WORKERS: Final = "one process drives every device: there are no workers"
+_NO_WORKERS: Final = "one process drives all devices of a host: there are no workers"
 _CP_ONLY: Final = "it matters with contexts split over devices only, which this version does not do"
 _EP_ONLY: Final = "it spreads whole experts; here --tensor-parallel-size splits each of them"
 _DBO_ONLY: Final = "it matters with --enable-dbo only"
@@ -27,7 +27,7 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         None,
         "How workers are started: mp, ray, uni, external_launcher.",
-        refused="one process drives every device; use uni, or drop the flag",
+        refused="one process drives all devices of a host; use uni, or drop the flag",
         accepts=("uni", "mp"),
     )
     tensor_parallel_size: int = option(1, "Devices that share each layer.", aliases=("-tp",))

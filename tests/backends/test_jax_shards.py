@@ -86,9 +86,11 @@ def test_shards_exchange_their_tokens_and_nothing_else() -> None:
     catalogue = make(2)._catalogue(BLOCKS)
     step = next(key for key in catalogue if isinstance(key, Forward))
     assert exchanged(catalogue.lower(step).compile().as_text()) == []
-    for key in (Choose(4, "filtered"), OnLogits("adjust", 4), OnLogits("mask", 4), OnLogits("logprobs", 4)):
+    edits = [OnLogits(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]
+    for key in (Choose(4, "filtered"), *edits):
         sizes = exchanged(catalogue.lower(key).compile().as_text())
         assert all(size <= 8 * 21 for size in sizes), (key, sizes)
+        assert bool(sizes) == (key not in edits[:-1])
 
 
 def exchanged(program: str) -> list[int]:
