@@ -149,8 +149,9 @@ async def _answers(state: ServerState, source: IO[bytes]) -> AsyncGenerator[tupl
     from pagoda.server.app import create_app
 
     app = create_app(state)
-    most = WAITING_PER_RUNNING * state.engine.info.limits.max_num_seqs
-    most = min(most, state.engine.config.scheduler.max_num_queued_reqs or most)
+    config, limits = state.engine.config, state.engine.info.limits
+    most = WAITING_PER_RUNNING * limits.max_num_seqs * config.parallel.data_parallel_size
+    most = min(most, config.scheduler.max_num_queued_reqs or most)
     waiting: deque[asyncio.Task[tuple[bytes, bool]]] = deque()
     try:
         for number, raw in enumerate(source, 1):
