@@ -41,6 +41,35 @@ class BackendModule(Protocol):
         ...
 
 
+class HostRuntime(Protocol):
+    """What a backend knows of several hosts. Nothing here touches a device before `start`."""
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        """Package -> version, of what makes programs."""
+        ...
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """Variable -> value, of those that change what a program compiles to."""
+        ...
+
+    @staticmethod
+    def devices() -> tuple[int, str]:
+        """How many devices this host has (0: it does not show yet), and their kind."""
+        ...
+
+    @staticmethod
+    def start(parallel: ParallelConfig) -> None:
+        """Join the devices of all hosts, which all do together. Raises ConfigError or EngineDeadError."""
+        ...
+
+    @staticmethod
+    def stop() -> None:
+        """Leave the other hosts, which all do together."""
+        ...
+
+
 class CompileTarget(Protocol):
     """Devices to compile for, described without one being there."""
 
@@ -96,6 +125,7 @@ class Entry:
 
     `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
     `spreads`: its `create` takes `tensor`, how many devices share the model, and `data`, how many copies there are.
+    `hosts`: what it needs of several hosts, None where it runs on one.
     """
 
     name: str
@@ -106,6 +136,7 @@ class Entry:
     has_device: Callable[[], bool] = lambda: True
     without_device: bool = False
     spreads: bool = False
+    hosts: str | None = None
 
     def obstacle(self, named: bool = False) -> str | None:
         """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
@@ -143,6 +174,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         _has_tpu,
         without_device=True,
         spreads=True,
+        hosts="pagoda.backends.jax_tpu.hosts",
     ),
     Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
@@ -172,6 +204,9 @@ def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
 
     Raises ConfigError when the backend does not spread a model as asked.
     """
+    if parallel.nnodes > 1 and _entry(name).hosts is None:
+        able = " or ".join(entry.name for entry in BACKENDS if entry.hosts is not None)
+        raise ConfigError("--nnodes", f"{name} runs a model on one host; use 1, or --backend {able} on every host")
     asked = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size}
     if _entry(name).spreads:
         return asked
@@ -183,6 +218,14 @@ def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
                 f"{name} runs a model on one device; use 1, or --backend {able} where there are more",
             )
     return {}
+
+
+def load_host_runtime(name: str) -> HostRuntime:
+    """Import what a backend needs of several hosts; it runs on them, says `spread`."""
+    choose_backend(name)
+    module = _entry(name).hosts
+    assert module is not None, "spread() comes first"
+    return cast(HostRuntime, importlib.import_module(module))
 
 
 def load_backend(name: str) -> BackendModule:

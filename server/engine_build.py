@@ -1,6 +1,7 @@
 """The one place that turns a configuration into a running engine.
 
-    resolve (checkpoint, model spec, limits, KV layout) -> backend -> weights -> memory plan -> KV cache -> warm-up
+    resolve (checkpoint, model spec, limits, KV layout) -> meet the other hosts, if there are any -> backend -> weights
+    -> memory plan -> KV cache -> warm-up
 
 The backend's framework is imported in a thread while the checkpoint is opened and its weights are read ahead.
 """
@@ -27,12 +28,15 @@ from pagoda.common.engine.core import EngineCore, MakeScheduler
 from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache
 from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.errors import ConfigError
+from pagoda.common.hosts.following import FollowingBackend
+from pagoda.common.hosts.leading import LeadingBackend
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dummy import dummy_weights
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.progress import with_progress
 from pagoda.server.affinity import pinned
+from pagoda.server.hosts import Hosts, meeting
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.prefetch import Prefetch
 from pagoda.server.resolve import Resolved, open_model, resolve
@@ -45,11 +49,15 @@ READ_AHEAD_BYTES: Final = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A warm engine and what is known about it. `backend` is closed by whoever ends the engine."""
+    """A warm engine and what is known about it. `backend` is closed by whoever ends the engine.
+
+    `hosts`: the backend again where it works together with other hosts'.
+    """
 
     core: Engine
     backend: Backend
     info: EngineInfo
+    hosts: LeadingBackend | FollowingBackend | None = None
 
 
 class _Phases:
@@ -75,10 +83,16 @@ def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
     phases = _Phases()
     load_general_plugins(config)
     importing = _import(choose_backend(config.model.backend))
-    fetched = is_local(config.model.model)
     with phases("open checkpoint"):
-        resolved = resolve(config, usage, weights=fetched)
-    checkpoint = resolved.checkpoint
+        resolved = resolve(config, usage, weights=is_local(config.model.model))
+    with meeting(resolved) as hosts:
+        return _load(config, phases, importing, resolved, hosts)
+
+
+def _load(
+    config: EngineConfig, phases: _Phases, importing: Future[BackendModule], resolved: Resolved, hosts: Hosts | None
+) -> BuiltEngine:
+    checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
     if not fetched:  # a model that cannot be served is refused before its weights are downloaded
         with phases("fetch weights"):
             checkpoint = open_model(config, weights=True)
@@ -86,7 +100,7 @@ def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
     try:
         with phases(f"import {resolved.backend}"):
             module = importing.result()
-        return _assemble(config, phases, module, resolved, weights)
+        return _assemble(config, phases, module, resolved, weights, hosts)
     finally:
         weights.close()
 
@@ -106,12 +120,17 @@ def _import(name: str) -> Future[BackendModule]:
 
 
 def _assemble(
-    config: EngineConfig, phases: _Phases, module: BackendModule, resolved: Resolved, weights: Prefetch
+    config: EngineConfig,
+    phases: _Phases,
+    module: BackendModule,
+    resolved: Resolved,
+    weights: Prefetch,
+    hosts: Hosts | None,
 ) -> BuiltEngine:
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     copies = config.parallel.data_parallel_size
-    backend = module.create(
+    backend: Backend = module.create(
         spec,
         limits=limits,
         layout=layout,
@@ -121,6 +140,8 @@ def _assemble(
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
     )
+    together = None if hosts is None else hosts.joined(backend)
+    backend = together or backend
     try:
         with phases("load weights"):
             backend.load(weights)
@@ -147,7 +168,8 @@ def _assemble(
         memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
         phases=tuple(phases.seconds),
     )
-    return BuiltEngine(_core(backend, layout, limits, num_blocks, copies, make_scheduler), backend, info)
+    core = _core(backend, layout, limits, num_blocks, copies, make_scheduler)
+    return BuiltEngine(core, backend, info, together)
 
 
 def _core(

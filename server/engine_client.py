@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.runtime import RuntimeConfig
-from pagoda.common.errors import EngineDeadError
+from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.wire import EngineInfo, Failed, FromEngine, Heartbeat, Ready, Step, ToEngine
 
 Listener = Callable[[FromEngine], None]
@@ -47,8 +47,10 @@ class EngineClient(Protocol):
 def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
     """Start an engine for `config`, in a thread of this process or in a process of its own.
 
-    General plugins run in both processes; the engine itself runs them in its own. Raises ConfigError for a broken one.
+    General plugins run in both processes; the engine itself runs them in its own. Raises ConfigError for a broken one,
+    and on a host that takes no requests.
     """
+    only_first_host(config)
     if in_process:
         from pagoda.server.thread_client import ThreadClient
 
@@ -63,6 +65,15 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
         client.close()
         raise
     return client
+
+
+def only_first_host(config: EngineConfig) -> None:
+    """Raise ConfigError on a host that takes no requests."""
+    if config.parallel.node_rank:
+        raise ConfigError(
+            "--node-rank",
+            "requests go to host 0; on the others run pagoda serve MODEL --headless with the flags of host 0",
+        )
 
 
 class Supervisor:

@@ -4,6 +4,7 @@
 
 The configuration comes as msgpack on stdin, which stays open: its end means that the parent is gone. Requests come
 from ADDRESS.in, outputs go to ADDRESS.out. A failure is told to the parent in one message before the process ends.
+Where several hosts run the engine, all but the first take their work from that one, and no requests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import zmq
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.errors import PagodaError
+from pagoda.common.errors import EngineDeadError, PagodaError
+from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.observe.logs import configure
 from pagoda.server.engine_build import BuiltEngine, build_engine
 from pagoda.server.engine_loop import Progress, run_engine
@@ -70,8 +72,13 @@ def serve(address: str, build: Build = build_engine) -> int:
         commands.bind(f"{address}.in")
         built = build(config, "server")
         try:
+            if built.hosts is not None:
+                built.hosts.watch(lambda death: _tell(context, address, death))
             send(Ready(built.info))
-            run_engine(built.core, _SocketInbox(commands), send, progress)
+            if isinstance(built.hosts, FollowingBackend):
+                built.hosts.follow()
+            else:
+                run_engine(built.core, _SocketInbox(commands), send, progress)
         finally:
             built.backend.close()
     except BaseException as error:
@@ -83,6 +90,13 @@ def serve(address: str, build: Build = build_engine) -> int:
         outputs.close(linger=1000)
         output_context.term()
     return 0
+
+
+def _tell(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:
+    """From any thread: the engine is dead, whatever its own thread is waiting for."""
+    outputs = _outputs(context, address)
+    outputs.send(encode(failure(death)))
+    outputs.close(linger=1000)
 
 
 def _outputs(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:

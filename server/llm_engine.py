@@ -18,6 +18,7 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
 from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.engine_client import only_first_host
 from pagoda.server.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
 from pagoda.server.output_processor import OutputProcessor
 from pagoda.server.outputs import RequestOutput
@@ -40,6 +41,7 @@ class LLMEngine:
         open_text: Callable[[EngineConfig], Tokenizer | None] = open_tokenizer,
     ) -> None:
         configure_unless_done(config.logging)
+        only_first_host(config)
         self.config = config
         with ThreadPoolExecutor(1, "pagoda-tokenizer") as reader:
             reading = reader.submit(open_text, config)

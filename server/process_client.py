@@ -88,6 +88,19 @@ class ProcessClient:
             if ended:
                 raise raised(self._obituary())
 
+    def wait_end(self) -> None:
+        """Block until the engine ends by itself. Raises what it died of."""
+        while True:
+            ended = self._process.poll() is not None
+            while (message := self._receive(0 if ended else 200)) is not None:
+                self._supervisor.hear(message)
+            if self._supervisor.failed is not None:
+                raise raised(self._supervisor.failed)
+            if ended:
+                if self._process.returncode:
+                    raise raised(self._obituary())
+                return
+
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         """Deliver messages to `listener` in `loop` from now on; replaces an earlier listener."""
         if self._loop is not None and not self._loop.is_closed():

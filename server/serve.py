@@ -29,6 +29,7 @@ from pagoda.common.observe.logs import configure
 from pagoda.server.args import AsyncEngineArgs, settle_all
 from pagoda.server.engine_client import start_engine
 from pagoda.server.flags import FlagParser, add_settings
+from pagoda.server.headless import check_headless, run_headless
 
 if TYPE_CHECKING:
     from pagoda.server.http_server import HttpServer
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     engine_config, config = configured(settled)
     # before the hub is asked for a model that nothing here could run
     spread(choose_backend(engine_config.model.backend), engine_config.parallel)
+    if config.headless:
+        return run_headless(engine_config)
     listener = bind(config)
     client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
     try:
@@ -79,7 +82,9 @@ def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
     server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
     if server.enable_log_outputs and not settled.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
-    return AsyncEngineArgs.from_settled(settled).create_engine_config(), server
+    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
+    check_headless(engine.parallel, server.headless)
+    return engine, server
 
 
 def bind(config: ServerConfig) -> socket.socket:

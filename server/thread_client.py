@@ -87,6 +87,8 @@ class ThreadClient:
             self._tell(failure(error))
             self._started.put(error)
             return
+        if built.hosts is not None:
+            built.hosts.watch(lambda death: self._tell(failure(death)))
         self._tell(Ready(built.info))
         self._started.put(built.info)
         try:

@@ -18,16 +18,16 @@ _DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 def platform() -> str:
     """`tpu` or `cpu`; JAX_PLATFORMS decides if it is set. Raises ConfigError on a TPU host without the TPU's library.
 
-    Without a chip in sight that library is not even asked: it would complain for a while.
+    Without a chip in sight that library is not even asked: it would complain for a while. No device is touched: where
+    there are several hosts, they meet first.
     """
-    if "JAX_PLATFORMS" in os.environ:
-        return jax.default_backend()
+    if stated := os.environ.get("JAX_PLATFORMS"):
+        return stated.split(",")[0]
     chips = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
     if chips and importlib.util.find_spec("libtpu") is None:
         raise ConfigError("--backend", "this host has a TPU but not libtpu; pip install 'pagoda[tpu]'")
-    if not chips:
-        jax.config.update("jax_platforms", "cpu")
-    return jax.default_backend()
+    jax.config.update("jax_platforms", "tpu,cpu" if chips else "cpu")
+    return "tpu" if chips else "cpu"
 
 
 def dtype(name: str) -> jnp.dtype:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -52,7 +53,7 @@ class Sampler:
 
     def __init__(self, programs: Programs, max_rows: int) -> None:
         shape = programs.catalogue.history
-        self.history = jax.device_put(np.zeros(shape.shape, np.int32), shape.sharding)
+        self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
         self.rows = RowTable(max_rows)
         self.vocab, self.mode = programs.catalogue.model.spec.vocab, programs.catalogue.mode
         self._shards = programs.catalogue.model.shards

@@ -77,7 +77,9 @@ class _Filling:
         part = _pad(part, array.shape, axes)
         offset = np.zeros(array.ndim, np.int32)
         offset[: len(start)] = start
-        self._arrays[index] = self._write(array, jax.device_put(part, placed(self._model.mesh, axes)), offset)
+        sharding = placed(self._model.mesh, axes)
+        sent = jax.make_array_from_callback(part.shape, sharding, part.__getitem__)  # to the devices of this host alone
+        self._arrays[index] = self._write(array, sent, offset)
 
     def leaves(self) -> Leaves:
         """The filled arrays; waits for the devices."""

@@ -17,7 +17,6 @@ _NO_WORKERS: Final = "one process drives all devices of a host: there are no wor
 _CP_ONLY: Final = "it matters with contexts split over devices only, which this version does not do"
 _EP_ONLY: Final = "it spreads whole experts; here --tensor-parallel-size splits each of them"
 _DBO_ONLY: Final = "it matters with --enable-dbo only"
-_NODE_ONLY: Final = "it matters with several nodes only, and this version runs on one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +73,10 @@ class ParallelConfig:
     worker_extension_cls: str = option(
         "", "Class mixed into the worker.", refused="there is no worker class to extend; use --additional-config"
     )
-    master_addr: str = option("127.0.0.1", "Rendezvous address.", no_effect=_NODE_ONLY)
-    master_port: int = option(29501, "Rendezvous port.", no_effect=_NODE_ONLY)
-    nnodes: int = option(1, "Nodes.", aliases=("-n",), refused="this version runs on one node; use 1")
-    node_rank: int = option(0, "This node's number.", aliases=("-r",), refused="this version runs on one node; use 0")
+    master_addr: str = option("127.0.0.1", "Address of host 0, where several hosts meet.")
+    master_port: int = option(29501, "Port of host 0, where several hosts meet; the one after it is used too.")
+    nnodes: int = option(1, "Hosts that share the model.", aliases=("-n",))
+    node_rank: int = option(0, "This host's number; host 0 takes the requests.", aliases=("-r",))
     dcp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
     cp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
 
@@ -87,3 +86,11 @@ class ParallelConfig:
                 raise ConfigError(f"--{name}-parallel-size", f"{size} is not positive; use 1 or more")
         if self.data_parallel_size_local not in (None, self.data_parallel_size):
             raise ConfigError("--data-parallel-size-local", f"all {self.data_parallel_size} copies are here; drop it")
+        if self.nnodes < 1:
+            raise ConfigError("--nnodes", f"{self.nnodes} is not positive; use 1 or more")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                "--node-rank", f"{self.node_rank} is none of {self.nnodes} hosts; use 0 to {self.nnodes - 1}"
+            )
+        if not 0 < self.master_port < 65535:
+            raise ConfigError("--master-port", f"{self.master_port} and the next are not both ports; use 1 to 65534")

@@ -78,9 +78,7 @@ class ServerConfig:
     api_server_count: int = option(
         1, "HTTP processes.", aliases=("-asc",), refused="one process serves HTTP; start more servers for more"
     )
-    headless: bool = option(
-        False, "An engine without HTTP.", refused="there are no other nodes to be a part of; drop it"
-    )
+    headless: bool = option(False, "An engine without HTTP, for every host but the first: it does what host 0 says.")
     lora_modules: tuple[str, ...] = option(
         (), "LoRA adapters, name=path.", refused="LoRA adapters are not in this version; serve the merged weights"
     )

@@ -1,0 +1,1 @@
+"""Several hosts that run one model: how they meet, and how they do the same steps."""

@@ -1,0 +1,90 @@
+"""The backend of every host but the first: it does what host 0 says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from pagoda.common.backend import Backend, Capabilities, MemoryPlan, PendingResult, Weight
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import EngineDeadError
+from pagoda.common.hosts.leading import failure_in_hand, first_death, with_blocks
+from pagoda.common.hosts.messages import Agreed, End, Execute, Room, Warm
+from pagoda.common.hosts.peer import OnLoss, Peer
+
+_DEPTH: Final = 2
+"""Steps that may be under way here: as many as host 0 plans ahead."""
+
+
+class FollowingBackend:
+    """Implements common.backend.Backend, for the start; then `follow` runs until host 0 ends it.
+
+    `leave`: ends the backends' own meeting, which all hosts do together.
+    """
+
+    def __init__(self, backend: Backend, leader: Peer, leave: Callable[[], None]) -> None:
+        self._backend, self._leader, self._leave = backend, leader, leave
+        self._dismissed = self._closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of this host's backend."""
+        return self._backend.capabilities
+
+    def watch(self, on_loss: OnLoss) -> None:
+        """Call back, from another thread, when host 0 failed or is gone."""
+        self._leader.watch(on_loss)
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        """Take this host's share; every host reads the weights itself."""
+        self._backend.load(weights)
+
+    def plan_memory(self) -> MemoryPlan:
+        """The plan that all hosts agree on. Raises EngineDeadError."""
+        plan = self._backend.plan_memory()
+        self._leader.send(Room(plan.num_blocks))
+        return with_blocks(plan, self._leader.expect(Agreed).num_blocks)
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Allocate this host's share."""
+        self._backend.init_cache(num_blocks)
+
+    def warmup(self) -> None:
+        """Warm up, and tell host 0."""
+        self._backend.warmup()
+        self._leader.send(Warm())
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Start a step that host 0 has started."""
+        return self._backend.execute(plan)
+
+    def follow(self) -> None:
+        """Run host 0's steps until it says that it is over. Raises EngineDeadError when it failed or is gone."""
+        pending: deque[PendingResult] = deque()
+        while True:
+            match self._leader.receive():
+                case Execute(plan):
+                    try:
+                        pending.append(self.execute(plan))
+                        if len(pending) > _DEPTH:
+                            pending.popleft().result()
+                    except Exception as error:
+                        raise first_death((self._leader,)) or error from error
+                case End():
+                    self._dismissed = True
+                    return
+                case other:
+                    raise EngineDeadError(f"{self._leader.name} sent {type(other).__name__} in place of a step")
+
+    def close(self) -> None:
+        """Release this host's devices, and host 0. Idempotent. Host 0 is told the error that is being handled."""
+        if self._closed:
+            return
+        self._closed = True
+        reason = failure_in_hand()
+        self._leader.end(reason)
+        self._backend.close()
+        if self._dismissed and not reason:
+            self._leave()
+        self._leader.close()

@@ -1,0 +1,124 @@
+"""Host 0's backend and the others', seen as one by the engine of host 0."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from pagoda.common.backend import Backend, Capabilities, MemoryPlan, PendingResult, Weight
+from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.errors import EngineDeadError, PagodaError
+from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
+from pagoda.common.hosts.peer import PATIENCE_SECONDS, OnLoss, Peer
+
+logger = logging.getLogger(__name__)
+
+
+class LeadingBackend:
+    """Implements common.backend.Backend on host 0: every step is told to the other hosts, then started here.
+
+    The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all.
+    `leave`: ends the backends' own meeting, which all hosts do together.
+    """
+
+    def __init__(self, backend: Backend, others: tuple[Peer, ...], leave: Callable[[], None]) -> None:
+        self._backend, self._others, self._leave = backend, others, leave
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of this host's backend."""
+        return self._backend.capabilities
+
+    def watch(self, on_loss: OnLoss) -> None:
+        """Call back, from another thread, when another host failed or is gone."""
+        for peer in self._others:
+            peer.watch(on_loss)
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        """Take this host's share; every host reads the weights itself."""
+        self._backend.load(weights)
+
+    def plan_memory(self) -> MemoryPlan:
+        """The plan of the host with least room; waits until all have loaded. Raises EngineDeadError."""
+        plan = self._backend.plan_memory()
+        rooms = {peer.name: peer.expect(Room).num_blocks for peer in self._others}
+        tightest = min(rooms, key=rooms.__getitem__)
+        if rooms[tightest] < plan.num_blocks:
+            logger.info("%s has room for %d KV blocks, host 0 for %d", tightest, rooms[tightest], plan.num_blocks)
+            plan = with_blocks(plan, rooms[tightest])
+        self._tell(Agreed(plan.num_blocks))
+        return plan
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Allocate this host's share."""
+        self._backend.init_cache(num_blocks)
+
+    def warmup(self) -> None:
+        """Warm up, and wait until all hosts have. Raises EngineDeadError."""
+        self._backend.warmup()
+        for peer in self._others:
+            peer.expect(Warm)
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Start a step on every host. Raises EngineDeadError when one is gone."""
+        self._tell(Execute(plan))
+        return _Together(self._backend.execute(plan), self._others)
+
+    def close(self) -> None:
+        """Let the other hosts go, then this host's devices. Idempotent.
+
+        Called while an error is handled, it is the other hosts' end too, and they are told that error.
+        """
+        others, self._others = self._others, ()
+        reason = failure_in_hand()
+        alone = any(peer.death() for peer in others)
+        for peer in others:
+            peer.end(reason)
+        self._backend.close()
+        if others and not reason and not alone:
+            self._leave()
+        for peer in others:
+            peer.close()
+
+    def _tell(self, message: Agreed | Execute) -> None:
+        data = encode(message)
+        for peer in self._others:
+            peer.send_bytes(data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """A step under way on every host."""
+
+    pending: PendingResult
+    others: tuple[Peer, ...]
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what it raised, or the death of another host, which is then the cause."""
+        try:
+            return self.pending.result()
+        except Exception as error:
+            raise first_death(self.others) or error from error
+
+
+def first_death(peers: tuple[Peer, ...]) -> EngineDeadError | None:
+    """What one of the hosts died of. Waits a moment: what was in the way there may be felt here before it is known."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for peer in peers:
+        if (death := peer.death(max(0.0, deadline - time.monotonic()))) is not None:
+            return death
+    return None
+
+
+def failure_in_hand() -> str:
+    """The error that is being handled right now, in a line; empty when there is none."""
+    error = sys.exception()
+    return "" if error is None else str(error) if isinstance(error, PagodaError) else f"{type(error).__name__}: {error}"
+
+
+def with_blocks(plan: MemoryPlan, num_blocks: int) -> MemoryPlan:
+    """The plan with another number of KV blocks."""
+    return replace(plan, num_blocks=num_blocks, kv_cache=plan.kv_cache // plan.num_blocks * num_blocks)
