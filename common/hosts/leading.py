@@ -12,7 +12,7 @@ from pagoda.common.backend import Backend, Capabilities, MemoryPlan, PendingResu
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.errors import EngineDeadError, PagodaError
 from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
-from pagoda.common.hosts.peer import PATIENCE_SECONDS, OnLoss, Peer
+from pagoda.common.hosts.peer import OnLoss, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class _Together:
 
 def first_death(peers: tuple[Peer, ...]) -> EngineDeadError | None:
     """What one of the hosts died of. Waits a moment: what was in the way there may be felt here before it is known."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + max(peer.patience for peer in peers)
     for peer in peers:
         if (death := peer.death(max(0.0, deadline - time.monotonic()))) is not None:
             return death

@@ -17,17 +17,17 @@ OnLoss = Callable[[EngineDeadError], None]
 MessageT = TypeVar("MessageT", bound=Message)
 
 PATIENCE_SECONDS: Final = 2.0
-"""For what a host that is ending may still have to say."""
+"""Longer than the news of a host's death takes, when what it did is felt here already."""
 
 
 class Peer:
     """One connection. A thread reads it, so that a host's death is known while this one waits for its devices.
 
-    `name`: how messages call the host.
+    `name`: how messages call the host. `patience`: seconds for what a host that is ending may still have to say.
     """
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self.name = name
+    def __init__(self, connection: socket.socket, name: str, patience: float = PATIENCE_SECONDS) -> None:
+        self.name, self.patience = name, patience
         self._connection = connection
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
         self._listening = threading.Lock()
@@ -54,7 +54,7 @@ class Peer:
         try:
             send_frame(self._connection, data)
         except OSError as error:
-            raise self.death(PATIENCE_SECONDS) or EngineDeadError(f"{self.name} is gone: {told(error)}") from None
+            raise self.death(self.patience) or EngineDeadError(f"{self.name} is gone: {told(error)}") from None
 
     def receive(self) -> Message:
         """The next message. Raises EngineDeadError when the host failed or is gone."""
@@ -84,7 +84,9 @@ class Peer:
 
     def close(self) -> None:
         """Hang up, once the host has or a moment has passed: hosts that hear a goodbye shall hear it first."""
-        self._ended.wait(PATIENCE_SECONDS)
+        self._ended.wait(self.patience)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # a close alone waits for the thread that reads
         self._connection.close()
 
     def _read(self) -> None:

@@ -1,0 +1,200 @@
+"""Two hosts over a socket pair: the second does what the first does, and each knows the other's end."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fakes import FakeBackend, hybrid_layout, scrambled
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import EngineDeadError, WeightError
+from pagoda.common.hosts.following import FollowingBackend
+from pagoda.common.hosts.frames import send_frame
+from pagoda.common.hosts.leading import LeadingBackend
+from pagoda.common.hosts.messages import Agreed, Room, Warm, encode
+from pagoda.common.hosts.peer import Peer
+
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
+RULES = SamplingRules(
+    logit_bias=((3, 0.0),), bad_words=((1, 2),), min_tokens=1, stop_ids=(9,), logprobs=1, prompt_logprobs=0
+)
+
+
+class Pair:
+    """Host 0 and host 1, whose `following` runs in a thread."""
+
+    def __init__(self, pool: ThreadPoolExecutor, blocks: int = 40, fail_at: int | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        self.left: list[str] = []
+        self.here = FakeBackend(hybrid_layout(), num_blocks=48, next_token=scrambled)
+        self.there = FakeBackend(hybrid_layout(), num_blocks=blocks, next_token=scrambled, fail_at=fail_at)
+        self.leader, self.follower = Peer(theirs, "host 0 (a)", 0.3), Peer(ours, "host 1 (b)", 0.3)
+        self.leading = LeadingBackend(self.here, (self.follower,), lambda: self.left.append("leader"))
+        self.following = FollowingBackend(self.there, self.leader, lambda: self.left.append("follower"))
+        self.pool = pool
+
+    def follow(self) -> Future[None]:
+        """Start up on host 1, and follow to the end."""
+
+        def run() -> None:
+            try:
+                self.following.load(iter(()))
+                self.following.init_cache(self.following.plan_memory().num_blocks)
+                self.following.warmup()
+                self.following.follow()
+            finally:
+                self.following.close()
+
+        return self.pool.submit(run)
+
+    def start(self) -> EngineCore:
+        """Start up on host 0."""
+        blocks = self.leading.plan_memory().num_blocks
+        self.leading.init_cache(blocks)
+        self.leading.warmup()
+        return EngineCore(self.leading, self.here.layout, LIMITS, blocks)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def answers(engine: EngineCore) -> dict[str, list[int]]:
+    for number in range(5):
+        prompt = [7 * number + place for place in range(1 + 4 * number)]
+        engine.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, rules=RULES, max_tokens=6))
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return found
+
+
+def answers_for_ever(engine: EngineCore) -> None:
+    while True:
+        answers(engine)
+
+
+def arrays(plan: StepPlan) -> list[np.ndarray]:
+    starts = [start.token_ids for start in plan.starts]
+    return [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples, *plan.block_tables, *starts]
+
+
+def test_every_host_runs_the_same_steps(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool)
+    following = pair.follow()
+    found = answers(pair.start())
+    pair.leading.close()
+    assert following.result() is None
+    alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
+    assert found == answers(EngineCore(alone, alone.layout, LIMITS, 40))
+    assert len(pair.there.plans) == len(pair.here.plans) > 6
+    for ours, theirs in zip(pair.here.plans, pair.there.plans):
+        assert [start.rules for start in ours.starts] == [start.rules for start in theirs.starts]
+        for mine, other in zip(arrays(ours), arrays(theirs), strict=True):
+            assert mine.dtype == other.dtype
+            np.testing.assert_array_equal(mine, other)
+    assert sorted(pair.left) == ["follower", "leader"]
+    assert pair.here.closed
+    assert pair.there.closed
+
+
+def test_the_host_with_least_room_decides(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool, blocks=33)
+    following = pair.follow()
+    pair.start()
+    assert (pair.here.num_blocks, pair.there.num_blocks) == (33, 33)
+    pair.leading.close()
+    following.result()
+
+
+def test_a_follower_that_fails_says_why(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool)
+    heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
+    pair.leading.watch(heard.put)
+
+    def fail() -> None:
+        with contextlib.closing(pair.following):
+            raise WeightError("the checkpoint lacks 3 parameters")
+
+    failing = pool.submit(fail)
+    with pytest.raises(EngineDeadError, match=r"^host 1 \(b\): the checkpoint lacks 3 parameters$"):
+        pair.leading.plan_memory()
+    assert str(heard.get()) == "host 1 (b): the checkpoint lacks 3 parameters"
+    pair.leading.close()
+    assert isinstance(failing.exception(), WeightError)
+    assert pair.left == []
+
+
+def test_an_error_of_host_0_ends_the_others(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool)
+    following = pair.follow()
+    pair.start()
+    with pytest.raises(KeyError), contextlib.closing(pair.leading):
+        raise KeyError("a bug")
+    with pytest.raises(EngineDeadError, match=r"^host 0 \(a\): KeyError: 'a bug'$"):
+        following.result()
+    assert pair.left == []
+
+
+def test_a_host_that_vanishes_is_the_cause_of_what_failed(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool)
+    following = pair.follow()
+    engine = pair.start()
+    pair.here.fail_at = 1
+    engine.add_request(EngineRequest(request_id="r", prompt_token_ids=[1, 2], rules=RULES, max_tokens=6))
+    pair.leader.close()
+    with pytest.raises(EngineDeadError, match=r"^host 1 \(b\) is gone: "):
+        answers(engine)
+    assert following.exception() is not None
+    pair.leading.close()
+
+
+def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool, fail_at=2)
+    following = pair.follow()
+    engine = pair.start()
+    with pytest.raises(EngineDeadError, match=r"^host 1 \(b\): RuntimeError: the device is gone$"):
+        answers_for_ever(engine)
+    assert isinstance(following.exception(), RuntimeError)
+    pair.leading.close()
+
+
+def test_a_loss_that_was_not_watched_for_is_told_later(pool: ThreadPoolExecutor) -> None:
+    pair = Pair(pool)
+    pair.leader.close()
+    heard: list[EngineDeadError] = []
+    with pytest.raises(EngineDeadError, match="is gone"):
+        pair.follower.receive()
+    pair.leading.watch(heard.append)
+    assert [str(each) for each in heard] == ["host 1 (b) is gone: the connection ended"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (encode(Warm()), "host 1 (b) sent Warm instead of Room"),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 1: "),
+        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 1: "),
+    ],
+)
+def test_words_out_of_place(data: bytes, words: str) -> None:
+    ours, theirs = socket.socketpair()
+    peer = Peer(ours, "host 1 (b)")
+    send_frame(theirs, data)
+    with pytest.raises(EngineDeadError) as error:
+        peer.expect(Room)
+    assert str(error.value).startswith(words)
+    theirs.close()
