@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, cast
 
-from pagoda.common.backend import Backend, Capabilities, MemoryPlan, PendingResult, Weight
+from pagoda.common.backend import (
+    Backend,
+    Capabilities,
+    MemoryPlan,
+    PendingResult,
+    PendingShards,
+    ShardedBackend,
+    Weight,
+)
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError
 from pagoda.common.hosts.leading import failure_in_hand, first_death, with_blocks
@@ -18,7 +26,7 @@ _DEPTH: Final = 2
 
 
 class FollowingBackend:
-    """Implements common.backend.Backend, for the start; then `follow` runs until host 0 ends it.
+    """Implements common.backend.ShardedBackend, for the start; then `follow` runs until host 0 ends it.
 
     `leave`: ends the backends' own meeting, which all hosts do together.
     """
@@ -59,14 +67,18 @@ class FollowingBackend:
         """Start a step that host 0 has started."""
         return self._backend.execute(plan)
 
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
+        """The same where the model has several copies."""
+        return cast(ShardedBackend, self._backend).execute_shards(plans)
+
     def follow(self) -> None:
         """Run host 0's steps until it says that it is over. Raises EngineDeadError when it failed or is gone."""
-        pending: deque[PendingResult] = deque()
+        pending: deque[PendingResult | PendingShards] = deque()
         while True:
             match self._leader.receive():
-                case Execute(plan):
+                case Execute(plans):
                     try:
-                        pending.append(self.execute(plan))
+                        pending.append(self._start(plans))
                         if len(pending) > _DEPTH:
                             pending.popleft().result()
                     except Exception as error:
@@ -76,6 +88,11 @@ class FollowingBackend:
                     return
                 case other:
                     raise EngineDeadError(f"{self._leader.name} sent {type(other).__name__} in place of a step")
+
+    def _start(self, plans: tuple[StepPlan | None, ...]) -> PendingResult | PendingShards:
+        if len(plans) == 1 and plans[0] is not None:
+            return self.execute(plans[0])
+        return self.execute_shards(plans)
 
     def close(self) -> None:
         """Release this host's devices, and host 0. Idempotent. Host 0 is told the error that is being handled."""

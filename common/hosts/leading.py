@@ -7,18 +7,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar, cast
 
-from pagoda.common.backend import Backend, Capabilities, MemoryPlan, PendingResult, Weight
-from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.backend import (
+    Backend,
+    Capabilities,
+    MemoryPlan,
+    PendingResult,
+    PendingShards,
+    ShardedBackend,
+    Weight,
+)
+from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, PagodaError
 from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
 from pagoda.common.hosts.peer import OnLoss, Peer
+
+ResultT = TypeVar("ResultT", covariant=True)
 
 logger = logging.getLogger(__name__)
 
 
 class LeadingBackend:
-    """Implements common.backend.Backend on host 0: every step is told to the other hosts, then started here.
+    """Implements common.backend.ShardedBackend on host 0: every step is told to the other hosts, then started here.
 
     The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all.
     `leave`: ends the backends' own meeting, which all hosts do together.
@@ -64,8 +75,13 @@ class LeadingBackend:
 
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step on every host. Raises EngineDeadError when one is gone."""
-        self._tell(Execute(plan))
+        self._tell(Execute((plan,)))
         return _Together(self._backend.execute(plan), self._others)
+
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
+        """The same where the model has several copies."""
+        self._tell(Execute(plans))
+        return _Together(cast(ShardedBackend, self._backend).execute_shards(plans), self._others)
 
     def close(self) -> None:
         """Let the other hosts go, then this host's devices. Idempotent.
@@ -89,14 +105,18 @@ class LeadingBackend:
             peer.send_bytes(data)
 
 
+class _Pending(Protocol[ResultT]):
+    def result(self) -> ResultT: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Together:
+class _Together(Generic[ResultT]):
     """A step under way on every host."""
 
-    pending: PendingResult
+    pending: _Pending[ResultT]
     others: tuple[Peer, ...]
 
-    def result(self) -> StepResult:
+    def result(self) -> ResultT:
         """Wait for the step. Raises what it raised, or the death of another host, which is then the cause."""
         try:
             return self.pending.result()

@@ -45,9 +45,9 @@ class Warm(msgspec.Struct, tag="warm", frozen=True):
 
 
 class Execute(msgspec.Struct, tag="step", frozen=True):
-    """Host 0 starts a step."""
+    """Host 0 starts a step: a plan for each copy of the model, None where there is nothing to compute."""
 
-    plan: StepPlan
+    plans: tuple[StepPlan | None, ...]
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
