@@ -41,7 +41,7 @@ def devices() -> tuple[int, str]:
     """How many devices this host has, and their kind, as far as that shows without asking them; 0: it does not."""
     if platform() == "cpu":
         forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        return max(int(forced.group(1)) if forced else 1, jax.config.jax_num_cpu_devices), "cpu"
+        return max(int(forced.group(1)) if forced else 1, jax.config.values["jax_num_cpu_devices"]), "cpu"
     visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
     chips = [*Path("/dev").glob("accel[0-9]*")] or [*Path("/dev/vfio").glob("[0-9]*")]
     return len(visible.split(",")) if visible else len(chips), detect("tpu").device_name or "tpu"

@@ -78,6 +78,10 @@ def test_hosts_that_are_alike_meet() -> None:
     assert [peer.expect(Room).num_blocks for peer in first] == [7, 8]
     first[1].send(Agreed(7))
     assert third[0].expect(Agreed) == Agreed(7)
+    for peers in meeting.ends:  # a host without power is noticed by the kernel
+        for peer in peers:
+            assert peer._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert peer._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
     meeting.close()
 
 

@@ -1,0 +1,189 @@
+"""Two hosts on one machine: two processes of one CPU device each, which share a model and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+pytest.importorskip("flax")
+
+from support.ports import two_free_ports
+from support.served import REAL, environment, served, wait_ready
+from support.tiny_folder import write_model
+
+from pagoda.common.config.table import ENGINE_SETTINGS
+from pagoda.common.errors import ConfigError
+from pagoda.common.hosts.facts import Host, HostFacts
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.args import EngineArgs
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli import main
+from pagoda.server.hosts import SHARED_SETTINGS, check_devices
+from pagoda.server.llm import LLM
+
+PROMPTS = ([5, 17, 3, 80, 41, 2, 9], [60, 33, 21])
+SMALL: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32}
+FLAGS = tuple(word for name, value in SMALL.items() for word in ("--" + name.replace("_", "-"), str(value)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the model in it, and the programs that the first pair of hosts compiles."""
+    path = tmp_path_factory.mktemp("hosts")
+    write_model(path / "tiny")
+    return path
+
+
+def shared_flags(folder: Path, port: int) -> tuple[str, ...]:
+    together = ("--backend", "jax_tpu", "-tp", "2", "--nnodes", "2", "--master-addr", "127.0.0.1")
+    return (*together, "--master-port", str(port), "--xla-cache-path", str(folder / "xla"), *FLAGS)
+
+
+@contextmanager
+def follower(model: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Host 1."""
+    words = [sys.executable, *REAL, str(model), "--headless", "--node-rank", "1", *flags]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@contextmanager
+def pair(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], str]]:
+    """Host 0, host 1 and host 0's address, warm."""
+    flags, model = shared_flags(folder, two_free_ports()), folder / "tiny"
+    first_host = served(str(model), *flags, "--served-model-name", "m", program=REAL)
+    with follower(model, *flags) as second, first_host as (first, url):
+        wait_ready(first)
+        yield first, second, url
+
+
+def tokens(url: str, prompt: list[int], count: int = 6) -> list[int]:
+    asked = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": count, "ignore_eos": True}
+    body = json.dumps(asked | {"return_token_ids": True}).encode()
+    request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+
+def last_line(process: subprocess.Popen[str]) -> str:
+    """What it ended with."""
+    _, log = process.communicate(timeout=60)
+    return [line for line in log.splitlines() if line.startswith("pagoda: error: ")][-1]
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    """The process id of its engine."""
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
+
+
+@pytest.mark.setting("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
+def test_two_hosts_answer_as_one_and_end_together(folder: Path) -> None:
+    alone = LLM(str(folder / "tiny"), backend="reference", dtype="float32", disable_log_stats=True, **SMALL)
+    rules = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    want = alone.generate([{"prompt_token_ids": ids} for ids in PROMPTS], rules, use_tqdm=False)
+    with pair(folder) as (first, second, url):
+        for prompt, answer in zip(PROMPTS, want):
+            assert tokens(url, prompt) == list(answer.outputs[0].token_ids)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 0
+        assert second.wait(60) == 0
+
+
+def test_host_0_names_the_host_that_vanished(folder: Path) -> None:
+    with pair(folder) as (first, second, url):
+        assert len(tokens(url, PROMPTS[0], 1)) == 1
+        os.kill(engine_of(second), signal.SIGKILL)
+        with pytest.raises((HTTPError, OSError)):
+            tokens(url, PROMPTS[0], 20)
+        assert last_line(first).startswith("pagoda: error: host 1 (127.0.0.1) is gone: ")
+        assert "killed by SIGKILL" in last_line(second)
+        assert (first.returncode, second.returncode) == (1, 1)
+
+
+def test_the_others_end_when_host_0_vanished(folder: Path) -> None:
+    with pair(folder) as (first, second, _):
+        os.kill(engine_of(first), signal.SIGKILL)
+        # JAX may be faster: it ends a process whose coordinator is gone
+        assert re.search(r"host 0 \(127.0.0.1\) is gone|killed by SIGABRT", last_line(second))
+        assert second.returncode == 1
+
+
+@pytest.mark.setting("--nnodes", "--node-rank", "--master-port", "--headless")
+def test_hosts_that_differ_end_with_one_line(folder: Path) -> None:
+    flags = shared_flags(folder, two_free_ports())
+    first_host = served(str(folder / "tiny"), *flags, program=REAL)
+    with follower(folder / "tiny", *flags, "--max-num-seqs", "2") as second, first_host as (first, _):
+        line = last_line(first)
+        assert line == last_line(second)
+    differs = "host 1 (127.0.0.1) has --max-num-seqs 2 instead of 1; give every host the same flags"
+    assert line == f"pagoda: error: --nnodes: {differs}"
+    assert (first.returncode, second.returncode) == (2, 2)
+
+
+def test_a_mesh_that_leaves_devices_out() -> None:
+    def host(rank: int, devices: int) -> Host:
+        kind = {"devices": str(devices), "devices of kind": "V6E"}
+        facts = HostFacts(rank=rank, nodes=2, versions={}, model={}, settings={}, environment={}, devices=kind)
+        return Host(facts, f"10.0.0.{rank}")
+
+    hosts = [host(0, 4), host(1, 4)]
+    assert check_devices(hosts, {"tensor": 4, "data": 2}) == ""
+    assert check_devices([host(0, 0), host(1, 0)], {"tensor": 4}) == ""
+    assert check_devices(hosts, {"tensor": 4, "data": 1}) == (
+        "the model is spread over 4 devices, and 8 are there (host 0 (10.0.0.0) has 4, host 1 (10.0.0.1) has 4); "
+        "use all of them: --tensor-parallel-size 8"
+    )
+
+
+def test_shared_settings_are_settings() -> None:
+    assert set(SHARED_SETTINGS) <= set(ENGINE_SETTINGS)
+
+
+@pytest.mark.setting("--nnodes", "--node-rank", "--master-port", "--headless")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "0"], "--nnodes: 0 is not positive; use 1 or more"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank: 2 is none of 2 hosts; use 0 to 1"),
+        (["--nnodes", "2", "--master-port", "65535"], "--master-port: 65535 and the next are not both ports"),
+        (["--nnodes", "2", "--node-rank", "1"], "--node-rank: only host 0 serves HTTP; add --headless"),
+        (["--nnodes", "2", "--headless"], "--headless: host 0 takes the requests; drop it, or give"),
+        (["--headless"], "--headless: there is no host 0 to follow; give --nnodes and --node-rank, or drop it"),
+        (["--nnodes", "2", "--backend", "reference"], "--nnodes: reference runs a model on one host; use 1, or --back"),
+        (
+            ["--nnodes", "2", "--backend", "jax_tpu", "--compiled-bundle", "x"],
+            "--compiled-bundle: a bundle is for one host; drop it",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(folder / "tiny"), "--port", "0", *words]) == 2
+    assert f"pagoda: error: {message}" in capsys.readouterr().err
+
+
+def test_only_host_0_takes_requests(folder: Path) -> None:
+    args = EngineArgs(str(folder / "tiny"), nnodes=2, node_rank=1)
+    with pytest.raises(ConfigError, match=r"^--node-rank: requests go to host 0; on the others run pagoda serve"):
+        LLM(str(folder / "tiny"), nnodes=2, node_rank=1)
+    with pytest.raises(ConfigError, match=r"^--node-rank: requests go to host 0"):
+        AsyncLLM(args.create_engine_config())
