@@ -22,12 +22,15 @@ class _Stopped(BaseException):
 
 def check_headless(parallel: ParallelConfig, headless: bool) -> None:
     """Host 0 serves HTTP, and only it. Raises ConfigError."""
-    if headless and parallel.nnodes == 1:
+    rank, last = parallel.node_rank, parallel.nnodes - 1
+    if last and rank > last:
+        raise ConfigError("--node-rank", f"{rank} is none of {last + 1} hosts; use 0 to {last}")
+    if headless and not last:
         raise ConfigError("--headless", "there is no host 0 to follow; give --nnodes and --node-rank, or drop it")
-    if headless and not parallel.node_rank:
+    if headless and not rank:
         raise ConfigError("--headless", "host 0 takes the requests; drop it, or give this host another --node-rank")
-    if parallel.node_rank and not headless:
-        raise ConfigError("--node-rank", "only host 0 serves HTTP; add --headless on the others")
+    if rank and not headless:
+        raise ConfigError("--node-rank", "only host 0 serves HTTP; add --headless and --nnodes on the others")
 
 
 def run_headless(config: EngineConfig) -> int:

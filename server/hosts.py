@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFacts:
     return HostFacts(
         rank=parallel.node_rank,
         nodes=parallel.nnodes,
-        versions={"pagoda": __version__, "Python": platform.python_version(), **runtime.versions()},
+        versions={"pagoda": __version__, "Python": "%d.%d" % sys.version_info[:2], **runtime.versions()},
         model={"config": _digest(resolved.hf_config), **({"bytes of weights": str(weights)} if weights else {})},
         settings={ENGINE_SETTINGS[name].flag: str(values[name]) for name in SHARED_SETTINGS},
         environment=runtime.environment(),

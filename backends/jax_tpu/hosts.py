@@ -51,7 +51,8 @@ def start(parallel: ParallelConfig) -> None:
     """Meet the other hosts' JAX, after the pre-flight. Raises ConfigError or EngineDeadError."""
     if platform() == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    place = f"{parallel.master_addr}:{parallel.master_port + RUNTIME_PORT}"
+    address = f"[{parallel.master_addr}]" if ":" in parallel.master_addr else parallel.master_addr
+    place = f"{address}:{parallel.master_port + RUNTIME_PORT}"
     try:
         jax.distributed.initialize(
             place,

@@ -88,9 +88,7 @@ class ParallelConfig:
             raise ConfigError("--data-parallel-size-local", f"all {self.data_parallel_size} copies are here; drop it")
         if self.nnodes < 1:
             raise ConfigError("--nnodes", f"{self.nnodes} is not positive; use 1 or more")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(
-                "--node-rank", f"{self.node_rank} is none of {self.nnodes} hosts; use 0 to {self.nnodes - 1}"
-            )
+        if self.node_rank < 0:
+            raise ConfigError("--node-rank", f"{self.node_rank} is negative; use 0 for the host that takes requests")
         if not 0 < self.master_port < 65535:
             raise ConfigError("--master-port", f"{self.master_port} and the next are not both ports; use 1 to 65534")
