@@ -82,7 +82,7 @@ def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFacts:
     return HostFacts(
         rank=parallel.node_rank,
         nodes=parallel.nnodes,
-        versions={"pagoda": __version__, "Python": "%d.%d" % sys.version_info[:2], **runtime.versions()},
+        versions={"pagoda": __version__, "Python": ".".join(map(str, sys.version_info[:2])), **runtime.versions()},
         model={"config": _digest(resolved.hf_config), **({"bytes of weights": str(weights)} if weights else {})},
         settings={ENGINE_SETTINGS[name].flag: str(values[name]) for name in SHARED_SETTINGS},
         environment=runtime.environment(),
