@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -25,6 +25,7 @@ from pagoda.common.hosts.messages import Agreed, Room, Warm, encode
 from pagoda.common.hosts.peer import Peer
 
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
+Make = Callable[..., "Pair"]
 RULES = SamplingRules(
     logit_bias=((3, 0.0),), bad_words=((1, 2),), min_tokens=1, stop_ids=(9,), logprobs=1, prompt_logprobs=0
 )
@@ -66,9 +67,16 @@ class Pair:
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
+def make() -> Iterator[Make]:
+    """Makes pairs, which hang up at the end, so that no thread waits for ever."""
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as ends:
+
+        def made(**settings: int) -> Pair:
+            pair = Pair(threads, **settings)
+            ends.callback(pair.leader.close)
+            return pair
+
+        yield made
 
 
 def answers(engine: EngineCore) -> dict[str, list[int]]:
@@ -92,8 +100,8 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
     return [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples, *plan.block_tables, *starts]
 
 
-def test_every_host_runs_the_same_steps(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool)
+def test_every_host_runs_the_same_steps(make: Make) -> None:
+    pair = make()
     following = pair.follow()
     found = answers(pair.start())
     pair.leading.close()
@@ -111,8 +119,8 @@ def test_every_host_runs_the_same_steps(pool: ThreadPoolExecutor) -> None:
     assert pair.there.closed
 
 
-def test_the_host_with_least_room_decides(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool, blocks=33)
+def test_the_host_with_least_room_decides(make: Make) -> None:
+    pair = make(blocks=33)
     following = pair.follow()
     pair.start()
     assert (pair.here.num_blocks, pair.there.num_blocks) == (33, 33)
@@ -120,8 +128,8 @@ def test_the_host_with_least_room_decides(pool: ThreadPoolExecutor) -> None:
     following.result()
 
 
-def test_a_follower_that_fails_says_why(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool)
+def test_a_follower_that_fails_says_why(make: Make) -> None:
+    pair = make()
     heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
     pair.leading.watch(heard.put)
 
@@ -129,7 +137,7 @@ def test_a_follower_that_fails_says_why(pool: ThreadPoolExecutor) -> None:
         with contextlib.closing(pair.following):
             raise WeightError("the checkpoint lacks 3 parameters")
 
-    failing = pool.submit(fail)
+    failing = pair.pool.submit(fail)
     with pytest.raises(EngineDeadError, match=r"^host 1 \(b\): the checkpoint lacks 3 parameters$"):
         pair.leading.plan_memory()
     assert str(heard.get()) == "host 1 (b): the checkpoint lacks 3 parameters"
@@ -138,8 +146,8 @@ def test_a_follower_that_fails_says_why(pool: ThreadPoolExecutor) -> None:
     assert pair.left == []
 
 
-def test_an_error_of_host_0_ends_the_others(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool)
+def test_an_error_of_host_0_ends_the_others(make: Make) -> None:
+    pair = make()
     following = pair.follow()
     pair.start()
     with pytest.raises(KeyError), contextlib.closing(pair.leading):
@@ -149,8 +157,8 @@ def test_an_error_of_host_0_ends_the_others(pool: ThreadPoolExecutor) -> None:
     assert pair.left == []
 
 
-def test_a_host_that_vanishes_is_the_cause_of_what_failed(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool)
+def test_a_host_that_vanishes_is_the_cause_of_what_failed(make: Make) -> None:
+    pair = make()
     following = pair.follow()
     engine = pair.start()
     pair.here.fail_at = 1
@@ -162,8 +170,8 @@ def test_a_host_that_vanishes_is_the_cause_of_what_failed(pool: ThreadPoolExecut
     pair.leading.close()
 
 
-def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool, fail_at=2)
+def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(make: Make) -> None:
+    pair = make(fail_at=2)
     following = pair.follow()
     engine = pair.start()
     with pytest.raises(EngineDeadError, match=r"^host 1 \(b\): RuntimeError: the device is gone$"):
@@ -172,8 +180,8 @@ def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(pool: ThreadPo
     pair.leading.close()
 
 
-def test_a_loss_that_was_not_watched_for_is_told_later(pool: ThreadPoolExecutor) -> None:
-    pair = Pair(pool)
+def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
+    pair = make()
     pair.leader.close()
     heard: list[EngineDeadError] = []
     with pytest.raises(EngineDeadError, match="is gone"):
