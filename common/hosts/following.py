@@ -17,7 +17,7 @@ from pagoda.common.backend import (
 )
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError
-from pagoda.common.hosts.leading import failure_in_hand, first_death, with_blocks
+from pagoda.common.hosts.leading import failure_in_hand, raise_death, with_blocks
 from pagoda.common.hosts.messages import Agreed, End, Execute, Room, Warm
 from pagoda.common.hosts.peer import OnLoss, Peer
 
@@ -82,7 +82,8 @@ class FollowingBackend:
                         if len(pending) > _DEPTH:
                             pending.popleft().result()
                     except Exception as error:
-                        raise first_death((self._leader,)) or error from error
+                        raise_death((self._leader,), error)
+                        raise
                 case End():
                     self._dismissed = True
                     return

@@ -96,8 +96,7 @@ class Guests:
     def _greet(self, connection: socket.socket, address: str) -> str:
         """Hear who it is. Returns why it cannot be let in. Raises EOFError, OSError or ValueError for a stranger."""
         prepare(connection)
-        connection.settimeout(_GREETING_SECONDS)
-        data = receive_frame(connection, GREETING_BYTES)
+        data = receive_frame(connection, GREETING_BYTES, _GREETING_SECONDS)
         version = wire_version(data)
         if version != WIRE_VERSION:
             fault = (

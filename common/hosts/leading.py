@@ -19,7 +19,7 @@ from pagoda.common.backend import (
     Weight,
 )
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import EngineDeadError, PagodaError
+from pagoda.common.errors import PagodaError
 from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
 from pagoda.common.hosts.peer import OnLoss, Peer
 
@@ -86,15 +86,15 @@ class LeadingBackend:
     def close(self) -> None:
         """Let the other hosts go, then this host's devices. Idempotent.
 
-        Called while an error is handled, it is the other hosts' end too, and they are told that error.
+        Called while an error is handled, or when a host is dead, it is the others' end too, and they are told why.
         """
         others, self._others = self._others, ()
-        reason = failure_in_hand()
-        alone = any(peer.death() for peer in others)
+        deaths = [str(death) for peer in others if (death := peer.death()) is not None]
+        reason = failure_in_hand() or "; ".join(deaths)
         for peer in others:
             peer.end(reason)
         self._backend.close()
-        if others and not reason and not alone:
+        if others and not reason:
             self._leave()
         for peer in others:
             peer.close()
@@ -121,16 +121,19 @@ class _Together(Generic[ResultT]):
         try:
             return self.pending.result()
         except Exception as error:
-            raise first_death(self.others) or error from error
+            raise_death(self.others, error)
+            raise
 
 
-def first_death(peers: tuple[Peer, ...]) -> EngineDeadError | None:
-    """What one of the hosts died of. Waits a moment: what was in the way there may be felt here before it is known."""
+def raise_death(peers: tuple[Peer, ...], error: Exception) -> None:
+    """Raise what one of the hosts died of, if one did, as the cause of an error here.
+
+    Waits a moment: that a host is gone may be felt here before it is known.
+    """
     deadline = time.monotonic() + max(peer.patience for peer in peers)
     for peer in peers:
         if (death := peer.death(max(0.0, deadline - time.monotonic()))) is not None:
-            return death
-    return None
+            raise death from error
 
 
 def failure_in_hand() -> str:

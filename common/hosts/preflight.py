@@ -31,6 +31,8 @@ RUNTIME_PORT: Final = 1
 
 _RETRY_SECONDS: Final = 0.2
 _CONNECT_SECONDS: Final = 5.0
+_MOST_WORDS: Final = 4000
+"""Characters of a verdict: many hosts may differ in much."""
 
 Check = Callable[[Sequence[Host]], str]
 """What is wrong with these hosts taken together, and the remedy; empty: nothing."""
@@ -56,7 +58,7 @@ def _gather(parallel: ParallelConfig, facts: HostFacts, check: Check, wait: floa
         if not reason:
             hosts = [Host(facts, parallel.master_addr), *(guest.host for guest in guests)]
             reason = differences(hosts) or check(hosts)
-        verdict = Verdict(reason)
+        verdict = Verdict(reason[:_MOST_WORDS])
         guests.tell(verdict)
         _raise(verdict)
         return tuple(Peer(guest.connection, str(guest.host)) for guest in guests.keep())
@@ -82,9 +84,9 @@ def _join(parallel: ParallelConfig, facts: HostFacts, wait: float) -> Peer:
 
 def _introduced(connection: socket.socket, facts: HostFacts, wait: float) -> Verdict:
     """What host 0 answers. Raises EOFError, OSError or ValueError when it does not."""
-    connection.settimeout(2 * wait)  # host 0 may only just have begun to wait for the rest
     send_frame(connection, encode(Hello(WIRE_VERSION, facts)))
-    verdict = decode(receive_frame(connection, GREETING_BYTES))
+    patience = 2 * wait  # host 0 may only just have begun to wait for the rest
+    verdict = decode(receive_frame(connection, GREETING_BYTES, patience))
     if not isinstance(verdict, Verdict):
         raise ValueError(f"{type(verdict).__name__} is no verdict")
     return verdict

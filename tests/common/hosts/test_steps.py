@@ -180,6 +180,20 @@ def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(make: Make) ->
     pair.leading.close()
 
 
+def test_the_others_hear_which_host_is_dead(make: Make) -> None:
+    pair = make()
+    ours, theirs = socket.socketpair()
+    third, gone = Peer(ours, "host 2 (c)", 0.3), Peer(theirs, "host 0 (a)", 0.3)
+    leading = LeadingBackend(pair.here, (pair.follower, third), lambda: pair.left.append("leader"))
+    gone.close()
+    with pytest.raises(EngineDeadError):
+        third.receive()
+    leading.close()
+    with pytest.raises(EngineDeadError, match=r"^host 0 \(a\): host 2 \(c\) is gone: the connection ended$"):
+        pair.leader.receive()
+    assert pair.left == []
+
+
 def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
     pair = make()
     pair.leader.close()
