@@ -10,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fakes import FakeBackend, hybrid_layout, scrambled
+from fakes import FakeBackend, FakeShards, hybrid_layout, scrambled
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, WeightError
 from pagoda.common.hosts.following import FollowingBackend
@@ -34,11 +35,11 @@ RULES = SamplingRules(
 class Pair:
     """Host 0 and host 1, whose `following` runs in a thread."""
 
-    def __init__(self, pool: ThreadPoolExecutor, blocks: int = 40, fail_at: int | None = None) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, blocks: int = 40, fail_at: int | None = None, copies: int = 1) -> None:
         ours, theirs = socket.socketpair()
         self.left: list[str] = []
-        self.here = FakeBackend(hybrid_layout(), num_blocks=48, next_token=scrambled)
-        self.there = FakeBackend(hybrid_layout(), num_blocks=blocks, next_token=scrambled, fail_at=fail_at)
+        self.here = FakeShards(hybrid_layout(), copies, num_blocks=48, next_token=scrambled)
+        self.there = FakeShards(hybrid_layout(), copies, num_blocks=blocks, next_token=scrambled, fail_at=fail_at)
         self.leader, self.follower = Peer(theirs, "host 0 (a)", 0.3), Peer(ours, "host 1 (b)", 0.3)
         self.leading = LeadingBackend(self.here, (self.follower,), lambda: self.left.append("leader"))
         self.following = FollowingBackend(self.there, self.leader, lambda: self.left.append("follower"))
@@ -79,7 +80,7 @@ def make() -> Iterator[Make]:
         yield made
 
 
-def answers(engine: EngineCore) -> dict[str, list[int]]:
+def answers(engine: Engine) -> dict[str, list[int]]:
     for number in range(5):
         prompt = [7 * number + place for place in range(1 + 4 * number)]
         engine.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, rules=RULES, max_tokens=6))
@@ -117,6 +118,19 @@ def test_every_host_runs_the_same_steps(make: Make) -> None:
     assert sorted(pair.left) == ["follower", "leader"]
     assert pair.here.closed
     assert pair.there.closed
+
+
+def test_every_copy_of_the_model_runs_on_every_host(make: Make) -> None:
+    pair = make(blocks=48, copies=2)
+    following = pair.follow()
+    pair.start()
+    found = answers(ShardedCore(pair.leading, pair.here.layout, LIMITS, 48, 2))
+    pair.leading.close()
+    following.result()
+    alone = FakeBackend(hybrid_layout(), num_blocks=48, next_token=scrambled)
+    assert found == answers(EngineCore(alone, alone.layout, LIMITS, 48))
+    for ours, theirs in zip(pair.here.shards, pair.there.shards, strict=True):
+        assert len(ours.plans) == len(theirs.plans) > 3
 
 
 def test_the_host_with_least_room_decides(make: Make) -> None:
