@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from pagoda.common.backend import Backend, Capabilities
+from pagoda.common.backend import Backend, Capabilities, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.parallel import ParallelConfig
@@ -20,6 +20,7 @@ from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.sharded import Manifest
 
 
 class BackendModule(Protocol):
@@ -119,6 +120,23 @@ class CompilerModule(Protocol):
         ...
 
 
+class ConverterModule(Protocol):
+    """What writes a backend's own arrays."""
+
+    @staticmethod
+    def convert(
+        spec: ModelSpec,
+        weights: Iterable[Weight],
+        *,
+        dtype: str,
+        tensor: int,
+        folder: Path,
+        architectures: Sequence[str],
+    ) -> Manifest:
+        """Write the arrays of a model, laid out for `tensor` devices. Raises ConfigError, WeightError, OSError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
@@ -126,6 +144,7 @@ class Entry:
     `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
     `spreads`: its `create` takes `tensor`, how many devices share the model, and `data`, how many copies there are.
     `hosts`: what it needs of several hosts, None where it runs on one.
+    `checkpoints`: it implements CheckpointBackend.
     """
 
     name: str
@@ -137,6 +156,7 @@ class Entry:
     without_device: bool = False
     spreads: bool = False
     hosts: str | None = None
+    checkpoints: bool = False
 
     def obstacle(self, named: bool = False) -> str | None:
         """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
@@ -175,6 +195,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         without_device=True,
         spreads=True,
         hosts="pagoda.backends.jax_tpu.hosts",
+        checkpoints=True,
     ),
     Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
@@ -228,6 +249,16 @@ def load_host_runtime(name: str) -> HostRuntime:
     return cast(HostRuntime, importlib.import_module(module))
 
 
+def check_checkpoints(name: str) -> None:
+    """Raises ConfigError when a backend does not read the checkpoints of `convert`."""
+    if not _entry(name).checkpoints:
+        able = " or ".join(entry.name for entry in BACKENDS if entry.checkpoints)
+        raise ConfigError(
+            "--load-format",
+            f"sharded_state is not read by {name}; use --backend {able}, or serve the model that was converted",
+        )
+
+
 def load_backend(name: str) -> BackendModule:
     """Import a backend that `choose_backend` returned; this may take seconds."""
     module = _entry(name).module
@@ -239,6 +270,12 @@ def load_compiler() -> CompilerModule:
     """Import what compiles for a TPU. Raises ConfigError when its packages are not installed."""
     choose_backend("jax_tpu")
     return cast(CompilerModule, importlib.import_module("pagoda.backends.jax_tpu.ahead"))
+
+
+def load_converter() -> ConverterModule:
+    """Import what converts checkpoints. Raises ConfigError when its packages are not installed."""
+    choose_backend("jax_tpu")
+    return cast(ConverterModule, importlib.import_module("pagoda.backends.jax_tpu.convert"))
 
 
 def explain(chosen: str = "") -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.step import StepPlan, StepResult
+from pagoda.common.weights.sharded import ShardedCheckpoint
 
 Weight = tuple[str, npt.NDArray[np.generic]]
 """A canonical parameter name (see common.models.shapes) and its values; bfloat16 tagged as in common.weights.narrow."""
@@ -108,4 +109,12 @@ class ShardedBackend(Backend, Protocol):
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """Start a step of every shard and return at once; None: nothing to compute, but not for all of them."""
+        ...
+
+
+class CheckpointBackend(Backend, Protocol):
+    """A backend that reads what `convert` writes; `backends.registry` says which do."""
+
+    def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
+        """In place of `load`: take arrays as they are stored. Raises ConfigError, or WeightError naming an array."""
         ...

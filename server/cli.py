@@ -87,6 +87,10 @@ COMMANDS: Final = {
         "pagoda.server.compile",
         usage="server",
     ),
+    "convert": Command(
+        "Lay a model's weights out as the TPU backend holds them, for --load-format sharded_state.",
+        "pagoda.server.convert",
+    ),
     "doctor": Command("Check this machine, and say what to fix.", "pagoda.server.doctor"),
     "collect-env": Command("Print what a bug report should say about this machine.", "pagoda.server.collect_env"),
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend
-from pagoda.common.backend import Backend, ShardedBackend, Weight
+from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, Weight
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -35,6 +35,7 @@ from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dummy import dummy_weights
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.progress import with_progress
+from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.affinity import pinned
 from pagoda.server.hosts import Hosts, meeting
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
@@ -96,11 +97,11 @@ def _load(
     if not fetched:  # a model that cannot be served is refused before its weights are downloaded
         with phases("fetch weights"):
             checkpoint = open_model(config, weights=True)
-    weights = Prefetch(_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
+    weights = Prefetch(read_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
     try:
         with phases(f"import {resolved.backend}"):
             module = importing.result()
-        return _assemble(config, phases, module, resolved, weights, hosts)
+        return _assemble(config, phases, module, resolved, checkpoint, weights, hosts)
     finally:
         weights.close()
 
@@ -124,13 +125,14 @@ def _assemble(
     phases: _Phases,
     module: BackendModule,
     resolved: Resolved,
+    checkpoint: Checkpoint,
     weights: Prefetch,
     hosts: Hosts | None,
 ) -> BuiltEngine:
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     copies = config.parallel.data_parallel_size
-    backend: Backend = module.create(
+    own = module.create(
         spec,
         limits=limits,
         layout=layout,
@@ -140,11 +142,14 @@ def _assemble(
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
     )
-    together = None if hosts is None else hosts.joined(backend)
-    backend = together or backend
+    together = None if hosts is None else hosts.joined(own)
+    backend: Backend = together or own
     try:
         with phases("load weights"):
-            backend.load(weights)
+            if isinstance(checkpoint, ShardedCheckpoint):
+                cast(CheckpointBackend, own).load_checkpoint(checkpoint)
+            else:
+                backend.load(weights)
         with phases("allocate KV cache"):
             memory = backend.plan_memory()
             num_blocks = config.cache.num_gpu_blocks_override or memory.num_blocks
@@ -204,8 +209,11 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
 
 
-def _weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:
+def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:
+    """Every parameter of the model, from its checkpoint or random; none of a sharded one."""
     wanted = params(resolved.spec)
+    if isinstance(checkpoint, ShardedCheckpoint):
+        return iter(())  # the backend reads its arrays itself
     if config.load.load_format == "dummy":
         return dummy_weights(wanted, config.model.seed, resolved.dtype)
     tensors = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)

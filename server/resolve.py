@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagoda.backends.registry import choose_backend, spread
+from pagoda.backends.registry import check_checkpoints, choose_backend, spread
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
@@ -22,6 +22,7 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.hub import is_local
+from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.generation_config import Generation, read_generation
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def resolve(
     backend = choose_backend(config.model.backend)
     spread_over = spread(backend, config.parallel)
     checkpoint = open_model(config, weights=weights)
+    if isinstance(checkpoint, ShardedCheckpoint):
+        check_checkpoints(backend)
     _check_quantization(config, checkpoint)
     hf_config = _hf_config(config, checkpoint)
     try:
@@ -202,6 +205,8 @@ def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Genera
     if checkpoint.gguf_metadata is not None:
         yield ResolvedRow("quantization", "gguf", "model", "as the file's tensors are")
         yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+    if isinstance(checkpoint, ShardedCheckpoint):
+        yield ResolvedRow("load_format", "sharded_state", "model", "the model was written by convert")
 
 
 def _row(setting: Setting, value: Any, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]) -> ResolvedRow:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.backends.jax_tpu import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.batch import in_shard, make_batch, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
@@ -41,6 +42,7 @@ from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ def create(
 
 
 class JaxBackend:
-    """Implements common.backend.ShardedBackend: a shard is a copy of the model."""
+    """Implements common.backend.ShardedBackend, a shard being a copy of the model, and CheckpointBackend."""
 
     def __init__(
         self,
@@ -124,6 +126,10 @@ class JaxBackend:
     def load(self, weights: Iterable[Weight]) -> None:
         """Take every parameter, each straight to its devices. Raises WeightError."""
         self._leaves = load(self.model, weights)
+
+    def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
+        """Take the arrays of `convert`, each device its piece. Raises ConfigError, or WeightError naming an array."""
+        self._leaves = checkpoints.load(self.model, checkpoint)
 
     def plan_memory(self) -> MemoryPlan:
         """How many KV blocks fit in each shard. Raises ConfigError saying how much is missing."""

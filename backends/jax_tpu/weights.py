@@ -47,6 +47,11 @@ def load(model: Model, weights: Iterable[Weight]) -> Leaves:
     return filling.leaves()
 
 
+def tables(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
+    """The arrays that no parameter fills: the tables of rotary positions."""
+    return {("rotary", number): table(rope, model.max_len) for number, rope in enumerate(ropes(model.spec))}
+
+
 def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """The array with a dtype that jax knows, over the same memory."""
     return narrow.bits(array).view(_NARROW[array.dtype]) if array.dtype in _NARROW else array
@@ -63,8 +68,8 @@ class _Filling:
             jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
         ]
         self._write = jax.jit(_write, donate_argnums=0)
-        for number, rope in enumerate(ropes(model.spec)):
-            self._fill(("rotary", number), (), table(rope, model.max_len))
+        for path, values in tables(model).items():
+            self._fill(path, (), values)
 
     def put(self, name: str, array: npt.NDArray[np.generic]) -> None:
         """Send one parameter."""

@@ -9,6 +9,7 @@ from pagoda.common.config.batch import ANSWER_SETTINGS, BatchConfig
 from pagoda.common.config.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
 from pagoda.common.config.client import ChatConfig, ClientConfig
 from pagoda.common.config.compile import CompileConfig
+from pagoda.common.config.convert import SOURCE_SETTINGS, ConvertConfig
 from pagoda.common.config.doctor import DoctorConfig
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 
@@ -22,6 +23,7 @@ OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
     "bench startup": table(StartupConfig) | _EVERYWHERE,
     "bench serve": table(ServeLoadConfig) | _EVERYWHERE,
     "compile": table(CompileConfig) | _EVERYWHERE,
+    "convert": {**{name: ENGINE_SETTINGS[name] for name in SOURCE_SETTINGS}, **table(ConvertConfig), **_EVERYWHERE},
     "chat": table(ClientConfig, ChatConfig) | _EVERYWHERE,
     "complete": table(ClientConfig) | _EVERYWHERE,
     "doctor": table(DoctorConfig) | _EVERYWHERE,

@@ -10,7 +10,7 @@ from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
-LOAD_FORMATS: Final = ("auto", "safetensors", "pt", "gguf", "dummy")
+LOAD_FORMATS: Final = ("auto", "safetensors", "pt", "gguf", "sharded_state", "dummy")
 _FOREIGN_FORMATS: Final = {
     "npcache": "weights are mapped straight from their files, so a numpy copy beside them gains nothing; use pt",
     "tensorizer": "its files are not read; use the safetensors files they were made from",
@@ -18,7 +18,6 @@ _FOREIGN_FORMATS: Final = {
     "runai_streamer_sharded": "one device reads a whole checkpoint; use safetensors",
     "fastsafetensors": "files are read ahead by threads of the engine's own; use safetensors",
     "bitsandbytes": "weights are not quantised while they load; serve a GGUF file of the model",
-    "sharded_state": "one device reads a whole checkpoint; use safetensors",
     "mistral": "config.json and the weights beside it are read; use auto with the repository's Hugging Face files",
 }
 """Formats that exist elsewhere, and what to do instead."""
@@ -30,7 +29,7 @@ class LoadConfig:
 
     load_format: str = option(
         "auto",
-        "Format of the weights: auto looks at the files, dummy makes random ones.",
+        "Format of the weights: auto looks at the files, sharded_state is of convert, dummy makes random ones.",
         choices=(*LOAD_FORMATS, *_FOREIGN_FORMATS),
     )
     download_dir: str | None = option(None, "Where hub downloads are kept; default: the hub's own cache.")

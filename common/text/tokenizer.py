@@ -17,7 +17,7 @@ import tokenizers
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text.gguf_tokenizer import read_gguf
 from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
-from pagoda.common.text.tokenizer_files import read_folder
+from pagoda.common.text.tokenizer_files import read_folder, write_folder
 from pagoda.common.text.tokenizer_parts import TokenizerParts
 
 
@@ -104,6 +104,10 @@ class Tokenizer:
     def byte_table(self) -> TokenBytes | None:
         """Token id -> bytes, where decoding is the concatenation of bytes; None for any other kind of decoder."""
         return token_bytes_of(self.backend)
+
+    def save(self, folder: Path) -> None:
+        """Write it into a model folder, from which `load_tokenizer` reads the same one. Raises OSError."""
+        write_folder(folder, TokenizerParts(self.backend, self.special_tokens, self.chat_templates))
 
     def _role(self, role: str) -> int | None:
         token = self.special_tokens.get(role)

@@ -47,6 +47,17 @@ def read_folder(folder: Path) -> TokenizerParts:
     return TokenizerParts(backend, special, _chat_templates(folder, config))
 
 
+def write_folder(folder: Path, parts: TokenizerParts) -> None:
+    """Write a tokenizer so that `read_folder` finds it in `folder`, as the hub's own libraries do. Raises OSError."""
+    parts.backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **parts.special_tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+    for name, source in parts.chat_templates.items():
+        path = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+
+
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))

@@ -14,6 +14,7 @@ from pagoda.common.weights.gguf_checkpoint import GgufCheckpoint
 from pagoda.common.weights.gguf_files import pick_gguf
 from pagoda.common.weights.hub import resolve_model
 from pagoda.common.weights.mapped import NamedTensor
+from pagoda.common.weights.sharded import ShardedCheckpoint, is_sharded
 
 
 class Checkpoint(Protocol):
@@ -52,6 +53,7 @@ class Checkpoint(Protocol):
         ...
 
 
+_FOLDER_ONLY = ("safetensors", "pt", "sharded_state")
 _FOLDER_FORMATS = {"auto": ("safetensors", "pt"), "safetensors": ("safetensors",), "pt": ("pt",), "dummy": ()}
 
 
@@ -91,20 +93,22 @@ def open_checkpoint(
         raise ModelError(f"{path}: no .gguf file in this folder")
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: no config.json in this folder; is it a model's folder?")
+    if load_format == "sharded_state" or (load_format == "auto" and is_sharded(path)):
+        return ShardedCheckpoint(path)
     return FolderCheckpoint(path, _FOLDER_FORMATS[load_format] if weights else (), eager=eager)
 
 
 def _open_file(path: Path, load_format: str, weights: bool) -> Checkpoint:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         raise ModelError(f"{path}: weights alone are not a model; give the folder that holds it and config.json")
-    if load_format in ("safetensors", "pt"):
+    if load_format in _FOLDER_ONLY:
         raise ModelError(f"{path}: is a file, but --load-format {load_format} reads a folder")
     return GgufCheckpoint(GgufFile(path), weights=weights)
 
 
 def _gguf_in(folder: Path, load_format: str) -> Path | None:
     """The folder's GGUF file where that is what to open: asked for, or alone in the folder."""
-    if load_format in ("safetensors", "pt"):
+    if load_format in _FOLDER_ONLY:
         return None
     if load_format != "gguf" and any(next(folder.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin*")):
         return None

@@ -21,7 +21,7 @@ STORED_TOKEN: Final = "stored"
 """In place of a token: the one that the hub's client keeps."""
 
 _COMMON_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_WEIGHT_FILES = {"safetensors": ("model*.safetensors",), "pt": ("pytorch_model*.bin",)}
+_WEIGHT_FILES = {"safetensors": ("model*.safetensors",), "pt": ("pytorch_model*.bin",), "sharded_state": ("arrays/*",)}
 _TIMEOUT_S = 10.0
 _REMEDY = "give a local folder, a .gguf file or a hub id such as org/name"
 

@@ -387,6 +387,8 @@ def test_load_formats(folder: Path, tmp_path: Path) -> None:
         info(folder, load_format="pt")
     with pytest.raises(ModelError, match=r"no .gguf file in this folder"):
         info(folder, load_format="gguf")
+    with pytest.raises(ModelError, match=r"no manifest.json, so no sharded checkpoint; make one with pagoda convert"):
+        info(folder, load_format="sharded_state")
 
 
 @pytest.mark.parametrize(
@@ -396,9 +398,8 @@ def test_load_formats(folder: Path, tmp_path: Path) -> None:
         ("tensorizer", "use the safetensors files"),
         ("runai_streamer", "use safetensors"),
         ("bitsandbytes", "serve a GGUF file"),
-        ("sharded_state", "use safetensors"),
         ("mistral", "use auto"),
-        ("zip", "auto, safetensors, pt, gguf, dummy"),
+        ("zip", "auto, safetensors, pt, gguf, sharded_state, dummy"),
     ],
 )
 def test_foreign_load_formats_say_what_to_do(format_: str, words: str) -> None:

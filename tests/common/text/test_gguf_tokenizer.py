@@ -55,6 +55,16 @@ def test_real_file_has_transformers_ids(real, model_file):
 
 
 @pytest.mark.model
+def test_written_into_a_folder_it_is_the_same(real, tmp_path):
+    real.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    for text in CORPUS + random_texts(50):
+        assert again.encode(text) == real.encode(text), text
+    assert (again.special_tokens, again.special_ids) == (real.special_tokens, real.special_ids)
+    assert again.chat_templates == real.chat_templates
+
+
+@pytest.mark.model
 def test_digits_are_cut_out_before_spaces_are_grouped(real):
     """The file's rule is "smollm": digits first. transformers drops the rule, and splits a run of spaces before one."""
     assert [real.token_text(i) for i in real.encode("a  57\n\n8½")] == ["a", "  ", "5", "7", "\n\n", "8", "½"]
