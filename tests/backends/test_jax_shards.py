@@ -12,8 +12,10 @@ import support.jax_devices  # noqa: F401
 from support.jax_requests import requests
 from support.reference_driver import random_weights, tiny_spec
 
+from pagoda.backends.jax_tpu.ahead import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
-from pagoda.backends.jax_tpu.catalogue import Choose, Forward, OnLogits
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, OnLogits
+from pagoda.backends.jax_tpu.shapes import StepShapes
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
@@ -21,6 +23,7 @@ from pagoda.common.engine.kv_spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput
 from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
 
 SPEC = tiny_spec(window=6)
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
@@ -91,6 +94,22 @@ def test_shards_exchange_their_tokens_and_nothing_else() -> None:
         sizes = exchanged(catalogue.lower(key).compile().as_text())
         assert all(size <= 8 * 21 for size in sizes), (key, sizes)
         assert bool(sizes) == (key not in edits[:-1])
+
+
+def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None:
+    pytest.importorskip("libtpu")
+    attention = Attention(8, 4, 128, 0.1, Rope(1e4, 128))
+    layer = Layer(attention, Mlp(1024, "silu", True), Norms(Norm(1e-5), None, Norm(1e-5), None))
+    spec = ModelSpec(1024, 1024, (layer, layer), Norm(1e-5), tied=False, max_positions=1024)
+    limits = Limits(max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=8, block_size=128)
+    layout = kv_layout(spec, 128)
+    model = model_for(find_target("v6e:2x4"), spec, limits, layout, "bfloat16", tensor=4, data=2)
+    catalogue = Catalogue(model, StepShapes.of(limits, 1), 600, 8)
+    step = catalogue.lower(Forward(catalogue.shapes.shape_for(8, 8, 8, True))).compile()
+    assert set(re.findall(r"replica_groups=(\S+?),? ", step.as_text())) == {"{{0,1,2,3},{4,5,6,7}}"}
+    assert step.memory_analysis().alias_size_in_bytes >= 600 * model.block_bytes
+    assert step.memory_analysis().temp_size_in_bytes < 100 * model.block_bytes
+    assert max(exchanged(catalogue.lower(Choose(8, "greedy")).compile().as_text())) <= 2 * 16
 
 
 def exchanged(program: str) -> list[int]:

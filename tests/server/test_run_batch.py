@@ -149,6 +149,10 @@ def test_requests_run_together(batch: Batch, monkeypatch: pytest.MonkeyPatch) ->
     assert batch.run(*[line(TEXT)] * 30, flags=("--max-num-seqs", "2")) == 0
     assert most == 8  # four waiting or running for each that may run
     most = 0
+    flags = ("--max-num-seqs", "2", "--data-parallel-size", "3")
+    assert batch.run(*[line(TEXT)] * 60, flags=flags) == 0
+    assert most == 24  # on every copy of the model
+    most = 0
     assert batch.run(*[line(TEXT)] * 30, flags=("--max-num-seqs", "2", "--max-num-queued-reqs", "3")) == 0
     assert most == 3
 
