@@ -26,13 +26,6 @@ def usual_logging() -> Iterator[None]:
         logger.setLevel(logging.NOTSET)
 
 
-@pytest.fixture
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting in the environment, whatever other test modules put there for theirs."""
-    for name in [name for name in os.environ if name.startswith("PAGODA_") and name != "PAGODA_TEST_MODEL"]:
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture(scope="session")
 def model_file() -> Path:
     """The real small model, put on disk by `make`. Its absence is an error: a skipped test proves nothing."""

@@ -16,8 +16,6 @@ from pagoda.common.errors import ConfigError
 from pagoda.server.args import AsyncEngineArgs, EngineArgs
 from pagoda.server.flags import FlagParser
 
-pytestmark = pytest.mark.usefixtures("plain_environment")
-
 
 def parse(*flags: str) -> EngineConfig:
     parser = EngineArgs.add_cli_args(FlagParser())

@@ -165,7 +165,6 @@ def test_the_second_start_compiles_nothing(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.delenv("PAGODA_XLA_CACHE_PATH")
     monkeypatch.setenv("VLLM_XLA_CACHE_PATH", str(tmp_path))
 
     def start(**settings: Any) -> list[int]:

@@ -1,6 +1,6 @@
 """Import this before any array is made: XLA's CPU client then has eight devices, so that meshes can be tested.
 
-What XLA compiles is kept in the temporary folder: many tests run the same tiny models.
+Compiled programs are kept in the temporary folder, not in the user's: many tests run the same tiny models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 TEMPORARY = Path(tempfile.gettempdir())
-os.environ.setdefault("PAGODA_XLA_CACHE_PATH", str(TEMPORARY / "pagoda-tests-programs"))
+os.environ["XDG_CACHE_HOME"] = str(TEMPORARY / "pagoda-tests-cache")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", str(TEMPORARY / "pagoda-tests-xla"))
