@@ -141,7 +141,8 @@ class Catalogue:
             case Choose(seqs, kind):
                 rules = array((7, shards * seqs), jnp.int32)
                 shown = self.mode.startswith("processed")
-                return partial(choose, kind, shown), (1,), (self._logits(seqs), history, rules)
+                function = partial(choose, kind, shown, model.kernel, model.mesh)
+                return function, (1,), (self._logits(seqs), history, rules)
             case OnLogits(name, seqs):
                 return self._on_logits(name, seqs)
 

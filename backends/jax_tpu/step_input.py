@@ -38,7 +38,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which attention a program uses: the kernel for a chip, or its reference; and how the cache stores K and V."""
+    """Whether a program uses the kernels for a chip or their references; and how the cache stores K and V."""
 
     page_size: int
     cache_dtype: str
@@ -52,7 +52,7 @@ class KernelChoice:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Static arguments of `ragged_paged_attention`."""
+        """Static arguments that every kernel takes."""
         return {"use_kernel": self.use_kernel, "interpret": self.interpret, "chip": self.chip}
 
 

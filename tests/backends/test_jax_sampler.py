@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from support.sampling_definition import ROWS, VOCAB, define
 
 from pagoda.backends.jax_tpu import edit, noise
 from pagoda.backends.jax_tpu.catalogue import Catalogue
+from pagoda.backends.jax_tpu.choose import choose
 from pagoda.backends.jax_tpu.logprobs import logprobs, sorted_logprobs
 from pagoda.backends.jax_tpu.model import build_model
 from pagoda.backends.jax_tpu.programs import Programs
@@ -87,6 +89,30 @@ def test_tokens_follow_the_definition(programs: Programs, rows, seed: int, sprea
     sampled = sampler.sample(padded(logits), {0: step([len(history) for _, history, _ in rows])})
     tokens = np.asarray(sampled.tokens)[: len(rows)].tolist()
     assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
+
+
+def test_the_kernel_draws_what_its_reference_draws() -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal((ROOM, VOCAB)) * 4, jnp.float32)
+    packed = np.zeros((7, ROOM), np.int32)
+    packed[0], packed[2] = np.arange(ROOM), rng.integers(0, 2**31, ROOM)
+    packed[4] = [0, 1, 5, 50, 0, 5, 0, 0]
+    real = packed.view(np.float32)
+    real[3] = [0.0, 1.0, 0.5, 2.0, 1.0, 1.0, 1.5, 0.0]
+    real[5] = [0.0, 1.0, 0.9, 0.5, 0.3, 1.0, 1.0, 0.5]
+    real[6, 6] = 0.2
+    history = jnp.zeros((ROOM + 1, LENGTH), jnp.int32)
+    found = []
+    for use_kernel in (True, False):
+        kernel = KernelChoice(8, "float32", use_kernel=use_kernel, interpret=True)
+        call = jax.jit(partial(choose, "filtered", True, kernel, make_mesh()))
+        found.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
+    for ours, theirs in zip(*found):
+        np.testing.assert_array_equal(ours, theirs)
+    kept = np.isfinite(found[0][2]).sum(1)
+    assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"
+    assert kept[[1, 5]].tolist() == [1, 5]
+    assert (kept[[2, 3, 4, 6]] < [6, 51, VOCAB, VOCAB]).all()
 
 
 def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: Programs) -> None:

@@ -1,19 +1,23 @@
-"""Run as a program: compiles named shapes for named chips with the TPU compiler, prints one JSON line per pair."""
+"""Run as a program: compiles named shapes for named chips with the TPU compiler, prints one JSON line per pair.
+
+`chip/shape` is a shape of the attention kernel, `chip/kernel/shape` of any.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 
 from pagoda.kernels_pallas.aot import facts, one_chip
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import spec
 
 
 def main(pairs: list[str]) -> None:
     for pair in pairs:
-        chip, name = pair.split("/")
-        case = spec(name)
+        chip, *kernel, name = pair.split("/")
+        package = f"pagoda.kernels_pallas.{kernel[0] if kernel else 'ragged_paged_attention'}"
+        case = importlib.import_module(f"{package}.arg_specs").SPECS[name]
         compiled = case.function(CHIPS[chip]).lower(*case.arguments(one_chip(chip))).compile()
         print(json.dumps({"pair": pair, **vars(facts(compiled))}), flush=True)
 

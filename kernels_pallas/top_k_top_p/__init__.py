@@ -1,0 +1,5 @@
+"""Top-k, top-p and min-p as one threshold per row, found without a sort."""
+
+from pagoda.kernels_pallas.top_k_top_p.api import top_k_top_p
+
+__all__ = ["top_k_top_p"]
