@@ -1,0 +1,60 @@
+"""Static shapes of a call, by name: what compile tests and schedules are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.grouped_matmul.api import grouped_matmul
+
+
+@dataclass(frozen=True)
+class ArgSpec:
+    """One compiled shape: M rows over `groups` groups of `parts` matrices [inner, outer] in `layers` layers."""
+
+    rows: int
+    groups: int
+    parts: int
+    inner: int
+    outer: int
+    transposed: bool = False
+    layers: int = 2
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+
+    def function(self, chip: ChipInfo) -> Callable[..., Any]:
+        """The call as a jitted function of `arguments`."""
+        static = {"transposed": self.transposed, "out_dtype": self.out_dtype}
+        return jax.jit(lambda *arrays: grouped_matmul(*arrays, **static, chip=chip))
+
+    def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
+        """ShapeDtypeStructs for `function`."""
+        matrix = (self.outer, self.inner) if self.transposed else (self.inner, self.outer)
+        weights = (self.layers, self.groups, self.parts, *matrix)
+        shapes = (
+            ((self.rows, self.inner), self.dtype),
+            (weights, self.dtype),
+            ((), jnp.int32),
+            ((self.groups,), jnp.int32),
+        )
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding) for shape, dtype in shapes)
+
+
+SPECS: dict[str, ArgSpec] = {
+    f"{model}-{side}-t{tokens}": ArgSpec(tokens * top, groups, parts, *shape, parts == 2, out_dtype=out)
+    for model, top, groups, width, inner in (("8x7b", 2, 8, 4096, 14336), ("128x0.2b", 8, 128, 2048, 768))
+    for side, parts, shape, out in (
+        ("in", 2, (width, inner), "bfloat16"),
+        ("out", 1, (inner, width), "float32"),
+    )
+    for tokens in (8, 64, 2048)
+} | {
+    "fp32": ArgSpec(48, 4, 2, 256, 384, dtype="float32", out_dtype="float32"),
+    "eighth-of-128x0.2b": ArgSpec(512, 128, 2, 2048, 96, transposed=True),
+    "odd-width": ArgSpec(24, 4, 1, 96, 200),
+}
