@@ -17,7 +17,7 @@ from pagoda.backends.jax_tpu.ffn import MlpFfn
 from pagoda.backends.jax_tpu.layout import CachePlaces, Segment, padded, segments
 from pagoda.backends.jax_tpu.mixers.attention import AttentionMixer
 from pagoda.backends.jax_tpu.moe import MoeFfn
-from pagoda.backends.jax_tpu.parameter import Build, project, total
+from pagoda.backends.jax_tpu.parameter import Build, Stack, project, total
 from pagoda.backends.jax_tpu.rotary import Rotation, ropes, rotation, table_shape
 from pagoda.backends.jax_tpu.sharding import MODEL
 from pagoda.backends.jax_tpu.step_input import StepInput
@@ -94,22 +94,24 @@ class SegmentLayers(nnx.Module):
         stacked = Build(build.dtype, build.tensor, segment.repeats)
         self.layers = nnx.List([DecoderLayer(layer, width, stacked) for layer in segment.block])
         numbers = segment.numbers.tolist()
-        self.places = tuple(tuple((places.group[n], places.index[n]) for n in row) for row in numbers)
+        self.places = tuple(
+            tuple((places.group[n], places.index[n], repeat) for n in row) for repeat, row in enumerate(numbers)
+        )
         self.stacks = tuple(places.stack[n] for n in numbers[0])
 
     def __call__(self, x: jax.Array, caches: Caches, rotations: Rotations, step: StepInput) -> tuple[jax.Array, Caches]:
         """X [T, D] -> [T, D], and the caches."""
-        places = jnp.asarray(self.places, jnp.int32)  # [repeats, block, 2]
-        split = [nnx.split(layer) for layer in self.layers]
+        places = jnp.asarray(self.places, jnp.int32)  # [repeats, block, 3]
+        split = [nnx.split(layer, Stack, ...) for layer in self.layers]
 
         def block(carry: tuple[jax.Array, Caches], inputs: tuple) -> tuple[tuple[jax.Array, Caches], None]:
             x, held = carry[0], list(carry[1])
-            for index, ((graph, _), state) in enumerate(zip(split, inputs[0])):
-                layer, stack = nnx.merge(graph, state), self.stacks[index]
+            for index, ((graph, whole, _), state) in enumerate(zip(split, inputs[0])):
+                layer, stack = nnx.merge(graph, whole, state), self.stacks[index]
                 x, held[stack] = layer(x, held[stack], inputs[1][index], rotations, step)
             return (x, tuple(held)), None
 
-        return jax.lax.scan(block, (x, caches), (tuple(state for _, state in split), places))[0]
+        return jax.lax.scan(block, (x, caches), (tuple(state for _, _, state in split), places))[0]
 
 
 class DecoderLayer(nnx.Module):
@@ -127,11 +129,14 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: jax.Array, place: jax.Array, rotations: Rotations, step: StepInput
     ) -> tuple[jax.Array, jax.Array]:
-        """X [T, D] -> [T, D], and the cache."""
+        """X [T, D] -> [T, D], and the cache. `place` int32 [3]: block table, layer of the cache, repeat."""
         rotation = rotations[self.spec.mixer.rope]
         mixed, cache = self.mixer(norm.apply(self.before_mixer, x), cache, place, rotation, step)
         x = self._add(x, mixed, self.after_mixer)
-        return self._add(x, self.ffn(norm.apply(self.before_ffn, x)), self.after_ffn), cache
+        return self._add(x, self._ffn(norm.apply(self.before_ffn, x), place[2], step), self.after_ffn), cache
+
+    def _ffn(self, x: jax.Array, repeat: jax.Array, step: StepInput) -> jax.Array:
+        return self.ffn(x, repeat, step) if isinstance(self.ffn, MoeFfn) else self.ffn(x)
 
     def _add(self, x: jax.Array, update: jax.Array, after: norm.Norm | None) -> jax.Array:
         if self.spec.norm_after_add:

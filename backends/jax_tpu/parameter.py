@@ -11,6 +11,10 @@ from flax import nnx
 from pagoda.backends.jax_tpu.sharding import MODEL
 
 
+class Stack(nnx.Param):
+    """A parameter of all repeats of a layer, of which a kernel reads its own: a slice made for it would be a copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """How the decoder is built: `dtype` of weights and activations, `tensor` devices per layer, `repeats` of a layer.
@@ -22,12 +26,12 @@ class Build:
     tensor: int
     repeats: int | None = None
 
-    def parameter(self, axes: str, *shape: int) -> nnx.Param:
+    def parameter(self, axes: str, *shape: int, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
         """A parameter of this global shape; `axes` has one logical letter per dimension (see `sharding`)."""
         assert len(axes) == len(shape), f"{axes} does not name the dimensions of {shape}"
         if self.repeats is not None:
             axes, shape = f"L{axes}", (self.repeats, *shape)
-        return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes)
+        return kind(jnp.zeros(shape, self.dtype), axes=axes)
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:

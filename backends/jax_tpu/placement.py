@@ -83,10 +83,9 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
         yield "router", Placement(("router",))
         last = 1 if ffn.expert.gated else 0
         for name, part in (("gate", 0), ("up", last)):
-            # [E, F, D] -> [E, D, F, 1]
-            yield f"experts.{name}", Placement(("inner",), (0, 0, 0, part), lambda w: w.swapaxes(1, 2)[..., None])
-            yield f"experts.{name}_bias", Placement(("inner_bias",), (0, 0, part), lambda b: b[..., None])
-        yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2))
+            yield f"experts.{name}", Placement(("inner",), (0, part), lambda w: w[:, None])
+            yield f"experts.{name}_bias", Placement(("inner_bias",), (0, part), lambda b: b[:, None])
+        yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2)[:, None])
         yield "experts.down_bias", Placement(("down_bias",))
         return
     for name, part in (("gate", 0), ("up", 1 if ffn.gated else 0)):

@@ -1,11 +1,11 @@
 """The Pallas kernel and its call.
 
-The grid runs over blocks of columns and, inside, over visits: a tile of rows meets a group that has rows in it. Tiles and
-results are moved by Pallas' own pipeline. The weights are fetched here, one group ahead into one of two buffers, as soon
-as the group before it begins, whatever number of tiles that has; a group without rows is never fetched. A tile on the
-border of groups is visited by each, and each keeps the rows of the others.
+The grid runs over blocks of columns and, inside, over visits: a tile of rows meets a group that has rows in it. Tiles
+and results are moved by Pallas' own pipeline. The weights are fetched here, one group ahead into one of two buffers, as
+soon as the group before it begins, whatever number of tiles that has; a group without rows is never fetched. A tile on
+the border of groups is visited by each, and each keeps the rows of the others.
 
-Groups sorted by rows with prefetched offsets are known from MegaBlocks (arXiv 2211.15841); schedule and code are our own.
+Groups of rows with prefetched offsets are known from MegaBlocks (arXiv 2211.15841); schedule and code are our own.
 """
 
 from __future__ import annotations
