@@ -6,6 +6,10 @@ XLA's side is the sum of the cycles that the compiler estimates for each operati
 is the VLIW bundles of each of its loops times how often the loop runs (see tpu_kernel_schedule.py, which reads them):
 
 - top_k_top_p: passes are counted by running the kernel's own search on random logits, in Pallas' interpreter.
+- grouped_matmul: visits are counted for tokens that choose experts evenly at random. XLA's side is what it moves: in a
+  scan over layers it copies the weights of every expert out of the stack (temporary bytes, written and read) and only
+  then multiplies by those that have tokens. Its estimate for the product itself is not used: it contradicts the bundles
+  of the same product.
 
 A bundle is a cycle; stalls are not seen. Cycles of the memory are the bytes read over the chip's bandwidth.
 """
@@ -108,6 +112,74 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     return results
 
 
+def products(chip_name: str, dump: Path) -> list[dict]:
+    """Kernel and XLA's ragged product, for the two products of a layer of experts."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pagoda.kernels_pallas.aot import facts, one_chip
+    from pagoda.kernels_pallas.chips import CHIPS
+    from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
+    from pagoda.kernels_pallas.grouped_matmul.blocks import choose
+    from pagoda.kernels_pallas.grouped_matmul.visits import visits
+
+    def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts
+        def one(carry, weights):
+            return carry + jax.lax.ragged_dot(carry, weights, sizes).sum().astype(carry.dtype), None
+
+        return jax.lax.scan(one, rows, stack)[0]
+
+    chip, place, results = CHIPS[chip_name], one_chip(chip_name), []
+    for name, case in SPECS.items():
+        if "-t" not in name:
+            continue
+        for file in dump.glob("*"):
+            file.unlink()
+        rows, stack, _, sizes = arguments = case.arguments(place)
+        wide = (case.layers, case.groups, case.inner, case.parts * case.outer)
+        best = jax.ShapeDtypeStruct(wide, stack.dtype, sharding=place)
+        compiled = case.function(chip).lower(*arguments).compile()
+        found = loops(dump, "grouped_matmul")
+        blocks = choose(chip, case.rows, case.groups, case.inner, case.outer, 2)
+        units = blocks.columns // blocks.unit
+        deep = [loop for loop in found if loop.depth == 3]
+        visit = found[1].bundles + units * sum(loop.bundles for loop in found if loop.depth == 2)
+        visit += units * (case.inner // blocks.depth - 1) * sum(loop.bundles for loop in deep)
+        tokens = int(name.rpartition("-t")[2])
+        rng = np.random.default_rng(0)
+        chosen = [rng.permutation(case.groups)[: case.rows // tokens] for _ in range(tokens)]
+        counts = np.bincount(np.concatenate(chosen), minlength=case.groups)
+        live = int(visits(jnp.asarray(counts), case.rows, blocks.rows)[1])
+        columns = case.parts * case.outer // blocks.columns
+        matrix = 2 * case.parts * case.inner * case.outer
+        hit = int((counts > 0).sum()) * matrix
+        read = columns * case.rows * case.inner * 2 if case.rows > blocks.rows else case.rows * case.inner * 2
+        per_byte = chip.clock_hz / chip.hbm_bandwidth
+        core, memory = columns * live * visit, (hit + read) * per_byte
+        first = 2 * case.inner * blocks.columns * per_byte
+        ours = max(core, memory) + first
+        copied = jax.jit(scanned).lower(rows, best, sizes).compile().memory_analysis().temp_size_in_bytes
+        theirs = (2 * copied + hit) * per_byte
+        figures = {
+            "experts with tokens": float((counts > 0).sum()),
+            "visits": float(live),
+            "kernel: cycles of the core": float(core),
+            "kernel: cycles of the memory": memory,
+            "kernel: microseconds": ours / chip.clock_hz * 1e6,
+            "kernel: share of the bound by bytes and FLOP": max(
+                hit * per_byte, 2 * case.rows * case.parts * case.inner * case.outer / chip.flops_per_cycle
+            )
+            / ours,
+            "XLA: MB copied": copied / 1e6,
+            "XLA: microseconds of its bytes alone": theirs / chip.clock_hz * 1e6,
+            "XLA / kernel, at least": theirs / ours,
+            "VMEM, MiB": facts(compiled).vmem / (1 << 20),
+        }
+        results.append(report(f"grouped_matmul {name} on {chip_name}, {blocks}", figures))
+    return results
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,7 +191,7 @@ def main() -> None:
     os.environ["LIBTPU_INIT_ARGS"] = flags  # before jax loads libtpu
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        found = thresholds(args.chip, dump)
+        found = thresholds(args.chip, dump) + products(args.chip, dump)
     finally:
         shutil.rmtree(dump, ignore_errors=True)
     if args.json:

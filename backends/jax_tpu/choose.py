@@ -9,9 +9,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from pagoda.backends.jax_tpu.noise import gumbel
+from pagoda.backends.jax_tpu.sharding import partition
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
 
@@ -51,8 +52,8 @@ def choose(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Logits float32 [R, V], history int32 [rows+1, length] -> tokens int32 [R] and the history with them.
 
-    `shown`: also the logits [R, V] that the tokens were drawn from, after temperature and filters. All arrays are whole
-    on every device of the mesh.
+    `shown`: also the logits [R, V] that the tokens were drawn from, after temperature and filters. The devices of
+    a shard hold its rows of the logits; history and packed are whole everywhere.
     """
     rules = Rules.unpack(packed)
     tokens, drawn = jnp.argmax(logits, -1).astype(jnp.int32), logits
@@ -78,7 +79,7 @@ def lowest_kept(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: Rule
         jnp.where(random, rules.top_p, 1.0),
         jnp.where(random, rules.min_p, 0.0),
     )
-    # XLA cannot spread a kernel over a mesh by itself: every device runs it on its own copy.
-    everywhere = PartitionSpec()
+    # XLA cannot spread a kernel over a mesh by itself: every device does the rows of its shard.
     found: Callable[..., jax.Array] = partial(top_k_top_p, **kernel.options)
-    return jax.shard_map(found, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)(*arrays)
+    specs = (partition("R."), *[partition("R")] * 4)
+    return jax.shard_map(found, mesh=mesh, in_specs=specs, out_specs=partition("R"), check_vma=False)(*arrays)

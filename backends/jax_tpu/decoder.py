@@ -106,12 +106,12 @@ class SegmentLayers(nnx.Module):
 
         def block(carry: tuple[jax.Array, Caches], inputs: tuple) -> tuple[tuple[jax.Array, Caches], None]:
             x, held = carry[0], list(carry[1])
-            for index, ((graph, whole, _), state) in enumerate(zip(split, inputs[0])):
-                layer, stack = nnx.merge(graph, whole, state), self.stacks[index]
+            for index, (parts, state) in enumerate(zip(split, inputs[0])):
+                layer, stack = nnx.merge(parts[0], parts[1], state), self.stacks[index]
                 x, held[stack] = layer(x, held[stack], inputs[1][index], rotations, step)
             return (x, tuple(held)), None
 
-        return jax.lax.scan(block, (x, caches), (tuple(state for _, _, state in split), places))[0]
+        return jax.lax.scan(block, (x, caches), (tuple(parts[2] for parts in split), places))[0]
 
 
 class DecoderLayer(nnx.Module):

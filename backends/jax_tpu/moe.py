@@ -44,22 +44,22 @@ class MoeFfn(nnx.Module):
         sizes = (expert[:, None] == jnp.arange(self.spec.experts)).sum(0)
         rows = x[order // top]  # of each (token, expert) pair, sorted by expert
         out = self._experts(rows, expert[order], sizes.astype(jnp.int32), layer, step)
-        out = out[jnp.argsort(order)].reshape(tokens, top, -1) * weights[:, :, None]
-        return total(out.sum(1).astype(x.dtype))
+        out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32) * weights[:, :, None]
+        return total(jnp.where(real[:, None], out.sum(1), 0).astype(x.dtype))
 
     def _experts(
         self, rows: jax.Array, expert: jax.Array, sizes: jax.Array, layer: jax.Array, step: StepInput
     ) -> jax.Array:
-        """Rows [T*k, D] sorted by expert -> float32 [T*k, D], this device's part of the sum."""
+        """Rows [T*k, D] sorted by expert -> [T*k, D], this device's part of the sum; anything where padding is."""
         options = step.kernel.options
         both = grouped_matmul(rows, self.inner[...], layer, sizes, transposed=True, **options)
         if self.inner_bias is not None:
             both = both + self.inner_bias[...][expert].swapaxes(0, 1)
         hidden = activate(self.spec.expert, both.swapaxes(0, 1))
-        out = grouped_matmul(hidden, self.down[...], layer, sizes, out_dtype=jnp.float32, **options)[0]
+        out = grouped_matmul(hidden, self.down[...], layer, sizes, **options)[0]
         if self.down_bias is not None:
             first = jax.lax.axis_index("model") == 0
-            out = out + jnp.where(first, self.down_bias[...][expert].astype(jnp.float32), 0)
+            out = out + jnp.where(first, self.down_bias[...][expert], 0)
         return out
 
 

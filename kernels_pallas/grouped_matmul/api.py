@@ -30,7 +30,7 @@ def grouped_matmul(
     matrices of each layer's E groups, each in parts that share the rows; layer int32: which of the L to use. The whole
     stack comes in, because a slice of it would be a copy; its last axis should be a multiple of 128, else XLA keeps it
     in another layout and copies it all for the kernel. sizes int32 [E]: rows of each group; they may sum to less than
-    M, what is left over gives zeros.
+    M: what is left over may hold anything, and so may its results.
     Static: use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams); chip (what the kernel is
     compiled for). ValueError: shapes or types that do not fit, or a matrix too large for the chip's VMEM.
     """

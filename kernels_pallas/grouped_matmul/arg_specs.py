@@ -25,12 +25,10 @@ class ArgSpec:
     transposed: bool = False
     layers: int = 2
     dtype: str = "bfloat16"
-    out_dtype: str = "bfloat16"
 
     def function(self, chip: ChipInfo) -> Callable[..., Any]:
         """The call as a jitted function of `arguments`."""
-        static = {"transposed": self.transposed, "out_dtype": self.out_dtype}
-        return jax.jit(lambda *arrays: grouped_matmul(*arrays, **static, chip=chip))
+        return jax.jit(lambda *arrays: grouped_matmul(*arrays, transposed=self.transposed, chip=chip))
 
     def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
         """ShapeDtypeStructs for `function`."""
@@ -46,15 +44,12 @@ class ArgSpec:
 
 
 SPECS: dict[str, ArgSpec] = {
-    f"{model}-{side}-t{tokens}": ArgSpec(tokens * top, groups, parts, *shape, parts == 2, out_dtype=out)
+    f"{model}-{side}-t{tokens}": ArgSpec(tokens * top, groups, parts, *shape, parts == 2)
     for model, top, groups, width, inner in (("8x7b", 2, 8, 4096, 14336), ("128x0.2b", 8, 128, 2048, 768))
-    for side, parts, shape, out in (
-        ("in", 2, (width, inner), "bfloat16"),
-        ("out", 1, (inner, width), "float32"),
-    )
+    for side, parts, shape in (("in", 2, (width, inner)), ("out", 1, (inner, width)))
     for tokens in (8, 64, 2048)
 } | {
-    "fp32": ArgSpec(48, 4, 2, 256, 384, dtype="float32", out_dtype="float32"),
+    "fp32": ArgSpec(48, 4, 2, 256, 384, dtype="float32"),
     "eighth-of-128x0.2b": ArgSpec(512, 128, 2, 2048, 96, transposed=True),
     "odd-width": ArgSpec(24, 4, 1, 96, 200),
 }

@@ -128,7 +128,7 @@ def kernel(
     def body(layer: Any, *refs: Any) -> None:
         Body(blocks, wide, transposed, layer, Visits(*refs[: len(FIELDS)]), *refs[len(FIELDS) :]).run()
 
-    out = pl.pallas_call(
+    return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((parts, count, outer), out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -154,7 +154,6 @@ def kernel(
         interpret=interpret,
         name="grouped_matmul",
     )(layer[None], *(getattr(plan, name) for name in FIELDS), rows, weights)
-    return jnp.where(jnp.arange(count)[:, None] < sizes.sum(), out, 0)
 
 
 def vmem_bytes(blocks: Blocks, inner: int, dtype: Any, out_dtype: Any) -> int:

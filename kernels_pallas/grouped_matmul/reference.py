@@ -17,5 +17,4 @@ def reference(
         jax.lax.ragged_dot(rows, own[:, part], sizes, preferred_element_type=jnp.float32)
         for part in range(own.shape[1])
     ]
-    real = jnp.arange(rows.shape[0])[:, None] < sizes.sum()
-    return jnp.where(real, jnp.stack(products), 0).astype(out_dtype)
+    return jnp.stack(products).astype(out_dtype)

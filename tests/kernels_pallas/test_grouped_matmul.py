@@ -37,7 +37,7 @@ def case(sizes: list[int], dtype: str, seed: int) -> tuple[np.ndarray, np.ndarra
     rows = np.array(jnp.asarray(rng.standard_normal((ROWS, INNER)), dtype), np.float32)
     stack = np.array(jnp.asarray(rng.standard_normal((2, GROUPS, PARTS, INNER, OUTER)), dtype), np.float32)
     rows[sum(sizes) :], stack[1 - LAYER] = np.nan, np.nan
-    want, at = np.zeros((PARTS, ROWS, OUTER)), 0
+    want, at = np.zeros((PARTS, sum(sizes), OUTER)), 0
     for group, size in enumerate(sizes):
         if size == 0:
             stack[LAYER, group] = np.nan
@@ -53,7 +53,8 @@ def product(rows: np.ndarray, stack: np.ndarray, sizes: list[int], dtype: str, t
         static = {"transposed": transposed, "out_dtype": jnp.float32, "interpret": STRICT}
         CALLS[key] = jax.jit(partial(grouped_matmul, **static))
     weights = jnp.asarray(stack.swapaxes(3, 4) if transposed else stack, dtype)
-    return np.asarray(CALLS[key](jnp.asarray(rows, dtype), weights, LAYER, jnp.asarray(sizes)))
+    found = CALLS[key](jnp.asarray(rows, dtype), weights, LAYER, jnp.asarray(sizes))
+    return np.asarray(found)[:, : sum(sizes)]
 
 
 def split(cuts: list[int]) -> list[int]:
@@ -87,7 +88,7 @@ def test_the_reference_is_the_definition(transposed: bool) -> None:
     rows, weights = np.nan_to_num(rows), np.nan_to_num(stack.swapaxes(3, 4) if transposed else stack)
     arrays = (jnp.asarray(rows), jnp.asarray(weights), LAYER, jnp.asarray(sizes))
     found = grouped_matmul(*arrays, transposed=transposed, use_kernel=False)
-    np.testing.assert_allclose(np.asarray(found), want, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(found)[:, : sum(sizes)], want, atol=1e-4)
 
 
 @settings(max_examples=50, deadline=None)
@@ -118,7 +119,7 @@ def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = (jnp.asarray(rows), jnp.asarray(stack), LAYER, jnp.asarray([30, 0, 10, 20, 10, 0]))
     try:
         found = jax.block_until_ready(grouped_matmul(*arrays, interpret=STRICT))
-        caught = races_found() or not np.allclose(found, want, atol=1e-4)
+        caught = races_found() or not np.allclose(found[:, : want.shape[1]], want, atol=1e-4)
     except Exception as error:
         caught = "race" in str(error).lower()
     assert caught
@@ -153,9 +154,9 @@ def compiles(triples: list[str]) -> None:
     for facts in compile_for_tpu(triples):
         chip, _, name = facts["pair"].split("/")
         shape = SPECS[name]
-        results = 4 * shape.parts * shape.rows * shape.outer
         assert 0 < facts["vmem"] <= CHIPS[chip].vmem_bytes, facts
-        assert facts["temp"] <= results + (1 << 20), facts
+        weights = 2 * shape.groups * shape.parts * shape.inner * shape.outer
+        assert facts["temp"] < max(1 << 20, weights / 16), facts
 
 
 @needs_compiler
