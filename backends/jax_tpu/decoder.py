@@ -6,7 +6,7 @@ over the repeating block. Runs inside `shard_map`: every array is a device's own
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -102,16 +102,16 @@ class SegmentLayers(nnx.Module):
     def __call__(self, x: jax.Array, caches: Caches, rotations: Rotations, step: StepInput) -> tuple[jax.Array, Caches]:
         """X [T, D] -> [T, D], and the caches."""
         places = jnp.asarray(self.places, jnp.int32)  # [repeats, block, 3]
-        split = [nnx.split(layer, Stack, ...) for layer in self.layers]
+        split: list[tuple[Any, ...]] = [nnx.split(layer, Stack, ...) for layer in self.layers]
 
         def block(carry: tuple[jax.Array, Caches], inputs: tuple) -> tuple[tuple[jax.Array, Caches], None]:
             x, held = carry[0], list(carry[1])
-            for index, (parts, state) in enumerate(zip(split, inputs[0])):
-                layer, stack = nnx.merge(parts[0], parts[1], state), self.stacks[index]
+            for index, ((graph, whole, _), state) in enumerate(zip(split, inputs[0])):
+                layer, stack = nnx.merge(graph, whole, state), self.stacks[index]
                 x, held[stack] = layer(x, held[stack], inputs[1][index], rotations, step)
             return (x, tuple(held)), None
 
-        return jax.lax.scan(block, (x, caches), (tuple(parts[2] for parts in split), places))[0]
+        return jax.lax.scan(block, (x, caches), (tuple(state for _, _, state in split), places))[0]
 
 
 class DecoderLayer(nnx.Module):
