@@ -13,11 +13,13 @@ import support.jax_devices  # noqa: F401
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from pagoda.backends.jax_tpu import moe
 from pagoda.backends.jax_tpu.moe import MoeFfn
 from pagoda.backends.jax_tpu.parameter import Build
 from pagoda.backends.jax_tpu.sharding import make_mesh, partition
 from pagoda.backends.jax_tpu.step_input import KernelChoice, StepInput
 from pagoda.common.models.spec import Mlp, Moe, Router
+from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
 TOKENS, REAL, WIDTH, LAYERS, LAYER = 16, 11, 128, 3, 2
 
@@ -49,10 +51,18 @@ def run(spec: Moe, use_kernel: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_kernel_is_its_reference(bias: bool) -> None:
+def test_the_kernel_is_its_reference(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+
+    def counted(*args, **options):
+        jax.debug.callback(lambda sizes: rows.append(int(sizes.sum())), args[3])
+        return grouped_matmul(*args, **options)
+
+    monkeypatch.setattr(moe, "grouped_matmul", counted)
     spec = Moe(6, Mlp(40, "silu", True, bias=bias), Router(2, True))
     ours, theirs = (run(spec, use_kernel) for use_kernel in (True, False))
     np.testing.assert_allclose(ours[:REAL], theirs[:REAL], rtol=1e-4, atol=1e-4)
     assert np.abs(theirs[:REAL]).max() > 0.1
-    if not bias:
-        assert (ours[REAL:] == 0).all(), "padding goes to no expert"
+    assert (ours[REAL:] == 0).all()
+    jax.effects_barrier()
+    assert set(rows) == {REAL * spec.router.top_k}, "padding goes to no expert"

@@ -20,7 +20,7 @@ from support.sampling_definition import ROWS, VOCAB, define
 
 from pagoda.backends.jax_tpu import edit, noise
 from pagoda.backends.jax_tpu.catalogue import Catalogue
-from pagoda.backends.jax_tpu.choose import choose
+from pagoda.backends.jax_tpu.choose import Rules, choose, lowest_kept
 from pagoda.backends.jax_tpu.logprobs import logprobs, sorted_logprobs
 from pagoda.backends.jax_tpu.model import build_model
 from pagoda.backends.jax_tpu.programs import Programs
@@ -109,6 +109,8 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
         found.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
     for ours, theirs in zip(*found):
         np.testing.assert_array_equal(ours, theirs)
+    floor = lowest_kept(kernel, make_mesh(), logits, Rules.unpack(jnp.asarray(packed)))
+    assert np.isneginf(np.asarray(floor)[[0, 7]]).all(), "no work for greedy rows"
     kept = np.isfinite(found[0][2]).sum(1)
     assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"
     assert kept[[1, 5]].tolist() == [1, 5]
