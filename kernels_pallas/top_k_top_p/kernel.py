@@ -28,6 +28,8 @@ CHUNK = 1024
 """Columns of one step of a pass, and groups whose maxima start the search for the k-th."""
 UNROLL = 4
 """Steps per turn of the loop: a turn copies what it gathers, 24 registers."""
+TURNS = 3 * 33
+"""More than a search can take: its every third turn halves what was 2^32 values."""
 NOTHING = 87.0
 """exp(-87) is about the smallest weight that float32 has: what weighs less adds nothing to a mass."""
 
@@ -171,16 +173,16 @@ def search(measure: Callable[[jax.Array], Measured], start: Bracket, target: jax
     """
 
     def pending(state: tuple[jax.Array, Bracket]) -> jax.Array:
-        bracket = state[1]
+        turn, bracket = state
         open_ = (bracket.low < bracket.high) & (bracket.mass - unit(bracket.low) >= target)
-        return jnp.max(jnp.where(open_, 1.0, 0.0)) > 0
+        return (turn < TURNS) & (jnp.max(jnp.where(open_, 1.0, 0.0)) > 0)
 
     def narrow(state: tuple[jax.Array, Bracket]) -> tuple[jax.Array, Bracket]:
         turn, (low, mass, high, over) = state
         t = guess(Bracket(low, mass, high, over), target, turn)
         found = measure(t)
         enough = found.mass >= target
-        return jnp.where(turn == 2, 0, turn + 1), Bracket(
+        return turn + 1, Bracket(
             low=jnp.where(enough, found.above, low),
             mass=jnp.where(enough, found.mass, mass),
             high=jnp.where(enough, high, found.below),
@@ -195,7 +197,7 @@ def guess(bracket: Bracket, target: jax.Array, turn: jax.Array) -> jax.Array:
     low, mass, high, over = bracket
     top = jnp.maximum(over, 1.0)
     straight = low + (high - low) * (jnp.log(mass / target) / jnp.log(mass / top))
-    known = (low > -jnp.inf) & (mass > top) & (turn != 2)
+    known = (low > -jnp.inf) & (mass > top) & (jax.lax.rem(turn, 3) != 2)
     a, b = ordered(low), ordered(high)
     middle = ordered((a & b) + ((a ^ b) >> 1), back=True)  # their mean, without overflow
     t = jnp.minimum(jnp.where(known, straight, middle), high)
