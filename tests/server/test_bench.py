@@ -31,7 +31,6 @@ from pagoda.server.flags import FlagParser
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 
-
 TESTS = Path(__file__).resolve().parents[1]
 TEXT = byte_tokenizer()
 
