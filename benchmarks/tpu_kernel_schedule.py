@@ -1,172 +1,242 @@
 """What the TPU compiler's own schedule says of the attention kernel: bound by what, and how near to the roofline.
 
-    python benchmarks/tpu_kernel_schedule.py [--chip v6e] [--shape decode-8kv] [--shape prefill-8kv]
+    python benchmarks/tpu_kernel_schedule.py [--chip v6e ...] [--output-dir benchmarks/results]
 
-No TPU is needed: libtpu compiles the kernel and writes down its final VLIW bundles. A bundle is issued per cycle, so
-bundles of a loop x its trips are the cycles of the core; the bytes that its DMAs must move over the chip's bandwidth
-are the cycles of the memory. Loops are recognised by their depth (tile, sequence, block, pass) and by whether they hold
-matmuls. Where a body is conditional it is counted as taken, so the count is an upper bound. What the schedule cannot
-show: stalls of a full matrix unit or a bank conflict, and DMA latency, for which two microseconds are added.
-The flags that write the bundles are undocumented; where no dump appears the program says so and stops.
+No TPU is needed: libtpu compiles the kernel and writes down its VLIW bundles, `tpu_bundles` runs the scalar side of
+them on the scalar operands of a given batch. Cycles: bundles issued. Memory: bytes of the kernel's DMAs over the chip's
+bandwidth. The flags that write the bundles are undocumented; where no dump appears the program says so and stops.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 DMA_LATENCY_S = 2e-6
-CONTEXT = 1024  # tokens of each decode row
-PREFILL = 2048  # tokens of the prompt
+PAGE = 128
+PAGES = 1024  # of the cache: enough that XLA leaves it in HBM
+SEQS = 8
 
 
 @dataclass(frozen=True)
-class Loop:
-    """One loop of a kernel: its depth, the bundles of its own body, whether loops lie inside, use per unit."""
+class Case:
+    """A batch: (new tokens, tokens before) of each sequence. Every sequence of one new token is a decode row."""
 
-    depth: int
-    bundles: int
-    inner: bool
-    units: dict[str, int]
+    seqs: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def decode(cls, rows: int, context: int) -> Case:
+        """`rows` sequences whose new token is their `context`-th."""
+        return cls(((1, context - 1),) * rows)
 
-def loops(dump: Path, kernel: str) -> list[Loop]:
-    """The loops of a kernel's final schedule, the straight code around them as depth 0."""
-    listing = next(path for path in sorted(dump.glob(f"*{kernel}*-final_bundles.txt")) if "schedule" not in path.name)
-    table = next(iter(sorted(dump.glob(f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt"))))
-    use = [list(map(int, line.split())) for line in table.read_text().split("UTILIZATION:")[1].strip().splitlines()]
-    line = re.compile(r"\s*(?:0x)?([0-9a-f]+)\s*(LB|LH|LE|PB|PF|CT)?:\s*(>*)")
-    rows = [(match[2], len(match[3])) for match in map(line.match, listing.read_text().splitlines()) if match]
-    found = [Loop(0, sum(depth == 0 for _, depth in rows), True, {})]
-    for start, (mark, depth) in enumerate(rows):
-        if mark != "LB":
-            continue
-        stop = start + 1
-        while stop < len(rows) and rows[stop][1] >= depth and rows[stop] != ("LB", depth):
-            stop += 1
-        own = [i for i in range(start, stop) if rows[i][1] == depth]
-        units = {unit: sum(use[i][n] for i in own) for n, unit in enumerate(UNITS)}
-        found.append(Loop(depth, len(own), len(own) < stop - start, units))
-    return found
+    @classmethod
+    def prefill(cls, *prompts: int) -> Case:
+        """New prompts of so many tokens."""
+        return cls(tuple((tokens, 0) for tokens in prompts))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there are decode rows only."""
+        return all(new == 1 for new, _ in self.seqs)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a token that it may see."""
+        return sum(new * before + new * (new + 1) // 2 for new, before in self.seqs)
 
 
-def report(title: str, figures: dict[str, float | str]) -> dict:
-    """Prints one kernel's figures."""
-    print(f"\n{title}")
-    for name, value in figures.items():
-        print(f"  {name:38s} {value if isinstance(value, str) else f'{value:,.3f}'.rstrip('0').rstrip('.')}")
-    return {"title": title, **figures}
+class Figures(NamedTuple):
+    """Of one call: bundles that one core issues, bytes between HBM and VMEM."""
+
+    cycles: int
+    hbm_bytes: int
 
 
-def decode(found: list[Loop], case, chip, blocks) -> dict:
-    """Every row at CONTEXT tokens: cycles of the core against cycles of the memory."""
-    rows, layout = case.seqs, case.layout
-    pages = CONTEXT // layout.page_size
-    trips = {0: 1, 1: rows / blocks.queries, 2: rows, 3: rows * -(-pages // blocks.pages)}
-    total, inner = 0.0, [loop for loop in found if loop.units.get("MATMUL")]
-    for loop in found:
-        if loop in inner:
-            total += loop.bundles * rows * (CONTEXT / blocks.tokens) * (layout.lane_heads / blocks.heads)
-        elif loop.depth == 3 and not loop.inner:
-            total += loop.bundles * rows * layout.lane_heads  # normalise and store, a head at a time
-        else:
-            total += loop.bundles * trips.get(loop.depth, rows * pages)
-    necessary = rows * (pages * layout.bytes_per_page + 2 * 2 * case.heads * layout.head_dim)
-    memory = necessary / chip.hbm_bandwidth * chip.clock_hz
-    modelled = max(total, memory + total / rows) + DMA_LATENCY_S * chip.clock_hz
-    return {
-        "bundles of a pass (all heads)": sum(loop.bundles for loop in inner) * layout.lane_heads / blocks.heads,
-        "cycles of the core": total,
-        "cycles of the memory at peak": memory,
-        "core / memory": total / memory,
-        "bound by": "HBM" if memory > total else "core",
-        "share of the HBM roofline": memory / modelled,
-        "microseconds": modelled / chip.clock_hz * 1e6,
-    }
+def kernel_cycles(
+    chip: str, heads: int, kv_heads: int, case: Case, *, head_dim: int = 128, dtype: str = "bfloat16"
+) -> Figures:
+    """One call of `ragged_paged_attention` on one device with `heads` query and `kv_heads` KV heads of `head_dim`.
+
+    chip: v5e, v5p or v6e. dtype: of the cache, in pages of 128 tokens. How the figure is made: libtpu compiles the
+    kernel for the chip, in a process of its own, and dumps the final bundles; the scalar instructions among them are
+    executed on the batch's scalar operands (page table, lengths), which decides every branch and trip count exactly; a
+    bundle issued is a cycle. A batch with prompts runs both variants, the decode variant finding no rows. hbm_bytes:
+    sizes of the DMAs so executed, q, output and new K and V counted once. Both are for one TensorCore: the kernel uses
+    one even where a device has two (v5p). Time on the device is at least max(cycles / chip.clock_hz, hbm_bytes /
+    chip.hbm_bandwidth); waiting for the first fetch (about 2 us) and for busy matrix units is not in it.
+    RuntimeError: the compiler failed or dumped nothing. Takes about 20 s, remembered within a process.
+    """
+    found = measure(chip, heads, kv_heads, case, head_dim, dtype)
+    return Figures(found["cycles"], found["hbm_bytes"])
 
 
-def prefill(found: list[Loop], case, chip, blocks) -> dict:
-    """One prompt of PREFILL tokens, causal: the inner loop alone, then the kernel with all it does around it."""
-    layout, unit = case.layout, blocks.tokens
-    tiles = PREFILL // blocks.queries
-    pairs = sorted((loop for loop in found if loop.units.get("MATMUL")), key=lambda loop: loop.units["VALU"])[-2:]
-    clear = sum(i * blocks.queries // unit for i in range(tiles))
-    masked = sum(-(-(i + 1) * blocks.queries // unit) - i * blocks.queries // unit for i in range(tiles))
-    half = layout.lane_heads / 2  # a trip takes two (pass, head) pairs
-    total = pairs[0].bundles * clear * half + pairs[1].bundles * masked * half
-    visits = sum(-(-(i + 1) * blocks.queries // (blocks.pages * layout.page_size)) for i in range(tiles))
-    trips = {0: 1, 1: tiles, 2: tiles, 3: visits}
-    for loop in found:
-        if loop in pairs:
-            continue
-        if loop.depth == 3 and not loop.inner:
-            total += loop.bundles * tiles * layout.lane_heads
-        else:
-            total += loop.bundles * trips.get(loop.depth, visits * blocks.pages)
-    pair_flops = 2 * 4 * blocks.queries * (case.heads // layout.kv_heads) * unit * layout.width
-    necessary = 4 * case.heads * layout.head_dim * PREFILL * (PREFILL + 1) / 2
-    return {
-        "bundles of a pass (two heads)": float(pairs[0].bundles),
-        "of it with the causal mask": float(pairs[1].bundles),
-        "inner loop, share of the MXU peak": pair_flops / chip.flops_per_cycle / pairs[0].bundles,
-        "cycles of the core": total,
-        "multiplied / necessary (causal)": (clear + masked) * half * pair_flops / necessary,
-        "kernel, share of the MXU peak, multiplied": (clear + masked)
-        * half
-        * pair_flops
-        / chip.flops_per_cycle
-        / total,
-        "kernel, share of the MXU peak, necessary": necessary / chip.flops_per_cycle / total,
-        "microseconds": total / chip.clock_hz * 1e6,
-    }
+@functools.cache
+def measure(chip: str, heads: int, kv_heads: int, case: Case, head_dim: int = 128, dtype: str = "bfloat16") -> dict:
+    """All that is known of a call, by name; see `kernel_cycles`."""
+    dump = Path(tempfile.mkdtemp(prefix="llo-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
+    environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
+    request = json.dumps([str(dump), chip, heads, kv_heads, case.seqs, head_dim, dtype])
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--worker", request], env=environment, capture_output=True, text=True
+        )
+    finally:
+        shutil.rmtree(dump, ignore_errors=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(shape: str, chip_name: str, dump: Path) -> dict:
-    """Compiles one named shape with the dump on and reads it."""
+def work(dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str) -> dict:
+    """In a process whose libtpu dumps: compiles the variants that the batch runs, and counts."""
+    from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+
+    case = Case(tuple(map(tuple, seqs)))
+    layout = KvLayout(kv_heads, head_dim, dtype, PAGE)
+    found = [variant(Path(dump), chip, heads, layout, case, decode=True)]
+    if not case.decodes:
+        found.append(variant(Path(dump), chip, heads, layout, case, decode=False))
+    whole = {name: sum(each[name] for each in found) for name in ("cycles", "hbm_bytes", "mxu", "spill")}
+    return whole | {name: found[-1][name] for name in ("blocks", "vmem_mib")}
+
+
+def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, decode: bool) -> dict:
+    """One of the kernel's two variants over the batch."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from tpu_bundles import Listing
+
     from pagoda.kernels_pallas.aot import facts, one_chip
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import spec
+    from pagoda.kernels_pallas.ragged_paged_attention import call
+    from pagoda.kernels_pallas.ragged_paged_attention.arguments import make_knobs
     from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
 
-    case, chip = spec(shape), CHIPS[chip_name]
-    compiled = case.function(chip).lower(*case.arguments(one_chip(chip_name))).compile()
-    kernel = "decode" if case.decode_only else "mixed"
-    if not list(dump.glob(f"*{kernel}*-final_bundles.txt")):
-        sys.exit("this libtpu wrote no schedule: --xla_jf_dump_llo_text is gone or renamed")
-    group = case.heads // case.layout.kv_heads * case.layout.heads_per_row
-    pages = -(-case.context // case.layout.page_size)
-    rows = case.seqs if case.decode_only else case.tokens
-    blocks = choose(chip, case.layout, group, pages, rows, decode=case.decode_only)
-    figures = (decode if case.decode_only else prefill)(loops(dump, f"attention_{kernel}"), case, chip, blocks)
-    figures["VMEM, MiB"] = facts(compiled).vmem / (1 << 20)
-    return report(f"{shape} on {chip_name}, {blocks}", figures)
+    sharding, chip = one_chip(chip_name), CHIPS[chip_name]
+    group = heads // layout.kv_heads * layout.heads_per_row
+    rows = max(SEQS, len(case.seqs)) if decode else sum(new for new, _ in case.seqs)
+    batch = batch_of(case)
+    blocks = choose(chip, layout, group, batch.page_table.shape[1], rows, decode=decode)
+
+    def run(cache: Any, q: Any, new: Any, batch: Any) -> Any:
+        return call.variant(
+            q, new, cache, jnp.int32(0), batch, make_knobs(1.0, None, None, None, None, None), decode=decode,
+            layout=layout, interpret=False, chip=chip, out_dtype=layout.compute_dtype,
+        )  # fmt: skip
+
+    def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    arguments = (
+        shape(layout.shape(4, PAGES), layout.word_dtype),
+        shape((rows, layout.lane_heads, group, layout.width), layout.compute_dtype),
+        shape((layout.rows_per_token, sum(new for new, _ in case.seqs), 128), layout.word_dtype),
+        jax.tree.map(lambda x: shape(x.shape, x.dtype), batch),
+    )
+    compiled = jax.jit(run, donate_argnums=0).lower(*arguments).compile()
+    listing = Listing(dump, f"attention_{'decode' if decode else 'mixed'}")
+    knobs = make_knobs(1.0, None, None, None, None, None)
+    tiles = -(-rows // blocks.queries)
+    scalars, live = call.scalar_arguments(jnp.int32(0), batch, knobs, blocks.queries, tiles, decode=decode)
+    trace = listing.run([np.asarray(x) for x in (live, *vars(scalars).values())])
+    moved = sum(size for way, size in trace.moved.items() if "hbm" in way)
+    resident = sum(size for number, size in listing.in_vmem.items() if number > len(vars(scalars)))
+    use = {unit: trace.use(listing, unit) for unit in ("MATMUL", "FILL", "SPILL")}
+    busy = int(live) > 0
+    return {
+        "cycles": trace.cycles,
+        "hbm_bytes": moved + resident * busy,
+        "mxu": use["MATMUL"],
+        "spill": use["FILL"] + use["SPILL"],
+        "blocks": asdict(blocks),
+        "vmem_mib": facts(compiled).vmem / (1 << 20),
+    }
+
+
+def batch_of(case: Case) -> Any:
+    """The batch as the kernel takes it, padded to at least `SEQS` sequences."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch
+
+    count = len(case.seqs)
+    new, before = np.array([*case.seqs, *[(0, 0)] * (SEQS - count)]).T
+    lengths = new + before
+    table = np.arange(lengths.size * -(-int(lengths.max()) // PAGE)).reshape(lengths.size, -1) % PAGES
+    counts = [count if case.decodes else 0, count]
+    arrays = np.concatenate([[0], np.cumsum(new)]), lengths, table, np.array(counts)
+    return Batch(*(jnp.asarray(x, jnp.int32) for x in arrays))
+
+
+CASES = {
+    "decode 64 x 1024": Case.decode(64, 1024),
+    "prefill 2048": Case.prefill(2048),
+    "prefill 2 x 1024": Case.prefill(1024, 1024),
+}
+HEADS = {"8B": (32, 8), "70B / 8": (8, 1)}
+MORE = [("8B", "decode 64 x 1024", "int8"), ("8B", "decode 64 x 1024", "float8_e4m3fn")]
+
+
+def row(chip_name: str, size: str, case_name: str, dtype: str = "bfloat16") -> dict[str, Any]:
+    """One line of the table: the call against both roofs of one core, the kernel's own and the causally necessary."""
+    from pagoda.kernels_pallas.chips import CHIPS
+
+    chip, case, (heads, kv_heads) = CHIPS[chip_name], CASES[case_name], HEADS[size]
+    found = measure(chip_name, heads, kv_heads, case, dtype=dtype)
+    memory = found["hbm_bytes"] / chip.hbm_bandwidth * chip.clock_hz
+    needed = 4 * heads * 128 * case.pairs / chip.flops_per_cycle
+    least = max(found["cycles"], memory) + DMA_LATENCY_S * chip.clock_hz
+    return {
+        "heads": f"{size}: {heads} on {kv_heads} of 128",
+        "case": case_name,
+        "cache": dtype,
+        "cycles of the core": found["cycles"],
+        "cycles of the memory at peak": round(memory),
+        "cycles of the necessary FLOP at peak": round(needed),
+        "bound by": "HBM" if memory > found["cycles"] else "core",
+        "share of the HBM roofline": round(memory / least, 3),
+        "share of the MXU roofline": round(needed / least, 3),
+        "microseconds": round(least / chip.clock_hz * 1e6, 1),
+        "words spilled or filled per cycle": round(found["spill"] / found["cycles"], 3),
+        "VMEM, MiB": round(found["vmem_mib"], 2),
+        "blocks": found["blocks"],
+    }
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chip", default="v6e")
-    parser.add_argument("--shape", action="append")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--chip", nargs="*", default=["v6e", "v5e", "v5p"])
+    parser.add_argument("--output-dir", type=Path, help="also write tpu-kernel-CHIP.json there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    dump = Path(tempfile.mkdtemp(prefix="llo-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    os.environ["LIBTPU_INIT_ARGS"] = flags  # before jax loads libtpu
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        found = [measure(shape, args.chip, dump) for shape in args.shape or ["decode-8kv", "prefill-8kv"]]
-    finally:
-        shutil.rmtree(dump, ignore_errors=True)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.worker:
+        print(json.dumps(work(*json.loads(args.worker))))
+        return
+    for chip in args.chip:
+        print(f"\n{chip}")
+        found = []
+        for wanted in [(size, case, "bfloat16") for size in HEADS for case in CASES] + MORE:
+            found.append(row(chip, *wanted))
+            print("  " + ", ".join(f"{key} {value}" for key, value in found[-1].items()), flush=True)
+        if args.output_dir:
+            from importlib.metadata import version
+
+            versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+            text = json.dumps({"chip": chip, "versions": versions, "rows": found}, indent=1)
+            (args.output_dir / f"tpu-kernel-{chip}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

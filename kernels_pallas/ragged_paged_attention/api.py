@@ -40,16 +40,16 @@ def ragged_paged_attention(
     """Writes k, v into the cache, then lets every token of q attend to its sequence up to itself.
 
     q [T, N, H]; k, v [T, K, H]: this step's tokens, sequence after sequence. cache [L, P, R, B, 128] as `layout.shape`
-    says, updated in place when the caller donates it. layer int32: which of the L to use.
+    says, updated in place when the caller donates it. layer int32 []: which of the L to use.
     query_start int32 [S + 1], kv_len int32 [S], page_table int32 [S, max_pages], counts int32 [2] = (number of
     decode sequences, which have one token each and come first; number of sequences, each with at least one token). The
     tokens of sequence s are query_start[s] .. query_start[s + 1], their positions kv_len[s] - q_len .. kv_len[s];
     query_start[0] is 0. The page table is rectangular, its width being a bucket of the caller: both the gather of the
     reference and the kernel's scalar memory then have a static size.
-    scale, softcap, window, sinks [N], k_scale, v_scale: see `arguments.Knobs`; traced, so that one program serves all
-    values. Static: which of them are None; decode_only (all sequences have one token: the mixed variant is not built);
-    use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams: the kernel, run in Python);
-    chip (what the kernel is compiled for).
+    scale, softcap, k_scale, v_scale float32 [], window int32 [], sinks float32 [N]: see `arguments.Knobs`; traced, so
+    that one program serves all values. Static: which of them are None; decode_only (all sequences have one token: the
+    mixed variant is not built); use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams: the
+    kernel, run in Python); chip (what the kernel is compiled for; of its TensorCores one is used).
 
     Returns (out [T, N, H] of q's type, cache). Tokens beyond query_start[counts[1]] and sequences beyond counts are
     ignored whatever they hold, NaN included; their outputs are zero, and no page is written for them.

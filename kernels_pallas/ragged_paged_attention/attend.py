@@ -3,7 +3,7 @@
 Rows (decode): logits [M, tokens]. Few queries, many tokens: the tokens fill the lanes.
 Columns (mixed): logits [tokens, M]. The maximum runs over sublanes, which costs no cross-lane unit and leaves a state
 of [8, M] instead of [M, 128]; the exponentials are the stationary operand of the second matmul. On the schedule for
-v6e the row arrangement of a prefill reached 18 % of the matrix units' peak, this one 54 %.
+v6e the inner loop of the row arrangement reached 18 % of the matrix units' peak, that of this one 54 %.
 
 Both keep logits in base 2.
 """
@@ -38,12 +38,12 @@ class State:
     acc: Any
     total: Any = None
 
-    def clear(self) -> None:
-        """Nothing seen yet."""
-        self.top[...] = jnp.full_like(self.top, MASKED)
-        self.acc[...] = jnp.zeros_like(self.acc)
+    def clear(self, h: Any = slice(None)) -> None:
+        """Nothing seen yet, by any lane head or by `h`."""
+        self.top[h] = jnp.full_like(self.top[h], MASKED)
+        self.acc[h] = jnp.zeros_like(self.acc[h])
         if self.total is not None:
-            self.total[...] = jnp.zeros_like(self.total)
+            self.total[h] = jnp.zeros_like(self.total[h])
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,14 @@ def load(kv: Any, layout: KvLayout, tokens: int, turn: Any, head: Any, part: int
     if layout.packing == 1:
         row = (head + part) * 2 * chunks
         k, v = ([rows(row + c + side * chunks, 0, 1) for c in range(chunks)] for side in (0, 1))
-    elif layout.packing == 2:
-        row = (head + part) * chunks
-        even, odd = ([rows(row + c, i, 2) for c in range(chunks)] for i in (0, 1))
-        k = [pltpu.bitcast((a & 0xFFFF) | (b << 16), jnp.bfloat16) for a, b in zip(even, odd)]
-        v = [pltpu.bitcast((a >> 16) | (b & jnp.uint32(0xFFFF0000)), jnp.bfloat16) for a, b in zip(even, odd)]
-    else:
-        row = (div(jnp.int32(head), 2) + part // 2) * chunks
-        words = [rows(row + c, 0, 1) for c in range(chunks)]
-        k, v = ([byte(w, 16 * (part % 2) + shift, layout.dtype) for w in words] for shift in (0, 8))
+        return join(k), join(v)
+    row = (head + part if layout.packing == 2 else div(jnp.int32(head), 2) + part // 2) * chunks
+    even, odd = ([rows(row + c, i, 2) for c in range(chunks)] for i in (0, 1))
+    if layout.packing == 4:
+        pairs = [high_halves(a, b) if part % 2 else low_halves(a, b) for a, b in zip(even, odd)]
+        return join([widen(x, 0, layout.dtype) for x in pairs]), join([widen(x, 1, layout.dtype) for x in pairs])
+    k = [pltpu.bitcast(low_halves(a, b), jnp.bfloat16) for a, b in zip(even, odd)]
+    v = [pltpu.bitcast(high_halves(a, b), jnp.bfloat16) for a, b in zip(even, odd)]
     return join(k), join(v)
 
 
@@ -196,15 +195,32 @@ def fold_max(x: jax.Array) -> jax.Array:
     return x.reshape(chains, units // chains, SUBLANES, x.shape[1]).max(axis=1).max(axis=0)
 
 
-def byte(words: jax.Array, shift: int, dtype: str) -> jax.Array:
-    """The byte at `shift` of each word, read as `dtype`, as bfloat16 (exact for the three 8-bit types)."""
-    signed = pltpu.bitcast(words << (24 - shift), jnp.int32)
+def low_halves(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """The low 16 bits of the words of two tokens, as one word: the sublane pair of a 16-bit type."""
+    return (even & 0xFFFF) | (odd << 16)
+
+
+def high_halves(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """The high 16 bits of the words of two tokens, as one word."""
+    return (even >> 16) | (odd & jnp.uint32(0xFFFF0000))
+
+
+def widen(words: jax.Array, place: int, dtype: str) -> jax.Array:
+    """Byte `place` (0 or 1) of both halves of uint32 words [n, 128], read as `dtype`: bfloat16 [2 n, 128], exact.
+
+    Both halves at once. A float8 is a bfloat16 but for the exponent's bias and place: an integer addition rebiases all
+    normal numbers. It makes y = (1 + f) * 2^(e-1) of a subnormal f * 2^e; that is 2 y - 2^e, which for every normal
+    number is at least y. An int8 is its low seven bits added to 128, less 128 or 256. Infinities and NaN become finite.
+    """
     if dtype == "int8":
-        return (signed >> 24).astype(jnp.float32).astype(jnp.bfloat16)
-    fraction, low = (3, -6) if dtype == "float8_e4m3fn" else (2, -14)
-    magnitude = (signed >> 24) & 0x7F
-    # Subnormals are counted, not shifted: the vector unit flushes float32 subnormals to zero.
-    small = magnitude.astype(jnp.float32) * 2.0 ** (low - fraction)
-    bits = (magnitude << (23 - fraction)) + ((127 + low - 1) << 23)
-    value = jnp.where(magnitude < (1 << fraction), small, pltpu.bitcast(bits, jnp.float32))
-    return jnp.where(signed < 0, -value, value).astype(jnp.bfloat16)
+        words = words >> 8 if place else words
+        bits = (words & jnp.uint32(0x007F007F)) | jnp.uint32(0x43004300)
+        offset = (words & jnp.uint32(0x00800080)) + jnp.uint32(0x43004300)
+        return pltpu.bitcast(bits, jnp.bfloat16) - pltpu.bitcast(offset, jnp.bfloat16)
+    words = words if place else words << 8
+    shift, least = (4, -6) if dtype == "float8_e4m3fn" else (3, -14)
+    bias = (127 + least - 1) << 7
+    bits = ((words & jnp.uint32(0x7F007F00)) >> shift) + jnp.uint32(bias << 16 | bias)
+    value = pltpu.bitcast(bits, jnp.bfloat16)
+    value = jnp.minimum(value, value + (value - jnp.bfloat16(2.0**least)))
+    return pltpu.bitcast(pltpu.bitcast(value, jnp.uint32) | words & jnp.uint32(0x80008000), jnp.bfloat16)

@@ -22,7 +22,7 @@ DECODE_ROWS_PER_TILE = 8
 @dataclass(frozen=True)
 class Blocks:
     """queries: tokens of a mixed tile or sequences of a decode tile; pages: of one fetch; tokens: of one pass;
-    a power of two; heads: lane heads unrolled in the body of the head loop.
+    a power of two; heads: unrolled in the body of the inner loop: lane heads (decode), (pass, lane head) pairs (mixed).
     """
 
     queries: int
@@ -38,10 +38,17 @@ def choose(
     key = f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
     entry = {**_formula(layout, group_rows, decode=decode), **_table().get(key, {})}
     fetch = max(1, min(max_pages, FETCH_BYTES // layout.bytes_per_page, -(-entry["fetch"] // layout.page_size)))
-    tokens = pass_tokens(entry["tokens"], fetch, layout.page_size)
+    if not decode and layout.lane_heads == 1:
+        fetch = max(2, 32 // layout.page_size, fetch)  # a fetch holds a pair of passes at least
+        tokens = pass_tokens(min(entry["tokens"], fetch * layout.page_size // 2), fetch, layout.page_size)
+    else:
+        tokens = pass_tokens(entry["tokens"], fetch, layout.page_size)
     heads = min(entry["heads"], layout.lane_heads)
-    while layout.lane_heads % heads or (layout.packing == 4 and heads % 2):
-        heads -= 1
+    if decode:
+        while layout.lane_heads % heads or (layout.packing == 4 and heads % 2):
+            heads -= 1
+    else:
+        heads = max(2, heads - heads % 2)
     queries = min(entry["queries"], max(16, next_power_of_two(max_tokens))) if not decode else entry["queries"]
     return Blocks(queries, fetch, tokens, heads)
 
@@ -56,8 +63,9 @@ def pass_tokens(wanted: int, pages: int, page_size: int) -> int:
 def _formula(layout: KvLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
     if decode:
         return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
-    queries = max(16, 1 << (MIXED_ROWS // group_rows).bit_length() - 1)
-    return {"queries": queries, "fetch": 1024, "tokens": 512, "heads": 1 if layout.packing < 4 else 2}
+    rows = MIXED_ROWS if layout.lane_heads > 3 else 2 * MIXED_ROWS  # few heads: large passes hide what ends a group
+    queries = max(16, 1 << (rows // group_rows).bit_length() - 1)
+    return {"queries": queries, "fetch": 1024, "tokens": 256, "heads": 4}
 
 
 @cache

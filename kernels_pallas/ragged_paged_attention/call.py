@@ -17,6 +17,7 @@ from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, Body
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
 from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Scalars, Static
+from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
 
@@ -227,7 +228,9 @@ def call(
         else:
             top, acc, logits, peak = buffers
             state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
-        Body(Plan(static, smem), q_ref, sink_ref, new, pages, out, kv, state, stages, slot, fetched, written).run()
+        plan = Plan(static, smem)
+        moves = Transfers(plan, new, pages, kv, fetched, written)
+        Body(plan, q_ref, sink_ref, out, moves, state, stages, slot).run()
 
     out, cache = pl.pallas_call(
         body,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, spec
+from pagoda.kernels_pallas.ragged_paged_attention import KvLayout, blocks
+from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, ArgSpec, spec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is missing")
 PROGRAM = Path(__file__).parents[1] / "support" / "kernel_aot.py"
@@ -41,6 +42,28 @@ def compile_all(pairs: list[str]) -> None:
 
 def test_shapes_compile_in_place() -> None:
     compile_all(DEFAULT)
+
+
+def test_every_tuned_entry_is_compiled() -> None:
+    """The key of each line of tuning.json is that of a shape of the matrix, and it changes something."""
+    cases = {f"{chip}/{kind(spec(name))}/{key(spec(name).layout)}": spec(name) for chip, name in pairs(MATRIX)}
+    for line, entry in blocks._table().items():
+        assert line in cases, f"no shape of arg_specs compiles {line}"
+        case = cases[line]
+        group = case.heads // case.layout.kv_heads * case.layout.heads_per_row
+        assert entry.items() - blocks._formula(case.layout, group, decode=case.decode_only).items()
+
+
+def kind(case: ArgSpec) -> str:
+    return "decode" if case.decode_only else "mixed"
+
+
+def key(layout: KvLayout) -> str:
+    return f"{layout.dtype}/w{layout.width}"
+
+
+def pairs(names: list[str]) -> list[list[str]]:
+    return [name.split("/") for name in names]
 
 
 @pytest.mark.tpu_matrix

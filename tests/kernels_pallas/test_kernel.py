@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.ragged_batch import STRICT, Limits, attention, make_case, races_found
 
 from pagoda.kernels_pallas.ragged_paged_attention import KvLayout, blocks
-from pagoda.kernels_pallas.ragged_paged_attention.kernel import Body
+from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 LIMITS = Limits()
 SMALL = {"queries": 16, "fetch": 16, "tokens": 16}  # several tiles, fetches and passes in a batch of 48 tokens
@@ -99,13 +99,13 @@ def test_random_batches(seqs: list[tuple[int, int]], seed: int) -> None:
 
 
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = Body.wait_fetched
+    wait = Transfers.wait_fetched
 
-    def late(self: Body, tokens, slot) -> None:
+    def late(self: Transfers, tokens, slot) -> None:
         self.kv[slot, 0, 0, :, :] = self.kv[slot, 0, 0, :, :]  # touches the buffer while its DMA is in flight
         wait(self, tokens, slot)
 
-    monkeypatch.setattr(Body, "wait_fetched", late)
+    monkeypatch.setattr(Transfers, "wait_fetched", late)
     layout = KvLayout(1, 128, "bfloat16", 8)
     case = make_case(layout, 2, [(1, 20), (1, 9)], limits=LIMITS, seed=0)
     try:

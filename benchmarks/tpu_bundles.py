@@ -1,0 +1,236 @@
+"""Counts the cycles of a TPU kernel by running the scalar side of its final schedule.
+
+libtpu writes down a kernel as VLIW bundles. Which of them are issued, and how often, is decided by scalar registers,
+scalar memory and branches alone, and those depend on nothing but the kernel's scalar operands. So this module executes
+the scalar instructions on given operands (vector and matrix instructions are passed over) and counts bundles: one is
+issued per cycle. No trip count is guessed and a skipped branch costs nothing.
+
+What a count does not hold: waiting for DMA, a full matrix unit or colliding memory banks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
+DELAY_SLOTS = 4  # bundles after a branch that are issued whether it is taken or not
+SPACE = 20  # log2 of the addresses that an operand or an allocation of scalar memory gets
+MOST = 100_000  # times that one bundle may be issued
+WORD = (1 << 32) - 1
+GRANULE = 32  # bytes
+
+BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s*(?:LB|LH|LE|PB|PF|CT)?\s*:\s*>*\s*\{(.*)\}([^}]*)$")
+REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+VMEM_OPERAND = re.compile(r"inlined_call_operand\.vmem \[shape: [a-z]+(\d+)\[([\d,]+)\], index: (\d+)")
+OP = re.compile(r"%(\w+) = ([a-z][\w.]*)\s*(.*)")
+PREDICATE = re.compile(r"\((!?)%\w+_(p\d+)(?:, [^()]*)?\)")
+ATOM = re.compile(r"%\w+_([sp]\d+)|#(\w+)|\$?(0x[0-9a-f]+|-?\d+)")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One scalar instruction: what it is, where its result goes, its operands as sums of (register | constant)."""
+
+    name: str
+    out: str
+    operands: tuple[tuple[str | int, ...], ...]
+    predicate: str | None
+    wanted: bool
+    text: str
+
+
+@dataclass
+class Trace:
+    """How often each bundle was issued, and the bytes that DMAs moved, by direction."""
+
+    issued: Counter[int] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cycles(self) -> int:
+        """Bundles issued."""
+        return self.issued.total()
+
+    def use(self, listing: Listing, unit: str) -> int:
+        """Instructions of a unit that were issued."""
+        column = UNITS.index(unit)
+        return sum(count * listing.use[at][column] for at, count in self.issued.items())
+
+
+class Listing:
+    """A kernel's final bundles, read from the folder that libtpu dumped into. FileNotFoundError: no such kernel."""
+
+    def __init__(self, dump: Path, kernel: str) -> None:
+        listing = _one(dump, f"*{kernel}*-final_bundles.txt")
+        table = _one(dump, f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt").read_text()
+        self.use = [list(map(int, line.split())) for line in table.split("UTILIZATION:")[1].strip().splitlines()]
+        self.labels: dict[str, int] = {}
+        self.symbols: dict[str, int] = {}
+        self.in_vmem: dict[int, int] = {}  # operands that XLA placed in VMEM: number -> bytes
+        self.bundles: list[tuple[Op, ...]] = []
+        for match in filter(None, map(BUNDLE.match, listing.read_text().splitlines())):
+            self.labels |= {number: len(self.bundles) for number in REGION.findall(match[2])}
+            self.bundles.append(tuple(filter(None, map(self._op, match[1].split(";;")))))
+            for bits, sizes, number in VMEM_OPERAND.findall(match[1]):
+                self.in_vmem[int(number)] = prod(map(int, sizes.split(","))) * int(bits) // 8
+
+    def _op(self, text: str) -> Op | None:
+        match = OP.match(text.strip())
+        if match is None or match[2].startswith("v"):
+            return None
+        rest = match[3]
+        predicate = PREDICATE.search(rest)
+        bare = re.sub(r"/\*.*?\*/", "", PREDICATE.sub("", rest)).replace("]] ", "]], ").strip().strip(",")
+        return Op(
+            match[2],
+            match[1].rpartition("_")[2],
+            tuple(self._sum(part) for part in bare.split(",") if part.strip()),
+            predicate and predicate[2],
+            predicate is None or predicate[1] == "",
+            rest,
+        )
+
+    def _sum(self, text: str) -> tuple[str | int, ...]:
+        return tuple(
+            register or self.address(symbol) if not number else int(number, 0)
+            for register, symbol, number in ATOM.findall(text)
+        )
+
+    def address(self, symbol: str) -> int:
+        """The first word of an allocation."""
+        return self.symbols.setdefault(symbol, len(self.symbols) + 1 << SPACE) if symbol else 0
+
+    def run(self, operands: Sequence[np.ndarray]) -> Trace:
+        """Executes the kernel on its scalar operands, 32 bits wide, in the order in which it was called with them."""
+        return _Machine(self, operands).run()
+
+
+class _Machine:
+    """Scalar registers, scalar memory and the program counter."""
+
+    def __init__(self, listing: Listing, operands: Sequence[np.ndarray]) -> None:
+        self.listing = listing
+        self.operands = [np.asarray(x).reshape(-1).view(np.int32) for x in operands]
+        self.registers: dict[str, int] = {}
+        self.memory: dict[int, int] = {}
+        self.trace = Trace()
+
+    def run(self) -> Trace:
+        at, target, slots = 0, 0, -1
+        bundles, issued = self.listing.bundles, self.trace.issued
+        while at < len(bundles):
+            issued[at] += 1
+            if issued[at] > MOST:
+                raise RuntimeError(f"bundle {at} was issued {MOST} times: the scalar side is misread")
+            if bundles[at]:
+                taken = self.step(bundles[at])
+                if taken is not None:
+                    target, slots = taken, DELAY_SLOTS + 1
+            slots -= 1
+            at = target if slots == 0 else at + 1
+        return self.trace
+
+    def step(self, bundle: tuple[Op, ...]) -> int | None:
+        """One bundle: all operands are read before any result is written. The target of a branch that is taken."""
+        written, target = [], None
+        for op in bundle:
+            on = op.predicate is None or bool(self.registers[op.predicate]) == op.wanted
+            if op.name == "sbr.rel":
+                region = re.search(r"\$region(\d+)", op.text)
+                target = self.listing.labels[region[1]] if on and region else target
+            elif on:
+                result = self.execute(op)
+                if result is not None:
+                    written.append((op.out, result))
+        self.registers.update(written)
+        return target
+
+    def value(self, terms: tuple[str | int, ...]) -> int:
+        return sum(term if isinstance(term, int) else self.registers.get(term, 0) for term in terms) & WORD
+
+    def execute(self, op: Op) -> int | None:
+        name = op.name.split(".")[0]
+        if name in PASSED_OVER:
+            return None
+        if name == "dma":
+            return self.transfer(op)
+        if name == "inlined_call_operand":
+            number = int(re.search(r"index: (\d+)", op.text)[1])  # type: ignore[index]
+            array = self.operands[number] if number < len(self.operands) else None
+            return int(array[0]) & WORD if "[shape: s32[]" in op.text else number + 1 << SPACE
+        if name == "sld":
+            return self.memory.get(self.value(op.operands[0]), 0)
+        if name == "sst":
+            self.memory[self.value(op.operands[0])] = self.value(op.operands[1])
+            return None
+        if name == "scalar_select":
+            chosen, yes, no = (self.value(x) for x in op.operands)
+            return yes if chosen else no
+        if name == "scmp":
+            kind, signed = op.name.split(".")[1:3]
+            a, b = (_signed(self.value(x)) if signed[0] == "s" else self.value(x) for x in op.operands)
+            return int(COMPARE[kind](a, b))
+        return ARITHMETIC[name](*(self.value(x) for x in op.operands)) & WORD
+
+    def transfer(self, op: Op) -> None:
+        """A DMA: only what goes to scalar memory is kept."""
+        if "done" in op.name:
+            return
+        named = {name: self.value(self.listing._sum(x)) for name, x in re.findall(r"/\*(\w+)=\*/([^,]+)", op.text)}
+        direction = op.name.split(".")[1]
+        self.trace.moved[direction] += GRANULE * named["size_in_granules"]
+        if direction.endswith("to_smem"):
+            source = named.get("vmem", named.get("hbm", 0)) >> SPACE
+            number = next(n for n in (source, source >> 4) if 1 <= n <= len(self.operands)) - 1
+            for i, x in enumerate(self.operands[number]):
+                self.memory[named["smem"] + i] = int(x) & WORD
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _one(dump: Path, pattern: str) -> Path:
+    found = [path for path in sorted(dump.glob(pattern)) if "schedule" not in path.name]
+    if not found:
+        raise FileNotFoundError(f"this libtpu wrote no {pattern}: --xla_jf_dump_llo_text is gone or renamed")
+    return found[0]
+
+
+PASSED_OVER = {"sphi", "int_to_ptr", "sfence", "shalt", "spop", "setrngseed", "strace", "sdelay", "snop"}
+COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+}
+ARITHMETIC: dict[str, Callable[..., int]] = {
+    "sadd": lambda a, b: a + b,
+    "ssub": lambda a, b: a - b,
+    "smul": lambda a, b: a * b,
+    "sshll": lambda a, b: a << b,
+    "sshrl": lambda a, b: a >> b,
+    "sshra": lambda a, b: _signed(a) >> b,
+    "sand": lambda a, b: a & b,
+    "sor": lambda a, b: a | b,
+    "sxor": lambda a, b: a ^ b,
+    "smin": lambda a, b: min(_signed(a), _signed(b)),
+    "smax": lambda a, b: max(_signed(a), _signed(b)),
+    "smov": lambda a: a,
+    "scalar_lea": lambda a, b: a + b,
+    "pnand": lambda a, b: int(not (a and b)),
+    "pand": lambda a, b: int(a and b),
+    "por": lambda a, b: int(a or b),
+    "pnor": lambda a, b: int(not (a or b)),
+    "pneg": lambda a: int(not a),
+    "pmov": lambda a: a,
+}

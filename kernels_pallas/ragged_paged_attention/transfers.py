@@ -1,0 +1,116 @@
+"""What the kernel moves: new K and V to their pages, pages to VMEM, each ahead of its use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES
+from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Span
+from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The kernel's own DMAs and the buffer they fill."""
+
+    plan: Plan
+    new: Any  # [R, T, 128] HBM
+    cache: Any  # [L, P, R, B, 128] HBM
+    kv: Any  # [2, pages of a fetch, R, B, 128] VMEM
+    fetched: Any  # DMA semaphores [2]
+    written: Any  # DMA semaphore
+
+    def write(self, tile: Any) -> None:
+        """Starts the copies of a tile's new K and V to their pages."""
+        layer, size = self.plan.scalars.step[0], self.plan.static.layout.page_size
+
+        def sequence(seq: Any, _: Any) -> None:
+            span = self.plan.span(tile, seq)
+
+            def piece(i: Any, _: Any) -> None:
+                page = div(span.position, size) + i
+                start = jnp.maximum(span.position, page * size)
+                stop = jnp.minimum(span.kv_end, (page + 1) * size)
+                token = span.low + start - span.position
+                count = stop - start
+                target = self.cache.at[layer, self.plan.page(seq, page), :, pl.ds(start - page * size, count)]
+                pltpu.make_async_copy(self.new.at[:, pl.ds(token, count)], target, self.written).start()
+
+            pieces = 1 if self.plan.static.decode else div(span.kv_end - 1, size) - div(span.position, size) + 1
+            jax.lax.fori_loop(0, pieces, piece, None)
+
+        first, end = self.plan.sequences(tile)
+        jax.lax.fori_loop(first, end, sequence, None)
+
+    def wait_written(self, tile: Any) -> None:
+        """Waits for all copies of `write(tile)` at once: a semaphore counts bytes."""
+        first, end = self.plan.sequences(tile)
+        tokens = (
+            end - first
+            if self.plan.static.decode
+            else self.plan.span(tile, end - 1).high - self.plan.span(tile, first).low
+        )
+        rows = self.new.at[:, pl.ds(0, tokens)]
+        pltpu.make_async_copy(rows, rows, self.written).wait()
+
+    def fetch(self, seq: Any, span: Span, block: Any, slot: Any) -> None:
+        """Starts the copies of one block of pages, of the last page only the tokens that exist."""
+        size, layer = self.plan.static.layout.page_size, self.plan.scalars.step[0]
+        start = span.page_low + block * self.plan.static.blocks.pages
+        tokens = jnp.minimum(span.kv_end - start * size, self.plan.static.block_tokens)
+
+        def page(i: Any, _: Any) -> None:
+            real = pl.ds(0, jnp.minimum(tokens - i * size, size))
+            source = self.cache.at[layer, self.plan.page(seq, start + i), :, real]
+            pltpu.make_async_copy(source, self.kv.at[slot, i, :, real], self.fetched.at[slot]).start()
+
+        jax.lax.fori_loop(0, ceil_div(tokens, size), page, None)
+
+    def fetch_next(self, tile: Any, seq: Any, span: Span, block: Any, slot: Any) -> None:
+        """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
+        _, end = self.plan.sequences(tile)
+        tiles = self.plan.scalars.step[4]
+
+        def next_tile() -> None:
+            self.wait_written(tile + 1)
+            first, _ = self.plan.sequences(tile + 1)
+            self.fetch(first, self.plan.span(tile + 1, first), 0, slot)
+
+        last = block + 1 == span.blocks
+        ends = jnp.logical_and(last, seq + 1 == end)
+        pl.when(jnp.logical_not(last))(lambda: self.fetch(seq, span, block + 1, slot))
+        pl.when(jnp.logical_and(last, seq + 1 < end))(
+            lambda: self.fetch(seq + 1, self.plan.span(tile, seq + 1), 0, slot)
+        )
+        pl.when(jnp.logical_and(ends, tile + 1 < tiles))(next_tile)
+
+    def wait_fetched(self, tokens: Any, slot: Any) -> None:
+        """Waits for a block of `tokens` tokens: its whole pages, then the last part."""
+        size = self.plan.static.layout.page_size
+        whole = div(tokens, size)
+        rest = tokens - whole * size
+
+        def wait(rows: Any) -> None:
+            pltpu.make_async_copy(rows, rows, self.fetched.at[slot]).wait()
+
+        pl.when(whole > 0)(lambda: wait(self.kv.at[slot, pl.ds(0, whole)]))
+        pl.when(rest > 0)(lambda: wait(self.kv.at[slot, 0, :, pl.ds(0, rest)]))
+
+    def clear_tail(self, tokens: Any, slot: Any) -> None:
+        """Zeroes the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
+        size, unit = self.plan.static.layout.page_size, self.plan.static.blocks.tokens
+
+        def clear(i: Any, _: Any) -> None:
+            page = div(i * SUBLANES, size)
+            here = pl.ds(pl.multiple_of(i * SUBLANES - page * size, SUBLANES), SUBLANES)
+            rows = self.kv[slot, page, :, here, :]
+            token = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) + i * SUBLANES
+            self.kv[slot, page, :, here, :] = jnp.where(token < tokens, rows, jnp.zeros_like(rows))
+
+        jax.lax.fori_loop(div(tokens, SUBLANES), ceil_div(tokens, unit) * (unit // SUBLANES), clear, None)
