@@ -2,11 +2,18 @@
 
 usage: python benchmarks/tpu_roofline.py [--all] [--case NAME ...] [--output FILE.json]
 
-Per program: cycles that the compiler estimates for all XLA operations (loops as often as they run), the necessary
-bytes and FLOP of the step (backends/jax_tpu/needs.py), and the least time these take on the chip. The attention kernel
-carries no estimate; it counts with its own necessary bytes and FLOP at the chip's peak divided by the share that
-tpu_kernel_schedule.py found for its schedule (--decode-share, --prefill-share; 1: at its roofline). Decode: every row
-has --context tokens. Prefill: new prompts of 1024 tokens. The same on every machine with the same jax and libtpu.
+Per program: the cycles that XLA estimates for all its operations (loops as often as they run); the cycles and bytes of
+the attention kernel by its scheduled bundles (tpu_kernel_schedule.py, for the same heads and batch); the necessary
+bytes and FLOP of the step (backends/jax_tpu/needs.py), and the least time these take on the chip.
+
+A step's time is a sum, as if nothing overlapped: XLA's cycles; for each layer the longer of the kernel's bundles and its
+bytes, and 2 us until its first fetch has come; the embedding's rows, read and written at the memory's bandwidth, since
+a v6e gathers them on its sparse cores, for which XLA has no estimate. Decode: every row has --context tokens. Prefill:
+new prompts of 1024 tokens, the last one the rest. The cache has as many blocks as an engine would give it. The figures
+are the same on every machine with the same jax and libtpu.
+
+A device of a v5p is two TensorCores. XLA counts cycles in which both work; the kernel runs on one of them, and is given
+half of the device's bandwidth. The roofline is that of both.
 """
 
 from __future__ import annotations
@@ -21,15 +28,23 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from tpu_kernel_schedule import DMA_LATENCY_S, Figures, kernel_cycles
+from tpu_kernel_schedule import Case as Batch
+
 from pagoda.backends.jax_tpu.ahead import compile_programs, find_target, model_for
+from pagoda.backends.jax_tpu.budget import plan_blocks
 from pagoda.backends.jax_tpu.catalogue import Catalogue, Forward
+from pagoda.backends.jax_tpu.layout import HeadLayout
+from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.needs import Load, need
-from pagoda.backends.jax_tpu.report import estimated_cycles, key_name
+from pagoda.backends.jax_tpu.report import Compiled, estimated_cycles, key_name
 from pagoda.backends.jax_tpu.shapes import StepShapes
 from pagoda.backends.jax_tpu.step_input import StepShape
+from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import kv_layout
 from pagoda.common.models.registry import spec_from_config
+from pagoda.kernels_pallas.chips import ChipInfo
 
 PAGE = 128
 PROMPT = 1024
@@ -43,6 +58,7 @@ LLAMA = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
 }
 SIZES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -67,44 +83,52 @@ CASES = {
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--all", action="store_true", help="every bucket, not 64 rows and 2048 tokens only")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each decoding row")
-    parser.add_argument("--decode-share", type=float, default=1.0)
-    parser.add_argument("--prefill-share", type=float, default=1.0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    found = {name: measure(CASES[name], args) for name in args.case}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-    settings = {key: getattr(args, key) for key in ("context", "decode_share", "prefill_share")}
-    if args.output is not None:
-        args.output.write_text(json.dumps({"versions": versions, **settings, "cases": found}, indent=1) + "\n")
+    found = {}
+    for name in args.case:
+        found[name] = measure(CASES[name], args.context, everything=args.all)
+        if args.output is not None:
+            record = {"versions": versions, "context": args.context, "prompt": PROMPT, "cases": found}
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(case: Case, context: int, *, everything: bool) -> list[dict[str, Any]]:
     """A row per program of the case."""
     target = find_target(case.topology)
-    spec, _ = spec_from_config({**LLAMA, **SIZES[case.size], "torch_dtype": "bfloat16"})
+    assert target.chip is not None
+    spec, _ = spec_from_config({**LLAMA, **SIZES[case.size]})
     limits = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=PAGE)
     model = model_for(target, spec, limits, kv_layout(spec, PAGE), "bfloat16", case.devices)
-    catalogue = Catalogue(model, StepShapes.of(limits, 1), 1024, limits.max_num_seqs)
-    shapes = chosen(catalogue.shapes, args.all)
-    print(f"\n{case.size} on {case.devices} x {target.name}")
-    print(f"{'program':<38}{'XLA cycles':>12}{'GB':>8}{'TFLOP':>8}{'us':>9}{'roofline us':>13}{'share':>7}  bound by")
+    blocks = plan_blocks(model, target, limits, CacheConfig(), stated=True)
+    catalogue = Catalogue(model, StepShapes.of(limits, 1), blocks, limits.max_num_seqs)
+    keys = [Forward(shape) for shape in chosen(catalogue.shapes, everything=everything)]
+    print(f"\n{case.size} on {case.devices} x {target.name}, {blocks} blocks of {PAGE} tokens")
+    print(
+        f"{'program':<34}{'XLA cycles':>12}{'kernel cycles':>15}{'GB':>8}{'TFLOP':>8}{'us':>9}{'roofline us':>13}"
+        f"{'share':>7}  bound by"
+    )
     rows = []
-    for program in compile_programs(catalogue, [Forward(shape) for shape in shapes]):
-        rows.append(row(program, model, target.chip, args))
+    for program in compile_programs(catalogue, keys):
+        batch = batch_of(program.key.shape, context)
+        rows.append(row(program, model, target.chip, batch, kernel_call(model, target.chip, batch)))
         r = rows[-1]
         print(
-            f"{r['program']:<38}{r['xla_cycles']:>12}{r['bytes'] / 1e9:>8.2f}{r['flops'] / 1e12:>8.3f}"
-            f"{r['seconds'] * 1e6:>9.0f}{r['roofline_seconds'] * 1e6:>13.0f}{r['share']:>7.0%}  {r['bound_by']}",
+            f"{r['program']:<34}{r['xla_cycles']:>12}{r['kernel_cycles']:>15}{r['bytes'] / 1e9:>8.2f}"
+            f"{r['flops'] / 1e12:>8.3f}{r['seconds'] * 1e6:>9.0f}{r['roofline_seconds'] * 1e6:>13.0f}{r['share']:>7.0%}"
+            f"  {r['bound_by']}",
             flush=True,
         )
     return rows
 
 
-def chosen(shapes: StepShapes, everything: bool) -> list[StepShape]:
+def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
     """Shapes with the short page tables: 1024 tokens each."""
     short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
     if everything:
@@ -112,30 +136,46 @@ def chosen(shapes: StepShapes, everything: bool) -> list[StepShape]:
     return [s for s in short if (s.decode_only and s.seqs == 64) or (s.tokens == 2048 and s.seqs == 8)]
 
 
-def row(program: Any, model: Any, chip: Any, args: argparse.Namespace) -> dict[str, Any]:
-    shape: StepShape = program.key.shape
+def batch_of(shape: StepShape, context: int) -> Batch:
+    """A batch that fills the shape."""
     if shape.decode_only:
-        load, share = Load(shape.seqs * args.context, shape.seqs * args.context), args.decode_share
-    else:
-        whole, rest = divmod(shape.tokens, PROMPT)
-        pairs = whole * PROMPT * (PROMPT + 1) // 2 + rest * (rest + 1) // 2
-        load, share = Load(shape.tokens, pairs), args.prefill_share
-    needed = need(model, program.key, load)
+        return Batch.decode(shape.seqs, context)
+    whole, rest = divmod(shape.tokens, PROMPT)
+    return Batch.prefill(*[PROMPT] * whole, *[rest] * bool(rest))
+
+
+def kernel_call(model: Model, chip: ChipInfo, batch: Batch) -> Figures:
+    """One layer's call of the attention kernel on one device."""
+    mixer = model.spec.layers[0].mixer
+    heads = HeadLayout.of(mixer, model.tensor)
+    slots = heads.slots // model.tensor
+    return kernel_cycles(chip.name, slots * heads.group, slots, batch, head_dim=mixer.head_dim)
+
+
+def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Figures) -> dict[str, Any]:
+    """One program: its time by the schedules, against the roofline."""
+    layers = len(model.spec.layers)
+    needed = need(model, program.key, Load(sum(new + before for new, before in batch.seqs), batch.pairs))
     cycles = estimated_cycles(program)
     assert cycles is not None, "the compiler has no estimate for an operation"
-    kernel = needed.kernel_seconds(chip) / share
-    seconds = cycles / chip.clock_hz + kernel
+    kernel = max(call.cycles / chip.clock_hz, call.hbm_bytes / chip.hbm_bandwidth) + DMA_LATENCY_S
+    embedding = 2 * program.key.shape.tokens * model.spec.width * model.dtype.itemsize
+    seconds = cycles / chip.clock_hz + layers * kernel + embedding / (chip.hbm_bandwidth * chip.cores)
+    least = needed.seconds(chip)
     return {
         "program": key_name(program.key),
         "xla_cycles": cycles,
-        "kernel_seconds": kernel,
-        "kernel_calls": dict(program.schedule.kernels),
+        "kernel_cycles": layers * call.cycles,
+        "kernel_hbm_bytes": layers * call.hbm_bytes,
+        "kernel_seconds": layers * kernel,
         "bytes": needed.bytes + needed.kernel_bytes,
         "flops": needed.flops + needed.kernel_flops,
         "seconds": seconds,
-        "roofline_seconds": needed.seconds(chip),
-        "share": needed.seconds(chip) / seconds,
+        "roofline_seconds": least,
+        "share": least / seconds,
         "bound_by": "HBM" if needed.memory_seconds(chip) >= needed.compute_seconds(chip) else "MXU",
+        "share_of_hbm": needed.memory_seconds(chip) / seconds,
+        "share_of_mxu": needed.compute_seconds(chip) / seconds,
         "temporary_bytes": program.memory.temporary,
         "code_bytes": program.memory.code,
     }

@@ -17,6 +17,7 @@ import numpy as np
 
 from pagoda.backends.jax_tpu import edit
 from pagoda.backends.jax_tpu.choose import KINDS, Kind, choose
+from pagoda.backends.jax_tpu.compiler import compiler_options
 from pagoda.backends.jax_tpu.layout import padded
 from pagoda.backends.jax_tpu.logprobs import logprobs
 from pagoda.backends.jax_tpu.model import Model
@@ -104,7 +105,9 @@ class Catalogue:
         """The program, ready to be compiled. Call from one thread."""
         function, donated, arguments = self._program(key)
         with self.model.exact:
-            return jax.jit(function, donate_argnums=donated, out_shardings=self._results(key)).lower(*arguments)
+            options, results = compiler_options(self.model.kernel), self._results(key)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, compiler_options=options)
+            return jitted.lower(*arguments)
 
     def _results(self, key: Key) -> Any:
         """Where the results lie: logits and hidden states with their shard; what the host reads, everywhere."""

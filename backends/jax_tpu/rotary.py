@@ -29,12 +29,25 @@ class Rotation:
     dim: int
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [T, n, H] -> [T, n, H]."""
-        half = self.dim // 2
-        wide = x.astype(jnp.float32)
-        first, second = wide[..., :half], wide[..., half : self.dim]
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return jnp.concatenate((*turned, wide[..., self.dim :]), -1).astype(x.dtype)
+        """X [T, n, H] -> [T, n, H].
+
+        The partners, with their signs, are a product with a permutation: exact, and next to nothing for a matrix unit,
+        where halves of a TPU's 128 lanes cost copies of x into another layout and back.
+        """
+        rest = x.shape[-1] - self.dim
+        cos = jnp.pad(jnp.concatenate([self.cos, self.cos], -1), [(0, 0), (0, 0), (0, rest)], constant_values=1)
+        sin = jnp.pad(jnp.concatenate([self.sin, self.sin], -1), [(0, 0), (0, 0), (0, rest)])
+        partners = jnp.einsum("tnh,hg->tng", x, _partners(x, self.dim), preferred_element_type=jnp.float32)
+        return (x.astype(jnp.float32) * cos + partners * sin).astype(x.dtype)
+
+
+def _partners(x: jax.Array, dim: int) -> jax.Array:
+    """[H, H] of x's dtype: takes [first half, second half, rest] to [-second half, first half, 0]."""
+    half, channel = dim // 2, np.arange(dim // 2)
+    matrix = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+    matrix[channel + half, channel] = -1
+    matrix[channel, channel + half] = 1
+    return jnp.asarray(matrix, x.dtype)
 
 
 def ropes(spec: ModelSpec) -> tuple[Rope, ...]:

@@ -1,0 +1,69 @@
+"""Writes the table of docs/guides/tpu.md from the file that tpu_roofline.py made.
+
+usage: python benchmarks/tpu_table.py [RESULTS.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "tpu-roofline.json"
+PAGE = HERE.parent / "docs" / "guides" / "tpu.md"
+FENCE = ("<!-- roofline: written by benchmarks/tpu_table.py -->", "<!-- end of roofline -->")
+TITLES = {
+    "8b-v6e": "Llama-3-8B shapes on one v6e",
+    "8b-v5p": "Llama-3-8B shapes on one v5p (two cores)",
+    "70b-v6e-8": "Llama-3-70B shapes on eight v6e, per device",
+}
+
+
+def main() -> None:
+    """The command."""
+    record = json.loads(Path(sys.argv[1]).read_text() if sys.argv[1:] else RESULTS.read_text())
+    PAGE.write_text(with_table(PAGE.read_text(), record))
+
+
+def with_table(page: str, record: dict[str, Any]) -> str:
+    """The page with the record's tables between the fences."""
+    head, rest = page.split(FENCE[0])
+    return f"{head}{FENCE[0]}\n{tables(record)}\n{FENCE[1]}{rest.split(FENCE[1])[1]}"
+
+
+def tables(record: dict[str, Any]) -> str:
+    """A Markdown table per case, with the versions that made it."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    parts = [f"{versions}; decode at {record['context']} tokens of context, prompts of {record['prompt']}."]
+    for name, rows in record["cases"].items():
+        lines = [
+            f"**{TITLES[name]}**",
+            "",
+            "| program | XLA, 1000 cycles | kernel, 1000 cycles | GB | TFLOP | schedule, us | roofline, us | share | of |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *map(line, rows),
+        ]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One program."""
+    cells = (
+        row["program"].rsplit(",", 1)[0],
+        f"{row['xla_cycles'] / 1000:.0f}",
+        f"{row['kernel_cycles'] / 1000:.0f}",
+        f"{row['bytes'] / 1e9:.2f}",
+        f"{row['flops'] / 1e12:.3f}",
+        f"{row['seconds'] * 1e6:.0f}",
+        f"{row['roofline_seconds'] * 1e6:.0f}",
+        f"{row['share']:.0%}",
+        row["bound_by"],
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
