@@ -2,15 +2,21 @@
 
 usage: python benchmarks/tpu_roofline.py [--all] [--case NAME ...] [--output FILE.json]
 
+A file that holds other cases, made with the same versions and settings, keeps them.
+
 Per program: the cycles that XLA estimates for all its operations (loops as often as they run); the cycles and bytes of
 the attention kernel by its scheduled bundles (tpu_kernel_schedule.py, for the same heads and batch); the necessary
 bytes and FLOP of the step (backends/jax_tpu/needs.py), and the least time these take on the chip.
 
-A step's time is a sum, as if nothing overlapped: XLA's cycles; for each layer the longer of the kernel's bundles and its
+A time is a sum, as if nothing overlapped: XLA's cycles; for each layer the longer of the kernel's bundles and its
 bytes, and 2 us until its first fetch has come; the embedding's rows, read and written at the memory's bandwidth, since
 a v6e gathers them on its sparse cores, for which XLA has no estimate. Decode: every row has --context tokens. Prefill:
 new prompts of 1024 tokens, the last one the rest. The cache has as many blocks as an engine would give it. The figures
 are the same on every machine with the same jax and libtpu.
+
+Exchanges between devices carry no estimate either and are charged by a model of ours: XLA picks a ring whose halves of
+the array go round in both directions, so a link carries (n - 1) / n of it, and 2 (n - 1) hops follow each other. The
+roofline stays that of HBM and MXU.
 
 A device of a v5p is two TensorCores. XLA counts cycles in which both work; the kernel runs on one of them, and is given
 half of the device's bandwidth. The roofline is that of both.
@@ -22,6 +28,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +55,8 @@ from pagoda.kernels_pallas.chips import ChipInfo
 
 PAGE = 128
 PROMPT = 1024
+LINK = 9e10  # bytes/s of one link of v5p or v6e in one direction ("How to Scale Your Model", chapter on TPUs)
+HOP_S = 1e-6  # from one device to the next (same source)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -91,15 +100,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-    found = {}
+    record: dict[str, Any] = {"versions": versions, "context": args.context, "prompt": PROMPT, "cases": {}}
+    if args.output is not None and args.output.exists():
+        before = json.loads(args.output.read_text())
+        if {**before, "cases": {}} == record:
+            record = before
     for name in args.case:
-        found[name] = measure(CASES[name], args.context, everything=args.all)
-        if args.output is not None:
-            record = {"versions": versions, "context": args.context, "prompt": PROMPT, "cases": found}
-            args.output.write_text(json.dumps(record, indent=1) + "\n")
+        rows = record["cases"][name] = []
+        for found in measure(CASES[name], args.context, everything=args.all):
+            rows.append(found)
+            if args.output is not None:
+                args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measure(case: Case, context: int, *, everything: bool) -> list[dict[str, Any]]:
+def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str, Any]]:
     """A row per program of the case."""
     target = find_target(case.topology)
     assert target.chip is not None
@@ -114,18 +128,17 @@ def measure(case: Case, context: int, *, everything: bool) -> list[dict[str, Any
         f"{'program':<34}{'XLA cycles':>12}{'kernel cycles':>15}{'GB':>8}{'TFLOP':>8}{'us':>9}{'roofline us':>13}"
         f"{'share':>7}  bound by"
     )
-    rows = []
-    for program in compile_programs(catalogue, keys):
-        batch = batch_of(program.key.shape, context)
-        rows.append(row(program, model, target.chip, batch, kernel_call(model, target.chip, batch)))
-        r = rows[-1]
+    for key in keys:
+        (program,) = compile_programs(catalogue, [key])
+        batch = batch_of(key.shape, context)
+        r = row(program, model, target.chip, batch, kernel_call(model, target.chip, batch))
         print(
             f"{r['program']:<34}{r['xla_cycles']:>12}{r['kernel_cycles']:>15}{r['bytes'] / 1e9:>8.2f}"
             f"{r['flops'] / 1e12:>8.3f}{r['seconds'] * 1e6:>9.0f}{r['roofline_seconds'] * 1e6:>13.0f}{r['share']:>7.0%}"
             f"  {r['bound_by']}",
             flush=True,
         )
-    return rows
+        yield r
 
 
 def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
@@ -160,7 +173,8 @@ def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Fig
     assert cycles is not None, "the compiler has no estimate for an operation"
     kernel = max(call.cycles / chip.clock_hz, call.hbm_bytes / chip.hbm_bandwidth) + DMA_LATENCY_S
     embedding = 2 * program.key.shape.tokens * model.spec.width * model.dtype.itemsize
-    seconds = cycles / chip.clock_hz + layers * kernel + embedding / (chip.hbm_bandwidth * chip.cores)
+    exchange = exchange_seconds(model, program.key.shape)
+    seconds = cycles / chip.clock_hz + layers * kernel + embedding / (chip.hbm_bandwidth * chip.cores) + exchange
     least = needed.seconds(chip)
     return {
         "program": key_name(program.key),
@@ -168,6 +182,7 @@ def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Fig
         "kernel_cycles": layers * call.cycles,
         "kernel_hbm_bytes": layers * call.hbm_bytes,
         "kernel_seconds": layers * kernel,
+        "exchange_seconds": exchange,
         "bytes": needed.bytes + needed.kernel_bytes,
         "flops": needed.flops + needed.kernel_flops,
         "seconds": seconds,
@@ -179,6 +194,16 @@ def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Fig
         "temporary_bytes": program.memory.temporary,
         "code_bytes": program.memory.code,
     }
+
+
+def exchange_seconds(model: Model, shape: StepShape) -> float:
+    """Two sums of hidden states per layer and one of the embedding; the logits of every device gathered once."""
+    devices, spec = model.tensor, model.spec
+    part = (devices - 1) / devices
+    hidden = shape.tokens * spec.width * model.dtype.itemsize
+    one = part * hidden / LINK + 2 * (devices - 1) * HOP_S
+    gather = part * shape.seqs * spec.vocab * 4 / (2 * LINK) + (devices - 1) * HOP_S
+    return ((2 * len(spec.layers) + 1) * one + gather) * (devices > 1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,18 @@ TITLES = {
     "8b-v5p": "Llama-3-8B shapes on one v5p (two cores)",
     "70b-v6e-8": "Llama-3-70B shapes on eight v6e, per device",
 }
+COLUMNS = (
+    "program",
+    "XLA, kilocycles",
+    "kernel, kilocycles",
+    "links, us",
+    "GB",
+    "TFLOP",
+    "time, us",
+    "roofline, us",
+    "share",
+    "of",
+)
 
 
 def main() -> None:
@@ -41,8 +53,8 @@ def tables(record: dict[str, Any]) -> str:
         lines = [
             f"**{TITLES[name]}**",
             "",
-            "| program | XLA, 1000 cycles | kernel, 1000 cycles | GB | TFLOP | schedule, us | roofline, us | share | of |",
-            "|---|---|---|---|---|---|---|---|---|",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---" * len(COLUMNS) + "|",
             *map(line, rows),
         ]
         parts.append("\n".join(lines))
@@ -55,6 +67,7 @@ def line(row: dict[str, Any]) -> str:
         row["program"].rsplit(",", 1)[0],
         f"{row['xla_cycles'] / 1000:.0f}",
         f"{row['kernel_cycles'] / 1000:.0f}",
+        f"{row['exchange_seconds'] * 1e6:.0f}",
         f"{row['bytes'] / 1e9:.2f}",
         f"{row['flops'] / 1e12:.3f}",
         f"{row['seconds'] * 1e6:.0f}",

@@ -20,6 +20,7 @@ def test_a_line_holds_both_schedules_and_the_roofline() -> None:
         "program": "decode 8 rows, 8 pages",
         "xla_cycles": 1_234_567,
         "kernel_cycles": 89_000,
+        "exchange_seconds": 5e-6,
         "bytes": 2.5e9,
         "flops": 4e12,
         "seconds": 2e-3,
@@ -27,4 +28,4 @@ def test_a_line_holds_both_schedules_and_the_roofline() -> None:
         "share": 0.75,
         "bound_by": "HBM",
     }
-    assert TABLE["line"](row) == "| decode 8 rows | 1235 | 89 | 2.50 | 4.000 | 2000 | 1500 | 75% | HBM |"
+    assert TABLE["line"](row) == "| decode 8 rows | 1235 | 89 | 5 | 2.50 | 4.000 | 2000 | 1500 | 75% | HBM |"
