@@ -118,6 +118,14 @@ def test_a_step_updates_the_cache_in_place(topology: str, tensor: int, shape: St
 
 
 @needs_libtpu
+def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
+    target, _, program = compiled("v6e:1x1", 1, DECODE)
+    assert target.chip is not None
+    assert program.schedule is not None
+    assert program.need.bytes / target.chip.hbm_bandwidth > 0.8 * program.schedule.cycles / target.chip.clock_hz
+
+
+@needs_libtpu
 @pytest.mark.tpu_matrix
 @pytest.mark.parametrize(("topology", "tensor", "shape"), MATRIX)
 def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:

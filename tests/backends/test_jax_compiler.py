@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("flax")
 
+import support.jax_devices  # noqa: F401
+
 from pagoda.backends.jax_tpu.compiler import compiler_options
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.kernels_pallas.chips import CHIPS

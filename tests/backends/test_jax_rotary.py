@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("flax")
 
 import jax.numpy as jnp
+import support.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu.rotary import Rotation, rotation, table
 from pagoda.common.models.spec import Rope
