@@ -18,9 +18,11 @@ import numpy as np
 from pagoda.backends.jax_tpu import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.batch import in_shard, make_batch, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
+from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
 from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
 from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.decoder import Caches
+from pagoda.backends.jax_tpu.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.logprobs import BEST
 from pagoda.backends.jax_tpu.memory import plan_memory
 from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
@@ -84,7 +86,8 @@ def create(
     mesh = make_mesh(tensor, data, devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
-    kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
+    stored = cache_dtype(cache, number, chip if ON_TPU else None)
+    kernel = KernelChoice(limits.block_size, stored, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
     kept = None if compile_cache is None else CompileCache(compile_cache)
     return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept)
@@ -126,6 +129,8 @@ class JaxBackend:
     def load(self, weights: Iterable[Weight]) -> None:
         """Take every parameter, each straight to its devices. Raises WeightError."""
         self._leaves = load(self.model, weights)
+        if self.cache_config.calculate_kv_scales:
+            self._leaves = with_kv_scales(self.model, self._leaves)
 
     def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
         """Take the arrays of `convert`, each device its piece. Raises ConfigError, or WeightError naming an array."""

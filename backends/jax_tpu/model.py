@@ -136,7 +136,8 @@ def build_model(
     """A model without weights; makes no array. Raises ConfigError when the mesh does not suit the heads."""
     tensor = mesh.shape[MODEL]
     places = cache_places(spec, layout, tensor)
-    module = nnx.eval_shape(lambda: Decoder(spec, places, max_len, Build(jnp.dtype(dtype), tensor)))
+    build = Build(jnp.dtype(dtype), tensor, scaled_cache=kernel.scaled)
+    module = nnx.eval_shape(lambda: Decoder(spec, places, max_len, build))
     graph, state = nnx.split(module)
     flat = list(nnx.to_flat_state(state))
     values, tree = jax.tree.flatten(state)

@@ -19,12 +19,13 @@ class Stack(nnx.Param):
 class Build:
     """How the decoder is built: `dtype` of weights and activations, `tensor` devices per layer, `repeats` of a layer.
 
-    Parameters of a layer are stacked over its repeats.
+    Parameters of a layer are stacked over its repeats. `scaled_cache`: K and V are stored divided by a scale.
     """
 
     dtype: jnp.dtype
     tensor: int
     repeats: int | None = None
+    scaled_cache: bool = False
 
     def parameter(self, axes: str, *shape: int, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
         """A parameter of this global shape; `axes` has one logical letter per dimension (see `sharding`)."""

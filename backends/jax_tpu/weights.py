@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.backends.jax_tpu.kv_scales import KV_SCALE
 from pagoda.backends.jax_tpu.model import Leaves, Model
 from pagoda.backends.jax_tpu.placement import Path, Placement, placements
 from pagoda.backends.jax_tpu.rotary import ropes, table
@@ -70,6 +71,9 @@ class _Filling:
         self._write = jax.jit(_write, donate_argnums=0)
         for path, values in tables(model).items():
             self._fill(path, (), values)
+        for path, leaf in zip(model.paths, model.leaves):
+            if path[-1] == KV_SCALE:
+                self._fill(path, (), np.ones(leaf.shape, np.float32))
 
     def put(self, name: str, array: npt.NDArray[np.generic]) -> None:
         """Send one parameter."""

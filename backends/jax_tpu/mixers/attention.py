@@ -6,6 +6,8 @@ is one KV head and its query heads, so that one axis is split over the devices.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -33,6 +35,8 @@ class AttentionMixer(nnx.Module):
         self.out = build.parameter("DK", width, slots * group * dim)
         self.out_bias = build.parameter("D", width) if spec.out_bias else None
         self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
+        exact = replace(build, dtype=jnp.dtype(jnp.float32))
+        self.kv_scale = exact.parameter(".", 2) if build.scaled_cache else None  # of K, of V
 
     def __call__(
         self, x: jax.Array, cache: jax.Array, place: jax.Array, rotation: Rotation | None, step: StepInput
@@ -47,6 +51,7 @@ class AttentionMixer(nnx.Module):
         q = q.reshape(tokens, slots * (places - 2), dim)
         if rotation is not None:
             q, k = rotation(q), rotation(k)
+        k_scale, v_scale = (None, None) if self.kv_scale is None else self.kv_scale[...]
         attended, cache = ragged_paged_attention(
             q,
             k,
@@ -61,6 +66,8 @@ class AttentionMixer(nnx.Module):
             scale=self.spec.scale,
             softcap=self.spec.softcap,
             window=self.spec.window,
+            k_scale=k_scale,
+            v_scale=v_scale,
             decode_only=step.decode_only,
             **step.kernel.options,
         )
