@@ -18,6 +18,7 @@ from pagoda.backends.jax_tpu.model import Model, build_model
 from pagoda.backends.jax_tpu.needs import full_load, need
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.programs import compile_all
+from pagoda.backends.jax_tpu.quantize import matrix_dtype
 from pagoda.backends.jax_tpu.report import Compiled, Report
 from pagoda.backends.jax_tpu.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
@@ -50,6 +51,7 @@ def compile_ahead(
     mode: LogprobsMode = "raw_logprobs",
     largest: bool = False,
     stated: bool = True,
+    quantization: str | None = None,
 ) -> Report:
     """Compile the programs of `data` copies of a model, each on `tensor` of the target's devices; needs no weights.
 
@@ -57,7 +59,7 @@ def compile_ahead(
     asked for this max_model_len. Raises ConfigError when the mesh does not suit the heads or the model does not fit.
     """
     begin = time.perf_counter()
-    model = model_for(target, spec, limits, layout, dtype, tensor, data, cache)
+    model = model_for(target, spec, limits, layout, dtype, tensor, data, cache, quantization)
     num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
     shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
     catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
@@ -76,6 +78,7 @@ def model_for(
     tensor: int,
     data: int = 1,
     cache: CacheConfig = _USUAL,
+    quantization: str | None = None,
 ) -> Model:
     """The model on the first `tensor` x `data` devices, with the kernel where they are TPUs. Raises ConfigError."""
     mesh, number = make_mesh(tensor, data, target.devices), dtype_of(dtype)
@@ -83,7 +86,8 @@ def model_for(
     if on_tpu:
         check_tables(limits)
     kernel = KernelChoice(limits.block_size, stored, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
-    return build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
+    matrices = matrix_dtype(quantization, spec, kernel.chip)
+    return build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
 
 
 def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compiled, ...]:

@@ -43,7 +43,7 @@ def with_kv_scales(model: Model, leaves: Leaves) -> Leaves:
 def _largest(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     """float32 [L, 2]: the largest K and V of each layer."""
     exact = replace(model.kernel, cache_dtype=model.dtype.name)
-    plain = build_model(model.spec, model.layout, model.mesh, model.dtype, model.max_len, exact)
+    plain = build_model(model.spec, model.layout, model.mesh, model.dtype, model.max_len, exact, model.quantized)
     held = dict(zip(model.paths, leaves))
     tokens, groups = min(TOKENS, model.max_len), len(model.layout.groups)
     pages = -(-tokens // exact.page_size)
