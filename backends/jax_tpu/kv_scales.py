@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pagoda.backends.jax_tpu.decoder import Caches
 from pagoda.backends.jax_tpu.layout import segments
 from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.sharding import whole
 from pagoda.backends.jax_tpu.step_input import StepShape, pack
 
 KV_SCALE: Final = "kv_scale"
@@ -35,9 +36,13 @@ def with_kv_scales(model: Model, leaves: Leaves) -> Leaves:
     scales = np.maximum(_largest(model, leaves) * (ROOM / highest), np.finfo(np.float32).tiny)
     numbers = [segment.numbers for segment in segments(model.spec.layers)]
     return tuple(
-        jax.device_put(scales[numbers[int(path[1])][:, int(path[3])]], leaf.sharding) if path[-1] == KV_SCALE else leaf
+        _placed(scales[numbers[int(path[1])][:, int(path[3])]], leaf) if path[-1] == KV_SCALE else leaf
         for path, leaf in zip(model.paths, leaves)
     )
+
+
+def _placed(values: npt.NDArray[np.float32], like: jax.Array) -> jax.Array:
+    return jax.make_array_from_callback(values.shape, like.sharding, values.__getitem__)
 
 
 def _largest(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
@@ -61,8 +66,9 @@ def _largest(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
         empty_row=1,
     )
     with model.exact:
-        step = jax.jit(partial(_by_block, plain, shape))
-        found = step(tuple(held[path] for path in plain.paths), caches, packed)
+        step = jax.jit(partial(_by_block, plain, shape), out_shardings=whole(plain.mesh))
+        every = np.tile(packed, (plain.shards, 1))
+        found = step(tuple(held[path] for path in plain.paths), caches, every)
     stacks = [np.asarray(stack) for stack in found]
     places = plain.places
     return np.stack(
@@ -74,7 +80,7 @@ def _largest(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
 
 
 def _by_block(model: Model, shape: StepShape, leaves: Leaves, caches: Caches, packed: jax.Array) -> list[jax.Array]:
-    """The largest K and V that one step stores, float32 [L, P, 2] for each stack of caches."""
+    """The largest K and V that one step stores, float32 [L, P, 2] for each stack of caches; all shards do the same."""
     history = jnp.zeros((2, 1), jnp.int32)
     caches, _, _ = model.forward(shape, leaves, caches, history, packed)
     found = []

@@ -50,7 +50,7 @@ def load(model: Model, weights: Iterable[Weight]) -> Leaves:
 
 
 def tables(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
-    """The arrays that no parameter fills: the tables of rotary positions, and scales of K and V, all 1 to begin with."""
+    """The arrays that no parameter fills: tables of rotary positions, and scales of K and V, which begin as 1."""
     scales = {
         path: np.ones(leaf.shape, np.float32) for path, leaf in zip(model.paths, model.leaves) if path[-1] == KV_SCALE
     }

@@ -37,8 +37,9 @@ PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1)
 
 
-def driver(tensor: int = 1, **cache) -> Driver:
-    return Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", cache=CacheConfig(**cache), tensor=tensor)
+def driver(tensor: int = 1, data: int = 1, **cache) -> Driver:
+    make = {"cache": CacheConfig(**cache), "tensor": tensor, "data": data}
+    return Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", **make)
 
 
 def scales(d: Driver) -> np.ndarray:
@@ -94,6 +95,8 @@ def test_scales_reach_a_little_beyond_what_is_stored() -> None:
     most = np.abs(values).max() * ROOM / 127
     assert 0.9 * most < scales(d)[0, 1] < 1.001 * most
     np.testing.assert_array_equal(scales(driver(cache_dtype="fp8")), np.ones((2, 2)))
+    copies = driver(cache_dtype="int8", calculate_kv_scales=True, data=2)
+    np.testing.assert_allclose(scales(copies), scales(d), rtol=1e-6)
 
 
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
