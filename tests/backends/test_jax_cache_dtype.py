@@ -108,7 +108,7 @@ def test_half_the_room_and_half_the_reading() -> None:
     spec = replace(SPEC, layers=tuple(replace(layer, mixer=wide) for layer in SPEC.layers))
     target, load = find_target("cpu"), Load(64 * 1024, 64 * 1024)
     plain, small = (
-        model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, CacheConfig(cache_dtype=asked))
+        model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=asked))
         for asked in ("auto", "fp8")
     )
     assert plain.block_bytes == 2 * 2 * 8 * 128 * 128 * 2

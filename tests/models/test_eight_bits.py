@@ -24,7 +24,7 @@ TEXT = (
 )
 # how: (matrices, KV cache), most by which a token's logprob moves on average, least share of equal greedy tokens
 BOUNDS = {
-    "fp8 matrices": (("float8_e4m3b11fnuz", "float32"), 0.2, 0.85),
+    "fp8 matrices": (("float8_e4m3b11fnuz", "float32"), 0.25, 0.85),
     "int8 matrices": (("int8", "float32"), 0.1, 0.9),
     "fp8 cache": ((None, "float8_e4m3fn"), 0.15, 0.8),
     "int8 cache": ((None, "int8"), 0.15, 0.9),
