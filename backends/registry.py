@@ -115,6 +115,7 @@ class CompilerModule(Protocol):
         mode: LogprobsMode,
         largest: bool,
         stated: bool,
+        quantization: str | None,
     ) -> CompileReport:
         """Compile a model's programs. Raises ConfigError when it does not fit."""
         ...

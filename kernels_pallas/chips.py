@@ -25,6 +25,8 @@ class ChipInfo:
     hbm_bandwidth: float
     peak_flops: float
     flops_per_cycle: int
+    int8: bool = True  # whether its units have that type; v7x gave it up for float8
+    float8: str = "float8_e4m3b11fnuz"  # the type of four exponent bits that its matrix units take
 
     @property
     def clock_hz(self) -> float:
@@ -38,7 +40,9 @@ CHIPS: dict[str, ChipInfo] = {
         ChipInfo("v5e", 1, 128 * MIB, MIB, 17_200_000_000, 8.20e11, 1.97e14, 131_072),
         ChipInfo("v5p", 2, 64 * MIB, MIB, 51_300_000_000, 1.23e12, 2.29e14, 131_072),
         ChipInfo("v6e", 1, 128 * MIB, MIB, 34_400_000_000, 1.64e12, 9.20e14, 524_288),
-        ChipInfo("v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288),
+        ChipInfo(
+            "v7x", 1, 64 * MIB, MIB, 103_000_000_000, 3.70e12, 1.155e15, 524_288, int8=False, float8="float8_e4m3fn"
+        ),
     )
 }
 

@@ -141,6 +141,7 @@ def _assemble(
         sampling=sampling,
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
+        **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
     )
     together = None if hosts is None else hosts.joined(own)
     backend: Backend = together or own

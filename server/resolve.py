@@ -96,7 +96,7 @@ def resolve(
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
-    _check_quantization(config, checkpoint)
+    _check_quantization(config, checkpoint, backend)
     hf_config = _hf_config(config, checkpoint)
     try:
         spec, family = spec_from_config(hf_config)
@@ -177,9 +177,14 @@ def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, Mo
     return whole, replace(model, max_len=whole.max_positions, why="its sliding window, which is disabled")
 
 
-def _check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
+def _check_quantization(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
     if config.model.quantization == "gguf" and checkpoint.gguf_metadata is None:
         raise ConfigError("--quantization", "the model is no GGUF file; name one, such as org/name:Q4_K_M, or drop it")
+    made = config.model.made_8_bits
+    if made is not None and backend != "jax_tpu":
+        raise ConfigError("--quantization", f"{backend} cannot make weights {made}; drop it, or use --backend jax_tpu")
+    if made is not None and isinstance(checkpoint, ShardedCheckpoint):
+        raise ConfigError("--quantization", f"a converted checkpoint is read as it is, not made {made}; drop it")
 
 
 def _dtype(asked: str, hf_config: Mapping[str, Any]) -> tuple[str, str]:

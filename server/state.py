@@ -83,13 +83,13 @@ class ServerState:
 
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish what is known about it. Raises what kept it from starting."""
-        info = await self._llm.wait_until_ready()
+        info, cache = await self._llm.wait_until_ready(), self._llm.config.cache
         self.metrics.set_cache_info(
             {
                 "block_size": info.limits.block_size,
-                "cache_dtype": info.dtype,
+                "cache_dtype": info.dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
                 "enable_prefix_caching": info.limits.prefix_caching,
-                "gpu_memory_utilization": self._llm.config.cache.gpu_memory_utilization,
+                "gpu_memory_utilization": cache.gpu_memory_utilization,
                 "num_gpu_blocks": info.num_blocks,
             }
         )

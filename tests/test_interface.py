@@ -36,7 +36,7 @@ VARIABLE_BY_NAME: dict[str, EnvVar] = {name: row for row in VARIABLES for name i
 OF_THE_PARSER = {"help", "config", "explain_config"}
 """Flags of the command line itself."""
 
-ELSEWHERE = {"--device": {"hpu", "neuron", "xpu"}}
+ELSEWHERE = {"--device": {"hpu", "neuron", "xpu"}, "--kv-cache-dtype": {"fp8_inc"}}
 """Choices of vLLM that are no choice here: the error lists those that are."""
 
 WORDS = {"bool": [], "int": ["1"], "float": ["0.5"], "human_int": ["2k"], "json": ['{"a": 1}']}

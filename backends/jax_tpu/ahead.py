@@ -11,12 +11,14 @@ from typing import Final
 import jax
 
 from pagoda.backends.jax_tpu.budget import ProgramMemory, make_budget, plan_blocks
+from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
 from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, Key, OnLogits, Remember, Score
 from pagoda.backends.jax_tpu.executable import writable
 from pagoda.backends.jax_tpu.model import Model, build_model
 from pagoda.backends.jax_tpu.needs import full_load, need
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.programs import compile_all
+from pagoda.backends.jax_tpu.quantize import matrix_dtype
 from pagoda.backends.jax_tpu.report import Compiled, Report
 from pagoda.backends.jax_tpu.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
@@ -32,6 +34,7 @@ from pagoda.kernels_pallas.chips import CHIPS
 
 __all__ = ["compile_ahead", "find_target"]
 
+_USUAL: Final = CacheConfig()
 _SCHEDULES: Final = "*.jit_*.after_codegen.txt"
 
 
@@ -48,6 +51,7 @@ def compile_ahead(
     mode: LogprobsMode = "raw_logprobs",
     largest: bool = False,
     stated: bool = True,
+    quantization: str | None = None,
 ) -> Report:
     """Compile the programs of `data` copies of a model, each on `tensor` of the target's devices; needs no weights.
 
@@ -55,7 +59,7 @@ def compile_ahead(
     asked for this max_model_len. Raises ConfigError when the mesh does not suit the heads or the model does not fit.
     """
     begin = time.perf_counter()
-    model = model_for(target, spec, limits, layout, dtype, tensor, data)
+    model = model_for(target, spec, limits, layout, dtype, tensor, data, cache, quantization)
     num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
     shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
     catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
@@ -66,15 +70,24 @@ def compile_ahead(
 
 
 def model_for(
-    target: Target, spec: ModelSpec, limits: Limits, layout: KvLayout, dtype: str, tensor: int, data: int = 1
+    target: Target,
+    spec: ModelSpec,
+    limits: Limits,
+    layout: KvLayout,
+    dtype: str,
+    tensor: int,
+    data: int = 1,
+    cache: CacheConfig = _USUAL,
+    quantization: str | None = None,
 ) -> Model:
     """The model on the first `tensor` x `data` devices, with the kernel where they are TPUs. Raises ConfigError."""
     mesh, number = make_mesh(tensor, data, target.devices), dtype_of(dtype)
-    on_tpu = target.chip is not None
+    stored, on_tpu = cache_dtype(cache, number, target.chip), target.chip is not None
     if on_tpu:
         check_tables(limits)
-    kernel = KernelChoice(limits.block_size, number.name, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
-    return build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
+    kernel = KernelChoice(limits.block_size, stored, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
+    matrices = matrix_dtype(quantization, spec, kernel.chip)
+    return build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
 
 
 def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compiled, ...]:

@@ -18,9 +18,11 @@ import numpy as np
 from pagoda.backends.jax_tpu import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.batch import in_shard, make_batch, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
+from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
 from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
 from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.decoder import Caches
+from pagoda.backends.jax_tpu.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.logprobs import BEST
 from pagoda.backends.jax_tpu.memory import plan_memory
 from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
@@ -28,6 +30,7 @@ from pagoda.backends.jax_tpu.pending import PendingOne, PendingStep, PendingStep
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.platform import platform
 from pagoda.backends.jax_tpu.programs import CompileReport, Programs
+from pagoda.backends.jax_tpu.quantize import matrix_dtype
 from pagoda.backends.jax_tpu.sampler import Sampler
 from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
 from pagoda.backends.jax_tpu.sharding import make_mesh
@@ -66,12 +69,14 @@ def create(
     strict: bool = False,
     bundle: Path | None = None,
     compile_cache: Path | None = None,
+    quantization: str | None = None,
 ) -> JaxBackend:
     """A backend for `data` copies of a model, each on `tensor` devices (of `devices`, default: all there are).
 
     `limits`: of each copy. `dtype`: resolved, not `auto`.
     `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before.
-    `compile_cache`: the folder that programs are kept in.
+    `compile_cache`: the folder that programs are kept in. `quantization`: how the layers' matrices are made 8
+    bits wide, None to leave them.
     Raises ConfigError.
     """
     if sampling.processors:
@@ -84,8 +89,10 @@ def create(
     mesh = make_mesh(tensor, data, devices)
     number = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
-    kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
-    model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel)
+    stored = cache_dtype(cache, number, chip if ON_TPU else None)
+    kernel = KernelChoice(limits.block_size, stored, use_kernel=ON_TPU, chip=chip)
+    matrices = matrix_dtype(quantization, spec, chip)
+    model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
     kept = None if compile_cache is None else CompileCache(compile_cache)
     return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept)
 
@@ -125,11 +132,14 @@ class JaxBackend:
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Take every parameter, each straight to its devices. Raises WeightError."""
-        self._leaves = load(self.model, weights)
+        self._leaves = self._scaled(load(self.model, weights))
 
     def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
         """Take the arrays of `convert`, each device its piece. Raises ConfigError, or WeightError naming an array."""
-        self._leaves = checkpoints.load(self.model, checkpoint)
+        self._leaves = self._scaled(checkpoints.load(self.model, checkpoint))
+
+    def _scaled(self, leaves: Leaves) -> Leaves:
+        return with_kv_scales(self.model, leaves) if self.cache_config.calculate_kv_scales else leaves
 
     def plan_memory(self) -> MemoryPlan:
         """How many KV blocks fit in each shard. Raises ConfigError saying how much is missing."""

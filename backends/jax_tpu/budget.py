@@ -152,7 +152,9 @@ def _enough_devices(
 def with_devices(model: Model, tensor: int) -> Model:
     """The model shared by so many devices, none of them there: for its sizes. Raises ConfigError."""
     mesh = cast(Mesh, AbstractMesh((1, tensor), (DATA, MODEL)))
-    return build_model(model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel)
+    return build_model(
+        model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.quantized
+    )
 
 
 def make_budget(

@@ -6,6 +6,7 @@ over the repeating block. Runs inside `shard_map`: every array is a device's own
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, assert_never
 
 import jax
@@ -46,7 +47,7 @@ class Decoder(nnx.Module):
         self.final_norm = norm.make_norm(spec.final_norm, spec.width, build)
         self.head = None if spec.tied else build.parameter("VD", vocab, table)
         self.head_bias = build.parameter("V", vocab) if spec.head_bias else None
-        exact = Build(jnp.dtype(jnp.float32), build.tensor)
+        exact = replace(build, dtype=jnp.dtype(jnp.float32))
         self.rotary = nnx.List([exact.parameter("...", *table_shape(rope, max_len)) for rope in ropes(spec)])
 
     def hidden(self, token_ids: jax.Array, step: StepInput, caches: Caches) -> tuple[jax.Array, Caches]:
@@ -91,7 +92,7 @@ class SegmentLayers(nnx.Module):
     """A repeating block of layers, each with its parameters stacked over the repeats."""
 
     def __init__(self, segment: Segment, places: CachePlaces, width: int, build: Build) -> None:
-        stacked = Build(build.dtype, build.tensor, segment.repeats)
+        stacked = replace(build, repeats=segment.repeats)
         self.layers = nnx.List([DecoderLayer(layer, width, stacked) for layer in segment.block])
         numbers = segment.numbers.tolist()
         self.places = tuple(

@@ -77,6 +77,7 @@ def model_facts(model: Model) -> dict[str, Any]:
         "devices": [each.id for each in model.mesh.devices.flat],
         "model": fingerprint(model.spec),
         "dtype": model.dtype.name,
+        "quantization": model.quantized,
         "kv_cache_dtype": model.kernel.cache_dtype,
     }
 

@@ -28,17 +28,17 @@ class MlpFfn(nnx.Module):
         inner = padded(spec.width, build.tensor)
         parts = 2 if spec.gated else 1
         self.spec = spec
-        self.inner = build.parameter(".FD", parts, inner, width)
+        self.inner, self.inner_scale = build.matrix(".FD", parts, inner, width)
         self.inner_bias = build.parameter(".F", parts, inner) if spec.bias else None
-        self.down = build.parameter("DF", width, inner)
+        self.down, self.down_scale = build.matrix("DF", width, inner)
         self.down_bias = build.parameter("D", width) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [T, D] -> [T, D]."""
-        both = project(x, self.inner[...])
+        both = project(x, self.inner[...], self.inner_scale)
         if self.inner_bias is not None:
             both = both + self.inner_bias[...]
-        out = total(project(activate(self.spec, both), self.down[...]))
+        out = total(project(activate(self.spec, both), self.down[...], self.down_scale))
         return out if self.down_bias is None else out + self.down_bias[...]
 
 

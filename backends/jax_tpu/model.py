@@ -45,6 +45,7 @@ class Model:
     paths: tuple[Path, ...]
     axes: tuple[str, ...]
     split: tuple[Any, Any]  # the decoder's graph and the tree of its state
+    quantized: str | None = None  # the 8-bit type of the layers' matrices
 
     @property
     def tensor(self) -> int:
@@ -131,12 +132,19 @@ class Model:
 
 
 def build_model(
-    spec: ModelSpec, layout: KvLayout, mesh: Mesh, dtype: jnp.dtype, max_len: int, kernel: KernelChoice
+    spec: ModelSpec,
+    layout: KvLayout,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    max_len: int,
+    kernel: KernelChoice,
+    quantized: str | None = None,
 ) -> Model:
     """A model without weights; makes no array. Raises ConfigError when the mesh does not suit the heads."""
     tensor = mesh.shape[MODEL]
     places = cache_places(spec, layout, tensor)
-    module = nnx.eval_shape(lambda: Decoder(spec, places, max_len, Build(jnp.dtype(dtype), tensor)))
+    build = Build(jnp.dtype(dtype), tensor, scaled_cache=kernel.scaled, quantized=quantized)
+    module = nnx.eval_shape(lambda: Decoder(spec, places, max_len, build))
     graph, state = nnx.split(module)
     flat = list(nnx.to_flat_state(state))
     values, tree = jax.tree.flatten(state)
@@ -146,4 +154,4 @@ def build_model(
         for value, names in zip(values, axes)
     )
     paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
-    return Model(spec, mesh, layout, places, kernel, max_len, leaves, paths, axes, (graph, tree))
+    return Model(spec, mesh, layout, places, kernel, max_len, leaves, paths, axes, (graph, tree), quantized)

@@ -67,10 +67,12 @@ def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]
     def key_place(rows: Array) -> Array:
         return keys(rows)[:, None]
 
-    for suffix, target in (("", "qkv"), ("_bias", "qkv_bias")):
-        yield f"q{suffix}", Placement((target,), (), queries)
-        yield f"k{suffix}", Placement((target,), (0, heads.group), key_place)
-        yield f"v{suffix}", Placement((target,), (0, heads.group + 1), key_place)
+    yield "q", Placement(("qkv",), (), lambda rows: queries(rows).reshape(heads.slots, -1, rows.shape[1]))
+    yield "k", Placement(("qkv",), (0, heads.group * dim), keys)
+    yield "v", Placement(("qkv",), (0, (heads.group + 1) * dim), keys)
+    yield "q_bias", Placement(("qkv_bias",), (), queries)
+    yield "k_bias", Placement(("qkv_bias",), (0, heads.group), key_place)
+    yield "v_bias", Placement(("qkv_bias",), (0, heads.group + 1), key_place)
     yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0).reshape(len(rows), -1))
     yield "o_bias", Placement(("out_bias",))
     full = mixer.qk_norm_over == "full"

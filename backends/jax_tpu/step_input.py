@@ -51,6 +51,11 @@ class KernelChoice:
         return KvLayout(kv_heads, head_dim, self.cache_dtype, self.page_size)
 
     @property
+    def scaled(self) -> bool:
+        """Whether K and V are divided by a scale before they are stored: 8-bit numbers have little range."""
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
     def options(self) -> dict[str, Any]:
         """Static arguments that every kernel takes."""
         return {"use_kernel": self.use_kernel, "interpret": self.interpret, "chip": self.chip}

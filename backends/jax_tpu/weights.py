@@ -15,8 +15,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.backends.jax_tpu.kv_scales import KV_SCALE
 from pagoda.backends.jax_tpu.model import Leaves, Model
 from pagoda.backends.jax_tpu.placement import Path, Placement, placements
+from pagoda.backends.jax_tpu.quantize import SCALE, quantized
 from pagoda.backends.jax_tpu.rotary import ropes, table
 from pagoda.backends.jax_tpu.sharding import placed
 from pagoda.common.backend import Weight
@@ -48,8 +50,11 @@ def load(model: Model, weights: Iterable[Weight]) -> Leaves:
 
 
 def tables(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
-    """The arrays that no parameter fills: the tables of rotary positions."""
-    return {("rotary", number): table(rope, model.max_len) for number, rope in enumerate(ropes(model.spec))}
+    """The arrays that no parameter fills: tables of rotary positions, and scales of K and V, which begin as 1."""
+    scales = {
+        path: np.ones(leaf.shape, np.float32) for path, leaf in zip(model.paths, model.leaves) if path[-1] == KV_SCALE
+    }
+    return {("rotary", number): table(rope, model.max_len) for number, rope in enumerate(ropes(model.spec))} | scales
 
 
 def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
@@ -68,6 +73,7 @@ class _Filling:
             jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
         ]
         self._write = jax.jit(_write, donate_argnums=0)
+        self._write_quantized = jax.jit(_write_quantized, donate_argnums=0)
         for path, values in tables(model).items():
             self._fill(path, (), values)
 
@@ -84,7 +90,12 @@ class _Filling:
         offset[: len(start)] = start
         sharding = placed(self._model.mesh, axes)
         sent = jax.make_array_from_callback(part.shape, sharding, part.__getitem__)  # to the devices of this host alone
-        self._arrays[index] = self._write(array, sent, offset)
+        scales = self._index.get((*target[:-1], f"{target[-1]}{SCALE}"))
+        if scales is None:
+            self._arrays[index] = self._write(array, sent, offset)
+        else:
+            both = array, self._arrays[scales]
+            self._arrays[index], self._arrays[scales] = self._write_quantized(both, sent, offset)
 
     def leaves(self) -> Leaves:
         """The filled arrays; waits for the devices."""
@@ -93,6 +104,15 @@ class _Filling:
 
 def _write(array: jax.Array, part: jax.Array, offset: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(array, part.astype(array.dtype), tuple(offset))
+
+
+def _write_quantized(
+    both: tuple[jax.Array, jax.Array], part: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A matrix and its scales with a part of it in place; the last axis is whole, on however many devices it is."""
+    matrix, scales = both
+    numbers, factors = quantized(part, matrix.dtype.name)
+    return _write(matrix, numbers, offset), _write(scales, factors, offset[:-1])
 
 
 def _pad(part: npt.NDArray[np.generic], shape: tuple[int, ...], axes: str) -> npt.NDArray[np.generic]:

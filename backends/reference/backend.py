@@ -26,6 +26,7 @@ from pagoda.common.config.platform import BLOCK_SIZES
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
 CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
@@ -40,7 +41,11 @@ def create(
     dtype: str,
     sampling: SamplerOptions = USUAL,
 ) -> ReferenceBackend:
-    """A backend for a model. `dtype`: resolved, not `auto`."""
+    """A backend for a model. `dtype`: resolved, not `auto`. Raises ConfigError for a cache in other numbers."""
+    if cache.cache_dtype != "auto":
+        raise ConfigError(
+            "--kv-cache-dtype", "the reference backend's cache holds the activations' numbers; use auto, or jax_tpu"
+        )
     return ReferenceBackend(spec, limits, layout, cache, numerics(dtype), sampling)
 
 

@@ -9,6 +9,9 @@ from pagoda.common.config.numbers import human_readable_int
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
+CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+
+_EIGHT_BITS: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 _NO_MAMBA: Final = "no model served here has such a state"
 
 
@@ -28,11 +31,10 @@ class CacheConfig:
     swap_space: float = option(
         4.0, "GiB of host memory for preempted requests.", no_effect="preempted requests are recomputed, not swapped"
     )
-    cache_dtype: str = option(
+    cache_dtype: CacheDType = option(
         "auto",
-        "Numbers of the KV cache.",
+        "Numbers of the KV cache: auto takes the activations', fp8 is fp8_e4m3, int8 needs --calculate-kv-scales.",
         flag="kv-cache-dtype",
-        refused="the KV cache holds the activations' numbers; use auto",
     )
     num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, whatever fits.")
     enable_prefix_caching: bool | None = option(
@@ -47,7 +49,7 @@ class CacheConfig:
         0.0, "GiB of weights kept in host memory.", refused="the CPU backend's weights are in host memory; use 0"
     )
     calculate_kv_scales: bool = option(
-        False, "Find the scales of a float8 KV cache.", no_effect="there is no float8 KV cache to scale"
+        False, "Find a scale for K and for V of each layer of an 8-bit KV cache at start-up; without it they are 1."
     )
     kv_sharing_fast_prefill: bool = option(
         False, "Skip prefill of layers that share KV.", no_effect="no model served here shares KV between layers"
@@ -77,6 +79,15 @@ class CacheConfig:
         ):
             if value is not None and value < 1:
                 raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
+        if self.calculate_kv_scales and self.cache_dtype not in _EIGHT_BITS:
+            raise ConfigError(
+                "--calculate-kv-scales",
+                f"a cache of {self.cache_dtype} numbers has no scales; add --kv-cache-dtype fp8 or int8, or drop it",
+            )
+        if self.cache_dtype == "int8" and not self.calculate_kv_scales:
+            raise ConfigError(
+                "--kv-cache-dtype", "int8 holds nothing of use without scales; add --calculate-kv-scales, or use fp8"
+            )
 
     @property
     def prefix_caching(self) -> bool:

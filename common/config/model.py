@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pagoda.common.config.numbers import human_readable_int_or_auto, json_object
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
 
 DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
+
+MADE_8_BITS: Final = ("fp8", "fp8_per_channel", "tpu_int8", "int8_per_channel_weight_only")
+"""Ways of --quantization that need nothing of the checkpoint: one scale per output channel, found at start-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,9 @@ class ModelConfig:
         None,
         "How the weights are quantised.",
         aliases=("-q",),
-        refused="only what a GGUF file itself carries is read; serve a GGUF file of the model, or unquantised weights",
-        accepts=("gguf",),
+        refused="weights are made 8 bits wide at start-up, by jax_tpu, or read as they are, which may be from a GGUF "
+        "file; use fp8 or tpu_int8, serve a GGUF file of the model, or unquantised weights",
+        accepts=("gguf", *MADE_8_BITS),
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
@@ -126,6 +130,11 @@ class ModelConfig:
             raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the whole vocabulary")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError("--max-model-len", f"{self.max_model_len} is not a positive number of tokens")
+
+    @property
+    def made_8_bits(self) -> str | None:
+        """How the weights are quantised at start-up, None when they are taken as they are."""
+        return self.quantization if self.quantization in MADE_8_BITS else None
 
     @property
     def names(self) -> tuple[str, ...]:

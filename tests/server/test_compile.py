@@ -118,6 +118,7 @@ FACTS = {
     "devices": [1, 0],
     "model": "another",
     "dtype": "bfloat16",
+    "quantization": "int8",
     "kv_cache_dtype": "bfloat16",
     "logprobs_mode": "raw_logits",
     "max_model_len": 64,

@@ -11,6 +11,7 @@ import numpy as np
 import support.jax_devices  # noqa: F401
 import torch
 
+from pagoda.backends.jax_tpu.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.model import Model, build_model
 from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice, StepShape, pack
@@ -23,13 +24,26 @@ BLOCK = 8
 
 
 class JaxModel:
-    """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks."""
+    """Logits [T, V] of one sequence: half of it as one prefill chunk, then token by token, over scattered blocks.
 
-    def __init__(self, spec: ModelSpec, weights: Iterable[Weight], max_len: int, tensor: int = 1) -> None:
-        mesh = make_mesh(tensor)
-        kernel = KernelChoice(page_size=BLOCK, cache_dtype="float32")
-        self.model: Model = build_model(spec, kv_layout(spec, BLOCK), mesh, jnp.dtype("float32"), max_len, kernel)
+    `cache_dtype` and `quantized`: numbers of the KV cache, with scales where it has 8 bits, and of the matrices.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Iterable[Weight],
+        max_len: int,
+        tensor: int = 1,
+        cache_dtype: str = "float32",
+        quantized: str | None = None,
+    ) -> None:
+        mesh, number = make_mesh(tensor), jnp.dtype("float32")
+        kernel = KernelChoice(page_size=BLOCK, cache_dtype=cache_dtype)
+        self.model: Model = build_model(spec, kv_layout(spec, BLOCK), mesh, number, max_len, kernel, quantized)
         self.leaves = load(self.model, weights)
+        if kernel.scaled:
+            self.leaves = with_kv_scales(self.model, self.leaves)
         self.pages = -(-max_len // BLOCK)
         self._programs: dict[StepShape, object] = {}
 

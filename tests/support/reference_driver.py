@@ -15,6 +15,8 @@ from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
 
+USUAL_CACHE = CacheConfig()
+
 
 def tiny_spec(window: int | None = None, softcap: float | None = None, moe: bool = False) -> ModelSpec:
     """Two layers (the second windowed when asked), grouped heads, untied head."""
@@ -50,12 +52,13 @@ class Driver:
         block_size: int = 4,
         dtype="float32",
         backend: str = "reference",
+        cache: CacheConfig = USUAL_CACHE,
         **make,
     ):
         limits = Limits(max_model_len=128, max_num_batched_tokens=256, max_num_seqs=rows, block_size=block_size)
         self.layout = kv_layout(spec, block_size)
         module = load_backend(backend)
-        self.backend = module.create(spec, limits=limits, layout=self.layout, cache=CacheConfig(), dtype=dtype, **make)
+        self.backend = module.create(spec, limits=limits, layout=self.layout, cache=cache, dtype=dtype, **make)
         self.backend.load(random_weights(spec))
         pages = 128 // block_size
         count = rows * pages * len(self.layout.groups)

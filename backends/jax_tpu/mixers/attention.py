@@ -6,6 +6,8 @@ is one KV head and its query heads, so that one axis is split over the devices.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +22,7 @@ from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
 
 
 class AttentionMixer(nnx.Module):
-    """`qkv` [K, G+2, H, D]: per slot K the G query heads, then key, then value; `out` [D, K * G * H]: flat,
+    """`qkv` [K, (G+2) * H, D]: per slot K the G query heads, then key, then value; `out` [D, K * G * H]: flat,
     because the TPU would lay out a last axis but one of G rows in a way that it must undo in every step.
     """
 
@@ -28,17 +30,21 @@ class AttentionMixer(nnx.Module):
         layout = HeadLayout.of(spec, build.tensor)
         slots, group, dim = layout.slots, layout.group, spec.head_dim
         self.spec, self.layout = spec, layout
-        self.qkv = build.parameter("KGHD", slots, group + 2, dim, width)
+        self.qkv, self.qkv_scale = build.matrix("K.D", slots, (group + 2) * dim, width)
         self.qkv_bias = build.parameter("KGH", slots, group + 2, dim) if spec.qkv_bias else None
-        self.out = build.parameter("DK", width, slots * group * dim)
+        self.out, self.out_scale = build.matrix("DK", width, slots * group * dim)
         self.out_bias = build.parameter("D", width) if spec.out_bias else None
         self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
+        exact = replace(build, dtype=jnp.dtype(jnp.float32))
+        self.kv_scale = exact.parameter(".", 2) if build.scaled_cache else None  # of K, of V
 
     def __call__(
         self, x: jax.Array, cache: jax.Array, place: jax.Array, rotation: Rotation | None, step: StepInput
     ) -> tuple[jax.Array, jax.Array]:
         """X [T, D], the stacked cache, (group, index) int32 [2] of this layer -> [T, D] and the cache."""
-        heads = project(x, self.qkv[...])
+        # The barrier keeps XLA from giving the product another shape, for which it would copy the weight first.
+        heads = jax.lax.optimization_barrier(project(x, self.qkv[...], self.qkv_scale))
+        heads = heads.reshape(*heads.shape[:2], -1, self.spec.head_dim)
         if self.qkv_bias is not None:
             heads = heads + self.qkv_bias[...]
         tokens, slots, places, dim = heads.shape
@@ -47,6 +53,7 @@ class AttentionMixer(nnx.Module):
         q = q.reshape(tokens, slots * (places - 2), dim)
         if rotation is not None:
             q, k = rotation(q), rotation(k)
+        k_scale, v_scale = (None, None) if self.kv_scale is None else self.kv_scale[...]
         attended, cache = ragged_paged_attention(
             q,
             k,
@@ -61,10 +68,12 @@ class AttentionMixer(nnx.Module):
             scale=self.spec.scale,
             softcap=self.spec.softcap,
             window=self.spec.window,
+            k_scale=k_scale,
+            v_scale=v_scale,
             decode_only=step.decode_only,
             **step.kernel.options,
         )
-        out = total(project(attended.reshape(tokens, -1), self.out[...]))
+        out = total(project(attended.reshape(tokens, -1), self.out[...], self.out_scale))
         return (out if self.out_bias is None else out + self.out_bias[...]), cache
 
     def _normalise(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

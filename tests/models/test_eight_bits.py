@@ -1,0 +1,52 @@
+"""How much a real model loses to matrices or K and V in 8 bits, against its own float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flax")
+
+import numpy as np
+from support.jax_model import JaxModel
+
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.text.tokenizer import load_tokenizer
+from pagoda.common.weights.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.model
+
+TEXT = (
+    "Photosynthesis is the process by which green plants turn sunlight, water and carbon dioxide into sugar and "
+    "oxygen. It takes place in the leaves, where a green pigment absorbs the light."
+)
+# how: (matrices, KV cache), most by which a token's logprob moves on average, least share of equal greedy tokens
+BOUNDS = {
+    "fp8 matrices": (("float8_e4m3b11fnuz", "float32"), 0.25, 0.85),
+    "int8 matrices": (("int8", "float32"), 0.1, 0.9),
+    "fp8 cache": ((None, "float8_e4m3fn"), 0.15, 0.8),
+    "int8 cache": ((None, "int8"), 0.15, 0.9),
+}
+
+
+def test_eight_bits_lose_little(model_file: Path) -> None:
+    checkpoint = open_checkpoint(model_file)
+    spec, family = spec_from_config(checkpoint.config())
+    weights = list(family.weights(params(spec), checkpoint.tensors()))
+    ids = load_tokenizer(str(model_file)).encode(TEXT)
+
+    def answers(quantized: str | None, cache: str) -> tuple[np.ndarray, np.ndarray]:
+        """Logprobs of the tokens that follow, and the greedy tokens."""
+        logits = JaxModel(spec, weights, 64, cache_dtype=cache, quantized=quantized).logits(ids)
+        found = logits.log_softmax(-1).numpy()
+        return found[np.arange(len(ids) - 1), ids[1:]], found.argmax(-1)
+
+    usual, greedy = answers(None, "float32")
+    for name, (how, most, least) in BOUNDS.items():
+        found, chosen = answers(*how)
+        moved, same = float(np.abs(found - usual).mean()), float((chosen == greedy).mean())
+        print(f"{name}: {moved:.4f} {same:.3f} {float((usual - found).mean()):+.4f} over {len(ids)} tokens")
+        assert 1e-4 < moved < most, name
+        assert same >= least, name
