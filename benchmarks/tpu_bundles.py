@@ -1,9 +1,10 @@
 """Counts the cycles of a TPU kernel by running the scalar side of its final schedule.
 
 libtpu writes down a kernel as VLIW bundles. Which of them are issued, and how often, is decided by scalar registers,
-scalar memory and branches alone, and those depend on nothing but the kernel's scalar operands. So this module executes
-the scalar instructions on given operands (vector and matrix instructions are passed over) and counts bundles: one is
-issued per cycle. No trip count is guessed and a skipped branch costs nothing.
+scalar memory and branches alone, and those depend on nothing but the kernel's scalar operands and the values that the
+vector unit hands over. So this module executes the scalar instructions on given operands and values (vector and matrix
+instructions are passed over) and counts bundles: one is issued per cycle. No trip count is guessed and a skipped branch
+costs nothing.
 
 What a count does not hold: waiting for DMA, a full matrix unit or colliding memory banks.
 """
@@ -11,7 +12,7 @@ What a count does not hold: waiting for DMA, a full matrix unit or colliding mem
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,11 +28,12 @@ WORD = (1 << 32) - 1
 GRANULE = 32  # bytes
 
 BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s*(?:LB|LH|LE|PB|PF|CT)?\s*:\s*>*\s*\{(.*)\}([^}]*)$")
+COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)  # may run over lines
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 VMEM_OPERAND = re.compile(r"inlined_call_operand\.vmem \[shape: [a-z]+(\d+)\[([\d,]+)\], index: (\d+)")
 OP = re.compile(r"%(\w+) = ([a-z][\w.]*)\s*(.*)")
 PREDICATE = re.compile(r"\((!?)%\w+_(p\d+)(?:, [^()]*)?\)")
-ATOM = re.compile(r"%\w+_([sp]\d+)|#(\w+)|\$?(0x[0-9a-f]+|-?\d+)")
+ATOM = re.compile(r"%\w+_([sp]\d+)|#(\w+)|\$?(0x[0-9a-f]+|-?\d+(?:\.\d+(?:e[+-]?\d+)?)?)")
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,14 @@ class Listing:
         self.symbols: dict[str, int] = {}
         self.in_vmem: dict[int, int] = {}  # operands that XLA placed in VMEM: number -> bytes
         self.bundles: list[tuple[Op, ...]] = []
-        for match in filter(None, map(BUNDLE.match, listing.read_text().splitlines())):
+        text = COMMENT.sub(lambda comment: comment[0].replace("\n", " "), listing.read_text())
+        for match in filter(None, map(BUNDLE.match, text.splitlines())):
             self.labels |= {number: len(self.bundles) for number in REGION.findall(match[2])}
             self.bundles.append(tuple(filter(None, map(self._op, match[1].split(";;")))))
             for bits, sizes, number in VMEM_OPERAND.findall(match[1]):
                 self.in_vmem[int(number)] = prod(map(int, sizes.split(","))) * int(bits) // 8
+        if len(self.use) != len(self.bundles):
+            raise RuntimeError(f"{listing.name} is misread: {len(self.bundles)} bundles of {len(self.use)} were found")
 
     def _op(self, text: str) -> Op | None:
         match = OP.match(text.strip())
@@ -87,7 +92,7 @@ class Listing:
             return None
         rest = match[3]
         predicate = PREDICATE.search(rest)
-        bare = re.sub(r"/\*.*?\*/", "", PREDICATE.sub("", rest)).replace("]] ", "]], ").strip().strip(",")
+        bare = COMMENT.sub("", PREDICATE.sub("", rest)).replace("]] ", "]], ").strip().strip(",")
         return Op(
             match[2],
             match[1].rpartition("_")[2],
@@ -99,7 +104,7 @@ class Listing:
 
     def _sum(self, text: str) -> tuple[str | int, ...]:
         return tuple(
-            register or self.address(symbol) if not number else int(number, 0)
+            register or self.address(symbol) if not number else _constant(number)
             for register, symbol, number in ATOM.findall(text)
         )
 
@@ -107,17 +112,22 @@ class Listing:
         """The first word of an allocation."""
         return self.symbols.setdefault(symbol, len(self.symbols) + 1 << SPACE) if symbol else 0
 
-    def run(self, operands: Sequence[np.ndarray]) -> Trace:
-        """Executes the kernel on its scalar operands, 32 bits wide, in the order in which it was called with them."""
-        return _Machine(self, operands).run()
+    def run(self, operands: Sequence[np.ndarray], popped: np.ndarray | None = None) -> Trace:
+        """Executes the kernel on its scalar operands, 32 bits wide, in the order in which it was called with them.
+
+        popped: the values, 32 bits wide, that the scalar unit takes from the vector unit, in the order of execution;
+        without it each is 0. RuntimeError: the kernel takes more or fewer.
+        """
+        return _Machine(self, operands, popped).run()
 
 
 class _Machine:
     """Scalar registers, scalar memory and the program counter."""
 
-    def __init__(self, listing: Listing, operands: Sequence[np.ndarray]) -> None:
+    def __init__(self, listing: Listing, operands: Sequence[np.ndarray], popped: np.ndarray | None) -> None:
         self.listing = listing
-        self.operands = [np.asarray(x).reshape(-1).view(np.int32) for x in operands]
+        self.operands = [_words(x) for x in operands]
+        self.popped = None if popped is None else deque(_words(popped).tolist())
         self.registers: dict[str, int] = {}
         self.memory: dict[int, int] = {}
         self.trace = Trace()
@@ -135,6 +145,8 @@ class _Machine:
                     target, slots = taken, DELAY_SLOTS + 1
             slots -= 1
             at = target if slots == 0 else at + 1
+        if self.popped:
+            raise RuntimeError(f"the kernel left {len(self.popped)} of the popped values")
         return self.trace
 
     def step(self, bundle: tuple[Op, ...]) -> int | None:
@@ -157,6 +169,8 @@ class _Machine:
 
     def execute(self, op: Op) -> int | None:
         name = op.name.split(".")[0]
+        if op.name == "spop":
+            return self.pop()
         if name in PASSED_OVER:
             return None
         if name == "dma":
@@ -164,7 +178,7 @@ class _Machine:
         if name == "inlined_call_operand":
             number = int(re.search(r"index: (\d+)", op.text)[1])  # type: ignore[index]
             array = self.operands[number] if number < len(self.operands) else None
-            return int(array[0]) & WORD if "[shape: s32[]" in op.text else number + 1 << SPACE
+            return int(array[0]) & WORD if op.text.startswith("<no") else number + 1 << SPACE
         if name == "sld":
             return self.memory.get(self.value(op.operands[0]), 0)
         if name == "sst":
@@ -174,10 +188,18 @@ class _Machine:
             chosen, yes, no = (self.value(x) for x in op.operands)
             return yes if chosen else no
         if name == "scmp":
-            kind, signed = op.name.split(".")[1:3]
-            a, b = (_signed(self.value(x)) if signed[0] == "s" else self.value(x) for x in op.operands)
+            kind, of = op.name.split(".")[1:3]
+            a, b = (READ[of[0]](self.value(x)) for x in op.operands)
             return int(COMPARE[kind](a, b))
         return ARITHMETIC[name](*(self.value(x) for x in op.operands)) & WORD
+
+    def pop(self) -> int:
+        """The next value from the vector unit."""
+        if self.popped is None:
+            return 0
+        if not self.popped:
+            raise RuntimeError("the kernel takes more popped values than were given")
+        return self.popped.popleft() & WORD
 
     def transfer(self, op: Op) -> None:
         """A DMA: only what goes to scalar memory is kept."""
@@ -193,8 +215,20 @@ class _Machine:
                 self.memory[named["smem"] + i] = int(x) & WORD
 
 
+def _words(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x).reshape(-1).view(np.int32)
+
+
+def _constant(text: str) -> int:
+    return int(np.float32(text).view(np.int32)) & WORD if "." in text else int(text, 0)
+
+
 def _signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
+
+
+def _float(x: int) -> float:
+    return float(np.uint32(x).view(np.float32))
 
 
 def _one(dump: Path, pattern: str) -> Path:
@@ -205,7 +239,8 @@ def _one(dump: Path, pattern: str) -> Path:
 
 
 PASSED_OVER = {"sphi", "int_to_ptr", "sfence", "shalt", "spop", "setrngseed", "strace", "sdelay", "snop"}
-COMPARE: dict[str, Callable[[int, int], bool]] = {
+READ: dict[str, Callable[[int], float]] = {"s": _signed, "u": int, "f": _float}
+COMPARE: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
@@ -217,6 +252,7 @@ ARITHMETIC: dict[str, Callable[..., int]] = {
     "sadd": lambda a, b: a + b,
     "ssub": lambda a, b: a - b,
     "smul": lambda a, b: a * b,
+    "smulhi": lambda a, b: a * b >> 32,
     "sshll": lambda a, b: a << b,
     "sshrl": lambda a, b: a >> b,
     "sshra": lambda a, b: _signed(a) >> b,

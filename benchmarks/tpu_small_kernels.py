@@ -3,15 +3,17 @@
     python benchmarks/tpu_small_kernels.py [--chip v6e] [--json FILE]
 
 XLA's side is the sum of the cycles that the compiler estimates for each operation of the reference. The kernel's side
-is the VLIW bundles of each of its loops times how often the loop runs (see tpu_kernel_schedule.py, which reads them):
+is the VLIW bundles that it issues, counted by running the scalar side of its schedule (see tpu_bundles.py):
 
-- top_k_top_p: passes are counted by running the kernel's own search on random logits, in Pallas' interpreter.
-- grouped_matmul: visits are counted for tokens that choose experts evenly at random. XLA's side is what it moves: in a
-  scan over layers it copies the weights of every expert out of the stack (temporary bytes, written and read) and only
-  then multiplies by those that have tokens. Its estimate for the product itself is not used: it contradicts the bundles
-  of the same product.
+- top_k_top_p: how often each search measures is counted by running the kernel on random logits, in Pallas' interpreter;
+  the schedule then runs with these answers. Fewer rows than were measured: the mean over all batches of so many.
+- grouped_matmul: the schedule runs on the visits of tokens that choose experts evenly at random. XLA's side is what it
+  moves: in a scan over layers it copies the weights of every expert out of the stack (temporary bytes, written and
+  read) and only then multiplies by those that have tokens. Its estimate for the product itself is not used: it
+  contradicts the bundles of the same product.
 
-A bundle is a cycle; stalls are not seen. Cycles of the memory are the bytes read over the chip's bandwidth.
+A bundle is a cycle; stalls are not seen. Cycles of the memory are the bytes that DMAs move over the chip's bandwidth.
+The flags that write the bundles are undocumented; where no dump appears the program says so and stops.
 """
 
 from __future__ import annotations
@@ -20,29 +22,56 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from tpu_kernel_schedule import loops, report
+import numpy as np
+from tpu_bundles import Listing, Trace
 
 VOCAB = 128_256
 ROWS = (8, 64, 256)
 TOP_K, TOP_P, TEMPERATURE = 50, 0.9, 0.7
+SEARCHES = ("peaks", "top_k", "top_p")
 
 
-def passes() -> dict[str, float]:
-    """How often the three searches measure, per block of rows: logits as a bfloat16 model of this vocabulary has."""
+def compiled(dump: Path, case: Any, chip: Any, place: Any, kernel: str) -> tuple[Listing, float]:
+    """The bundles of a kernel and the MiB of VMEM that it takes."""
+    from pagoda.kernels_pallas.aot import facts
+
+    for file in dump.glob("*"):
+        file.unlink()
+    program = case.function(chip).lower(*case.arguments(place)).compile()
+    return Listing(dump, kernel), facts(program).vmem / (1 << 20)
+
+
+def memory_cycles(listing: Listing, trace: Trace, scalars: int, chip: Any) -> float:
+    """Of all bytes between HBM and VMEM; what XLA placed in VMEM, `scalars` first operands aside, moves once."""
+    moved = sum(size for way, size in trace.moved.items() if "hbm" in way)
+    resident = sum(size for number, size in listing.in_vmem.items() if number >= scalars)
+    return (moved + resident) / chip.hbm_bandwidth * chip.clock_hz
+
+
+def report(title: str, figures: dict[str, float]) -> dict:
+    """Prints one kernel's figures."""
+    print(f"\n{title}")
+    for name, value in figures.items():
+        print(f"  {name:46s} {f'{value:,.3f}'.rstrip('0').rstrip('.')}", flush=True)
+    return {"title": title, **figures}
+
+
+def passes() -> list[Counter[str]]:
+    """How often each search measures in each block of rows: logits as a bfloat16 model of this vocabulary has."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     from pagoda.kernels_pallas.top_k_top_p import kernel as module
     from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
 
     seen: Counter[str] = Counter()
-    names = iter(("peaks", "top_k", "top_p"))
+    names = iter(SEARCHES)
     search = module.search
 
     def counted(measure, *rest):
@@ -54,17 +83,46 @@ def passes() -> dict[str, float]:
 
         return search(noted, *rest)
 
-    rows = 64
-    normal = np.random.default_rng(0).standard_normal((rows, VOCAB)).astype(np.float32) * 3
-    logits = jnp.asarray(normal).astype(jnp.bfloat16).astype(jnp.float32)
+    rows, found = module.ROWS, []
     rules = (jnp.full(rows, TEMPERATURE), jnp.full(rows, TOP_K), jnp.full(rows, TOP_P), jnp.zeros(rows))
+    call = jax.jit(lambda logits: top_k_top_p(logits, *rules, interpret=True))
+    rng = np.random.default_rng(0)
     module.search = counted
     try:
-        jax.block_until_ready(top_k_top_p(logits, *rules, interpret=True))
-        jax.effects_barrier()
+        for _ in range(max(ROWS) // rows):
+            normal = rng.standard_normal((rows, VOCAB)).astype(np.float32) * 3
+            jax.block_until_ready(call(jnp.asarray(normal).astype(jnp.bfloat16).astype(jnp.float32)))
+            jax.effects_barrier()
+            found.append(seen.copy())
+            seen.clear()
     finally:
         module.search = search
-    return {name: count / (rows / module.ROWS) for name, count in seen.items()}
+    return found
+
+
+def answers(blocks: list[Counter[str]]) -> np.ndarray:
+    """What the kernel's searches ask the vector unit in turn: is a row still open? Yes before each pass, then no."""
+    return np.concatenate([[1.0] * block[name] + [0.0] for block in blocks for name in SEARCHES]).astype(np.float32)
+
+
+def searched(listing: Listing, count: int, measured: list[Counter[str]], chip: Any) -> dict[str, float]:
+    """The kernel on `count` blocks of rows, the mean over all batches of so many, and what one more pass takes."""
+    from pagoda.kernels_pallas.top_k_top_p.kernel import TOP_K as WANTS_K
+    from pagoda.kernels_pallas.top_k_top_p.kernel import TOP_P as WANTS_P
+
+    scalars = [np.full(count, WANTS_K + WANTS_P, np.int32), np.arange(count, dtype=np.int32)]
+    batches = [measured[i : i + count] for i in range(0, len(measured), count)]
+    traces = [listing.run(scalars, answers(batch)) for batch in batches]
+    figures = {
+        "kernel: cycles of the core": fmean(trace.cycles for trace in traces),
+        "kernel: cycles of the memory": memory_cycles(listing, traces[0], len(scalars), chip),
+    }
+    first, *rest = batches[0]
+    for name, title in (("top_k", "top-k"), ("top_p", "top-p")):
+        longer = listing.run(scalars, answers([first + Counter([name]), *rest]))
+        figures[f"cycles of a pass for {title}"] = float(longer.cycles - traces[0].cycles)
+        figures[f"passes for {title}, of a block"] = 1 + fmean(block[name] for block in measured)
+    return figures
 
 
 def thresholds(chip_name: str, dump: Path) -> list[dict]:
@@ -72,41 +130,27 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     import jax
 
     from pagoda.backends.jax_tpu.schedule import read_schedule
-    from pagoda.kernels_pallas.aot import facts, one_chip
+    from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.top_k_top_p.arg_specs import SPECS, ArgSpec
-    from pagoda.kernels_pallas.top_k_top_p.kernel import CHUNK, UNROLL
+    from pagoda.kernels_pallas.top_k_top_p.arg_specs import ArgSpec
     from pagoda.kernels_pallas.top_k_top_p.kernel import ROWS as BLOCK
     from pagoda.kernels_pallas.top_k_top_p.reference import reference
 
-    chip, place = CHIPS[chip_name], one_chip(chip_name)
-    case: ArgSpec = SPECS["r256-v128k"]
-    compiled = case.function(chip).lower(*case.arguments(place)).compile()
-    found = loops(dump, "top_k_top_p")
-    if [loop.depth for loop in found] != [0, 1, 2, 2, 2, 2, 3, 2, 2, 3]:
-        sys.exit("the kernel's loops are not those that this program knows")
-    straight, grid, peaks, among, count, k_turn, k_pass, weigh, p_turn, p_pass = (loop.bundles for loop in found)
-    turns, often = VOCAB // CHUNK / UNROLL, passes()
-    block = straight + grid + turns * (peaks + count + weigh) + often["peaks"] * among
-    block += often["top_k"] * (k_turn + turns * k_pass) + often["top_p"] * (p_turn + turns * p_pass)
-    results = []
+    chip, place, measured, results = CHIPS[chip_name], one_chip(chip_name), passes(), []
     for rows in ROWS:
-        lowered = jax.jit(reference).lower(*ArgSpec(rows, VOCAB).arguments(place))
-        schedule = read_schedule(lowered.compile().as_text() or "")
-        load = BLOCK * VOCAB * 4 / chip.hbm_bandwidth * chip.clock_hz
-        ours = load + rows / BLOCK * max(block, load)
+        case, count = ArgSpec(rows, VOCAB), rows // BLOCK
+        listing, vmem = compiled(dump, case, chip, place, "top_k_top_p")
+        figures = searched(listing, count, measured, chip)
+        core, memory = figures["kernel: cycles of the core"], figures["kernel: cycles of the memory"]
+        ours = memory / count + max(core, memory)
+        theirs = read_schedule(jax.jit(reference).lower(*case.arguments(place)).compile().as_text() or "").cycles
         title = f"top_k_top_p: {rows} rows of {VOCAB} logits on {chip_name}, top-k {TOP_K}, top-p {TOP_P}"
-        figures = {
-            "kernel: cycles of the core": rows / BLOCK * block,
-            "kernel: cycles of the memory": rows / BLOCK * load,
+        figures |= {
             "kernel: microseconds": ours / chip.clock_hz * 1e6,
-            "XLA: cycles": float(schedule.cycles),
-            "XLA: microseconds": schedule.cycles / chip.clock_hz * 1e6,
-            "XLA / kernel": schedule.cycles / ours,
-            "bundles of a pass": turns * k_pass,
-            "passes for top-k, of a block": 1 + often["top_k"],
-            "passes for top-p, of a block": 1 + often["top_p"],
-            "VMEM, MiB": facts(compiled).vmem / (1 << 20),
+            "XLA: cycles": float(theirs),
+            "XLA: microseconds": theirs / chip.clock_hz * 1e6,
+            "XLA / kernel": theirs / ours,
+            "VMEM, MiB": vmem,
         }
         results.append(report(title, figures))
     return results
@@ -116,13 +160,12 @@ def products(chip_name: str, dump: Path) -> list[dict]:
     """Kernel and XLA's ragged product, for the two products of a layer of experts."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from pagoda.kernels_pallas.aot import facts, one_chip
+    from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
     from pagoda.kernels_pallas.grouped_matmul.blocks import choose
-    from pagoda.kernels_pallas.grouped_matmul.visits import visits
+    from pagoda.kernels_pallas.grouped_matmul.visits import FIELDS, visits
 
     def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts
         def one(carry, weights):
@@ -131,50 +174,41 @@ def products(chip_name: str, dump: Path) -> list[dict]:
         return jax.lax.scan(one, rows, stack)[0]
 
     chip, place, results = CHIPS[chip_name], one_chip(chip_name), []
+    per_byte = chip.clock_hz / chip.hbm_bandwidth
     for name, case in SPECS.items():
         if "-t" not in name:
             continue
-        for file in dump.glob("*"):
-            file.unlink()
-        rows, stack, _, sizes = arguments = case.arguments(place)
-        wide = (case.layers, case.groups, case.inner, case.parts * case.outer)
-        best = jax.ShapeDtypeStruct(wide, stack.dtype, sharding=place)
-        compiled = case.function(chip).lower(*arguments).compile()
-        found = loops(dump, "grouped_matmul")
+        listing, vmem = compiled(dump, case, chip, place, "grouped_matmul")
         blocks = choose(chip, case.rows, case.groups, case.inner, case.outer, 2)
-        units = blocks.columns // blocks.unit
-        deep = [loop for loop in found if loop.depth == 3]
-        visit = found[1].bundles + units * sum(loop.bundles for loop in found if loop.depth == 2)
-        visit += units * (case.inner // blocks.depth - 1) * sum(loop.bundles for loop in deep)
         tokens = int(name.rpartition("-t")[2])
         rng = np.random.default_rng(0)
         chosen = [rng.permutation(case.groups)[: case.rows // tokens] for _ in range(tokens)]
         counts = np.bincount(np.concatenate(chosen), minlength=case.groups)
-        live = int(visits(jnp.asarray(counts), case.rows, blocks.rows)[1])
-        columns = case.parts * case.outer // blocks.columns
-        matrix = 2 * case.parts * case.inner * case.outer
-        hit = int((counts > 0).sum()) * matrix
-        read = columns * case.rows * case.inner * 2 if case.rows > blocks.rows else case.rows * case.inner * 2
-        per_byte = chip.clock_hz / chip.hbm_bandwidth
-        core, memory = columns * live * visit, (hit + read) * per_byte
+        plan, live = visits(jnp.asarray(counts, jnp.int32), case.rows, blocks.rows)
+        layer = np.zeros(1, np.int32)
+        scalars = [np.asarray(live), layer, *(np.asarray(getattr(plan, field)) for field in FIELDS)]
+        trace = listing.run(scalars)
+        memory = memory_cycles(listing, trace, len(scalars), chip)
+        hit = int((counts > 0).sum()) * 2 * case.parts * case.inner * case.outer
         first = 2 * case.inner * blocks.columns * per_byte
-        ours = max(core, memory) + first
+        ours = max(trace.cycles, memory) + first
+        flop = 2 * case.rows * case.parts * case.inner * case.outer
+        rows, stack, _, sizes = case.arguments(place)
+        wide = (case.layers, case.groups, case.inner, case.parts * case.outer)
+        best = jax.ShapeDtypeStruct(wide, stack.dtype, sharding=place)
         copied = jax.jit(scanned).lower(rows, best, sizes).compile().memory_analysis().temp_size_in_bytes
         theirs = (2 * copied + hit) * per_byte
         figures = {
             "experts with tokens": float((counts > 0).sum()),
             "visits": float(live),
-            "kernel: cycles of the core": float(core),
+            "kernel: cycles of the core": float(trace.cycles),
             "kernel: cycles of the memory": memory,
             "kernel: microseconds": ours / chip.clock_hz * 1e6,
-            "kernel: share of the bound by bytes and FLOP": max(
-                hit * per_byte, 2 * case.rows * case.parts * case.inner * case.outer / chip.flops_per_cycle
-            )
-            / ours,
+            "kernel: share of the bound by bytes and FLOP": max(hit * per_byte, flop / chip.flops_per_cycle) / ours,
             "XLA: MB copied": copied / 1e6,
             "XLA: microseconds of its bytes alone": theirs / chip.clock_hz * 1e6,
             "XLA / kernel, at least": theirs / ours,
-            "VMEM, MiB": facts(compiled).vmem / (1 << 20),
+            "VMEM, MiB": vmem,
         }
         results.append(report(f"grouped_matmul {name} on {chip_name}, {blocks}", figures))
     return results
@@ -188,14 +222,17 @@ def main() -> None:
     args = parser.parse_args()
     dump = Path(tempfile.mkdtemp(prefix="llo-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    os.environ["LIBTPU_INIT_ARGS"] = flags  # before jax loads libtpu
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ |= {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}  # before jax
     try:
         found = thresholds(args.chip, dump) + products(args.chip, dump)
     finally:
         shutil.rmtree(dump, ignore_errors=True)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        from importlib.metadata import version
+
+        versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+        text = json.dumps({"chip": args.chip, "versions": versions, "rows": found}, indent=1)
+        args.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cycle counter on a hand-written listing: a loop over an operand, a branch around its body, a DMA."""
+"""The cycle counter on hand-written listings: a loop over an operand, a branch, a DMA, popped values."""
 
 from __future__ import annotations
 
@@ -39,15 +39,39 @@ LH: loop header
 {EMPTY}
   0x14 PF:  {{ %14 = vst [vmem:[%s4_s3] sm:$0xff] 0.0 }}
 """
+SEARCH = f"""
+     0   :  {{ %s1_s0 = inlined_call_operand.<no memory space> [shape: s32[1], index: 0, kind: input] }}
+  0x1   :  {{ %2 = vpush %v1_v0  ;;  %s3_s1 = spop %2 }}
+  0x2   :  {{ %p4_p0 = scmp.gt.f32.partialorder %s3_s1, 0.5 }}
+  0x3   :  {{ %5 = sbr.rel (!%p4_p0) target = $region9 }}
+{EMPTY}
+{EMPTY}
+{EMPTY}
+{EMPTY}
+  0x8 LB: > {{ %s6_s2 = spop %2  ;;  %s8_s3 = spop.sfrf %7 }} /* Start region 5 */
+  0x9   : > {{ %p7_p1 = scmp.gt.f32.partialorder %s6_s2, -0.5  ;;  %s9_s0 = sadd.s32 4294967295, %s1_s0 }}
+  0xa   : > {{ %p8_p2 = scmp.gt.s32.totalorder %s9_s0, 0 }}
+  0xb   : > {{ %p9_p3 = pnand %p7_p1, %p8_p2 }}
+  0xc   : > {{ %13 = sbr.rel (!%p9_p3) target = $region5 }}
+{EMPTY}
+{EMPTY}
+{EMPTY}
+{EMPTY}
+  0x11   :  {{ %s10_s4 = smulhi.u32 2863311531, %s9_s0 }} /* Start region 9 */
+"""
 
 
 @pytest.fixture
 def listing(tmp_path: Path) -> Listing:
-    bundles = [line for line in LISTING.splitlines() if "{" in line]
-    (tmp_path / "1-attend-03-final_bundles.txt").write_text(LISTING)
+    return dumped(tmp_path, LISTING)
+
+
+def dumped(dump: Path, text: str) -> Listing:
+    bundles = [line for line in text.splitlines() if "{" in line]
+    (dump / "1-attend-03-final_bundles.txt").write_text(text)
     table = "== CAPACITY:\n1 1\n== UTILIZATION:\n" + "\n".join(" ".join(["1"] + ["0"] * 10) for _ in bundles)
-    (tmp_path / "1-attend-01-final_hlo-static-per-bundle-utilization.txt").write_text(table)
-    return Listing(tmp_path, "attend")
+    (dump / "1-attend-01-final_hlo-static-per-bundle-utilization.txt").write_text(table)
+    return Listing(dump, "attend")
 
 
 @pytest.mark.parametrize(("values", "taken"), [([1, 2], 0), ([1, 9], 1), ([7, 9], 2)])
@@ -57,6 +81,23 @@ def test_bundles_are_counted_as_the_operands_branch(listing: Listing, values: li
     assert trace.use(listing, "MATMUL") == trace.cycles
     assert trace.moved["hbm_to_vmem"] == 32 * sum(x for x in values if x > 3)
     assert listing.in_vmem == {1: 8, 2: 64}
+
+
+@pytest.mark.parametrize(
+    ("most", "popped", "turns"),
+    [(9, [0.25], 0), (9, [1, -1], 1), (9, [1, 0, -0.25, -1], 3), (2, [1, 0, 0], 2), (9, None, 0)],
+)
+def test_a_search_turns_as_often_as_the_popped_values_say(
+    tmp_path: Path, most: int, popped: list[float] | None, turns: int
+) -> None:
+    values = None if popped is None else np.array(popped, np.float32)
+    assert dumped(tmp_path, SEARCH).run([np.array([most], np.int32)], values).cycles == 8 + 9 * turns + 1
+
+
+@pytest.mark.parametrize(("popped", "says"), [([1.0], "more popped"), ([1.0, -1.0, 0.0], "left 1")])
+def test_popped_values_that_do_not_fit_are_an_error(tmp_path: Path, popped: list[float], says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        dumped(tmp_path, SEARCH).run([np.array([9], np.int32)], np.array(popped, np.float32))
 
 
 def test_a_dump_that_is_not_there_is_named(tmp_path: Path) -> None:
