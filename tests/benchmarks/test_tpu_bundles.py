@@ -29,7 +29,9 @@ LH: loop header
 {EMPTY}
 {EMPTY}
 {EMPTY}
-  0xc   : > {{ %12 = dma.hbm_to_vmem /*hbm=*/%s4_s3, /*size_in_granules=*/%s7_s5, /*vmem=*/%s4_s3 }} /* End region 3 */
+  0xc   : > {{ %12 = dma.hbm_to_vmem /*hbm=*/%s4_s3, /*size_in_granules=*/%s7_s5, /*vmem=*/%s4_s3 /*
+base_bounds: (4)
+strides: (1) */ }} /* End region 3 */
   0xd   : > {{ %s10_s4 = sadd.s32 1, %s8_s4 }} /* Start/End empty region 4 */
   0xe   : > {{ %p2_p1 = scmp.lt.s32.totalorder %s10_s4, %s1_s0 }}
   0xf   : > {{ %13 = sbr.rel (%p2_p1) target = $region2 }}
@@ -103,3 +105,8 @@ def test_popped_values_that_do_not_fit_are_an_error(tmp_path: Path, popped: list
 def test_a_dump_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="xla_jf_dump_llo_text"):
         Listing(tmp_path, "attend")
+
+
+def test_a_bundle_that_is_not_understood_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="20 bundles of 21"):
+        dumped(tmp_path, LISTING.replace("0x14 PF:", "0x14 XX:"))
