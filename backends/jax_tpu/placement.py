@@ -17,7 +17,10 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A parameter fills, once `arrange`d to the target's rank, the target from `start` on (0 in the axes not given)."""
+    """A parameter fills, once `arrange`d, the target from `start` on (0 in the axes not given).
+
+    With an axis more than the target it counts slots and the places of a slot apart, see `seen`.
+    """
 
     target: Path
     start: tuple[int, ...] = ()
@@ -38,6 +41,11 @@ def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
                         (*prefix, *placement.target), (repeat, *placement.start), _lead(placement.arrange)
                     )
     return found
+
+
+def seen(shape: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...]:
+    """The target's shape as a part counts it: [L, K * places, ...] as [L, K, places, ...] if the part has an axis more."""
+    return shape if len(part) == len(shape) else (shape[0], part[1], shape[1] // part[1], *shape[2:])
 
 
 def _lead(arrange: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -67,12 +75,10 @@ def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]
     def key_place(rows: Array) -> Array:
         return keys(rows)[:, None]
 
-    yield "q", Placement(("qkv",), (), lambda rows: queries(rows).reshape(heads.slots, -1, rows.shape[1]))
-    yield "k", Placement(("qkv",), (0, heads.group * dim), keys)
-    yield "v", Placement(("qkv",), (0, (heads.group + 1) * dim), keys)
-    yield "q_bias", Placement(("qkv_bias",), (), queries)
-    yield "k_bias", Placement(("qkv_bias",), (0, heads.group), key_place)
-    yield "v_bias", Placement(("qkv_bias",), (0, heads.group + 1), key_place)
+    for suffix, target in (("", "qkv"), ("_bias", "qkv_bias")):
+        yield f"q{suffix}", Placement((target,), (), queries)
+        yield f"k{suffix}", Placement((target,), (0, heads.group), key_place)
+        yield f"v{suffix}", Placement((target,), (0, heads.group + 1), key_place)
     yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0).reshape(len(rows), -1))
     yield "o_bias", Placement(("out_bias",))
     full = mixer.qk_norm_over == "full"

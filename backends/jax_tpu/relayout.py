@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.model import Model
-from pagoda.backends.jax_tpu.placement import Path, placements
+from pagoda.backends.jax_tpu.placement import Path, placements, seen
 from pagoda.common.models.shapes import params
 
 Index = npt.NDArray[np.int32]
@@ -61,7 +61,9 @@ def _numbered(model: Model) -> dict[Path, npt.NDArray[np.int64]]:
         shape = [1 if axis in _UNMOVED else size for axis, size in zip(known[name].axes, known[name].shape)]
         part = place.arrange(np.arange(first, first + prod(shape)).reshape(shape))
         window = zip_longest(place.start, part.shape, fillvalue=0)
-        found[place.target][tuple(slice(start, start + size) for start, size in window)] = part
+        target = found[place.target]
+        target = target.reshape(seen(target.shape, part.shape))
+        target[tuple(slice(start, start + size) for start, size in window)] = part
         first += prod(shape)
     return found
 

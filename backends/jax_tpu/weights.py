@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.kv_scales import KV_SCALE
 from pagoda.backends.jax_tpu.model import Leaves, Model
-from pagoda.backends.jax_tpu.placement import Path, Placement, placements
+from pagoda.backends.jax_tpu.placement import Path, Placement, placements, seen
 from pagoda.backends.jax_tpu.quantize import SCALE, quantized
 from pagoda.backends.jax_tpu.rotary import ropes, table
 from pagoda.backends.jax_tpu.sharding import placed
@@ -85,8 +85,10 @@ class _Filling:
     def _fill(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
         index = self._index[target]
         axes, array = self._model.axes[index], self._arrays[index]
-        part = _pad(part, array.shape, axes)
-        offset = np.zeros(array.ndim, np.int32)
+        if part.ndim > array.ndim:
+            axes = f"{axes[:2]}.{axes[2:]}"
+        part = _pad(part, seen(array.shape, part.shape), axes)
+        offset = np.zeros(part.ndim, np.int32)
         offset[: len(start)] = start
         sharding = placed(self._model.mesh, axes)
         sent = jax.make_array_from_callback(part.shape, sharding, part.__getitem__)  # to the devices of this host alone
@@ -103,7 +105,8 @@ class _Filling:
 
 
 def _write(array: jax.Array, part: jax.Array, offset: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(array, part.astype(array.dtype), tuple(offset))
+    whole = array.reshape(seen(array.shape, part.shape))
+    return jax.lax.dynamic_update_slice(whole, part.astype(array.dtype), tuple(offset)).reshape(array.shape)
 
 
 def _write_quantized(

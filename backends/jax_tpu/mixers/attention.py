@@ -22,7 +22,7 @@ from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
 
 
 class AttentionMixer(nnx.Module):
-    """`qkv` [K, (G+2) * H, D]: per slot K the G query heads, then key, then value; `out` [D, K * G * H]: flat,
+    """`qkv` [K * (G+2), H, D]: per slot K the G query heads, then key, then value; `out` [D, K * G * H]: flat,
     because the TPU would lay out a last axis but one of G rows in a way that it must undo in every step.
     """
 
@@ -30,7 +30,7 @@ class AttentionMixer(nnx.Module):
         layout = HeadLayout.of(spec, build.tensor)
         slots, group, dim = layout.slots, layout.group, spec.head_dim
         self.spec, self.layout = spec, layout
-        self.qkv, self.qkv_scale = build.matrix("K.D", slots, (group + 2) * dim, width)
+        self.qkv, self.qkv_scale = build.matrix("K.D", slots * (group + 2), dim, width)
         self.qkv_bias = build.parameter("KGH", slots, group + 2, dim) if spec.qkv_bias else None
         self.out, self.out_scale = build.matrix("DK", width, slots * group * dim)
         self.out_bias = build.parameter("D", width) if spec.out_bias else None
@@ -44,7 +44,7 @@ class AttentionMixer(nnx.Module):
         """X [T, D], the stacked cache, (group, index) int32 [2] of this layer -> [T, D] and the cache."""
         # The barrier keeps XLA from giving the product another shape, for which it would copy the weight first.
         heads = jax.lax.optimization_barrier(project(x, self.qkv[...], self.qkv_scale))
-        heads = heads.reshape(*heads.shape[:2], -1, self.spec.head_dim)
+        heads = heads.reshape(heads.shape[0], -1, self.layout.group + 2, self.spec.head_dim)
         if self.qkv_bias is not None:
             heads = heads + self.qkv_bias[...]
         tokens, slots, places, dim = heads.shape
