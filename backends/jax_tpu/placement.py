@@ -44,7 +44,7 @@ def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
 
 
 def seen(shape: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...]:
-    """The target's shape as a part counts it: [L, K * places, ...] as [L, K, places, ...] if the part has an axis more."""
+    """The target's shape as a part counts it: [L, K * places, ...] as [L, K, places, ...], with that axis more."""
     return shape if len(part) == len(shape) else (shape[0], part[1], shape[1] // part[1], *shape[2:])
 
 
