@@ -71,7 +71,7 @@ QWEN_32B = {
     "attention_bias": False,
 }
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
-BLOCKS = 600
+BLOCKS = 600  # per device that shares the model: 10 GiB of cache on each
 DECODE, MIXED = StepShape(8, 8, 8, 1, True), StepShape(128, 8, 8, 1, False)
 
 
@@ -83,7 +83,8 @@ def model_on(target: Target, config: dict, tensor: int) -> Model:
 @cache
 def compiled(topology: str, tensor: int, shape: StepShape) -> tuple[Target, Catalogue, Compiled]:
     target = find_target(topology)
-    catalogue = Catalogue(model_on(target, LLAMA_8B, tensor), StepShapes.of(LIMITS, 1), BLOCKS, LIMITS.max_num_seqs)
+    model = model_on(target, LLAMA_8B, tensor)
+    catalogue = Catalogue(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
     return target, catalogue, compile_programs(catalogue, [Forward(shape)])[0]
 
 
@@ -97,10 +98,10 @@ MATRIX = [
 
 def check_step(topology: str, tensor: int, shape: StepShape) -> None:
     target, catalogue, program = compiled(topology, tensor, shape)
-    cache_bytes = BLOCKS * catalogue.model.block_bytes
+    cache_bytes, layers = catalogue.num_blocks * catalogue.model.block_bytes, len(catalogue.model.spec.layers)
     memory = program.executable.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
-    assert program.memory.temporary < cache_bytes / 16
+    assert program.memory.temporary < cache_bytes / layers
     assert program.schedule is not None
     assert target.chip is not None
     assert 0 < program.schedule.vmem <= target.chip.vmem_bytes
