@@ -24,6 +24,7 @@ _STORED: Final = {
 
 def cache_dtype(cache: CacheConfig, activations: jnp.dtype, chip: ChipInfo | None) -> str:
     """The stored type, as the kernel's `KvLayout` names it; `chip` None: a CPU. Raises ConfigError."""
+    cache.check_scales()
     if cache.cache_dtype == "int8" and chip is not None and not chip.int8:
         raise ConfigError("--kv-cache-dtype", f"{chip.name} has no int8; use fp8, which takes as little room")
     return _STORED.get(cache.cache_dtype, activations.name)

@@ -42,6 +42,7 @@ def create(
     sampling: SamplerOptions = USUAL,
 ) -> ReferenceBackend:
     """A backend for a model. `dtype`: resolved, not `auto`. Raises ConfigError for a cache in other numbers."""
+    cache.check_scales()
     if cache.cache_dtype != "auto":
         raise ConfigError(
             "--kv-cache-dtype", "the reference backend's cache holds the activations' numbers; use auto, or jax_tpu"

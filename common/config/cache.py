@@ -79,6 +79,9 @@ class CacheConfig:
         ):
             if value is not None and value < 1:
                 raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
+
+    def check_scales(self) -> None:
+        """For backends to call. Raises ConfigError when there are scales without use for them, or none where needed."""
         if self.calculate_kv_scales and self.cache_dtype not in _EIGHT_BITS:
             raise ConfigError(
                 "--calculate-kv-scales",

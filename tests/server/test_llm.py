@@ -91,6 +91,8 @@ def test_a_prompt_that_the_engine_refuses_leaves_nothing_behind() -> None:
 
 
 def test_ctrl_c_ends_all_and_leaves_the_engine_clean(llm: LLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+
     def interrupting(history: list[int]) -> int:
         if history[-1] == ord("e"):
             os.kill(os.getpid(), signal.SIGINT)
@@ -99,7 +101,7 @@ def test_ctrl_c_ends_all_and_leaves_the_engine_clean(llm: LLM) -> None:
     backend(llm).next_token = interrupting
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "mn"], SamplingParams(max_tokens=9), use_tqdm=False)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     backend(llm).next_token = alphabet
     assert llm.generate("abc", SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].text == "defg"
