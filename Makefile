@@ -17,7 +17,7 @@ $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.cpu
-	$(BIN)/python -m pip install -q -e '.[cpu,tpu,dev]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -e '.[cpu,cuda,tpu,dev]' -c $(CONSTRAINTS)
 	touch $@
 
 $(MODEL): tools/smollm2.py

@@ -12,6 +12,9 @@ import pytest
 # As the reference backend does for itself, but before any test module imports torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
+# Triton decides when a kernel is defined: here its interpreter runs them, on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # What a developer's shell says about models is not for the tests.
 for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
     os.environ.pop(name, None)

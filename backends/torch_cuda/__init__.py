@@ -1,0 +1,1 @@
+"""The NVIDIA backend: PyTorch with own Triton kernels and CUDA graphs."""

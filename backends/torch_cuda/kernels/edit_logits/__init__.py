@@ -1,0 +1,1 @@
+"""What requests do to logits before temperature: penalties, bias, bans and masks."""

@@ -1,0 +1,1 @@
+"""The token of each row: the best, or the best after noise."""

@@ -1,0 +1,1 @@
+"""Log-probabilities of chosen tokens, their ranks, and the best few."""

@@ -1,0 +1,1 @@
+"""Attention of many query tokens per sequence over the paged cache, in large tiles."""

@@ -1,0 +1,1 @@
+"""Products of activations with weights of 8 or 4 bits."""

@@ -1,0 +1,1 @@
+"""Mixers of the NVIDIA backend, a file per kind."""
