@@ -1,0 +1,86 @@
+"""Every kernel and every tuned setting as machine code for three chips, by the real compiler, in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.backends.torch_cuda.kernels import aot
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.tuning import settings, table
+
+KERNELS = Path(aot.__file__).parent
+SCHEDULING = ("num_warps", "num_stages")
+
+
+def test_every_kernel_is_compiled():
+    """A folder with a kernel has the list of what to compile."""
+    assert set(aot.FOLDERS) == {path.parent.name for path in KERNELS.glob("*/kernel.py")}
+    assert len(aot.FOLDERS) > 8
+
+
+@pytest.fixture(scope="module")
+def built() -> list[dict[str, Any]]:
+    """The compiler's findings. The interpreter stands in this process in place of the compiler, hence another one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", aot.__name__], env=environment, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_kernels_fit_their_chips(built: list[dict[str, Any]]):
+    assert {one["chip"] for one in built} == set(aot.TARGETS)
+    assert {one["name"].split("/")[0] for one in built} == set(aot.FOLDERS)
+    assert all(one["shared"] <= CHIPS[one["chip"]].shared_bytes for one in built)
+
+
+def test_hot_kernels_spill_nothing(built: list[dict[str, Any]]):
+    hot = [one for one in built if one["hot"]]
+    assert len(hot) > len(built) / 2, "most kernels are hot"
+    assert not [one for one in hot if one["spilled"]]
+
+
+def test_large_products_are_warp_group_instructions(built: list[dict[str, Any]]):
+    wanting = [one for one in built if one["wants_wgmma"]]
+    assert {one["name"].split("/")[0] for one in wanting} >= {"prefill_attention"}
+    assert not [one for one in wanting if not one["wgmma"]]
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.glob("*/tuning.json")), ids=lambda path: path.parent.name)
+def test_every_tuned_setting_is_compiled(path: Path):
+    for name, entries in table(path).items():
+        launches = aot.launches(path.parent.name, CHIPS[name]).values()
+        for key, entry in entries.items():
+            assert any(_has(launch.constants, launch, entry) for launch in launches), (
+                f"{name}/{key} is compiled nowhere"
+            )
+
+
+def _has(constants: Mapping[str, Any], launch: Any, entry: Mapping[str, int]) -> bool:
+    return all(
+        getattr(launch, name) == value if name in SCHEDULING else constants.get(name) == value
+        for name, value in entry.items()
+    )
+
+
+def test_settings_fall_back(tmp_path: Path):
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps({"sm_80": {"default": {"A": 1}, "x": {"A": 2}}, "sm_90": {"x": {"A": 3}}}))
+    assert [settings(path, CHIPS[chip], "x")["A"] for chip in ("sm_80", "sm_89", "sm_90", "sm_100")] == [2, 2, 3, 3]
+    assert settings(path, CHIPS["sm_90"], "y")["A"] == 1
+
+
+def test_chips():
+    assert chip_of((9, 0), 114) == Chip((9, 0), CHIPS["sm_90"].shared_bytes, 114, True)
+    assert chip_of((8, 7), 16).shared_bytes == CHIPS["sm_86"].shared_bytes
+    with pytest.raises(ValueError, match=r"7\.5"):
+        chip_of((7, 5), 40)
