@@ -38,8 +38,10 @@ def answers(model: str, backend: str, dummy: bool) -> list[list[int]]:
     extra = {"load_format": "dummy", "skip_tokenizer_init": True} if dummy else {}
     llm = pagoda.LLM(model, backend=backend, dtype="float32", max_model_len=512, max_num_seqs=16, **extra)
     vocab = llm.llm_engine.info.vocab_size
+    lengths = [5 + 9 * number for number in range(PROMPTS)]
     prompts = [
-        {"prompt_token_ids": [(7 * i + 31 * j) % (vocab - 10) + 5 for i in range(5 + 9 * j)]} for j in range(PROMPTS)
+        {"prompt_token_ids": [(7 * at + 31 * number) % (vocab - 10) + 5 for at in range(length)]}
+        for number, length in enumerate(lengths)
     ]
     common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
     greedy = pagoda.SamplingParams(temperature=0.0, **common)
