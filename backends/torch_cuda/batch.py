@@ -23,7 +23,8 @@ class Batch:
     """One step of S sequences with T tokens in all, those of the first `num_decodes` sequences `query_len` each.
 
     A sequence of padding has kv_len 0. Token j of a sequence stands at position kv_len - its query tokens + j.
-    Sequences from `num_decodes` on are cut into `tiles` (see prefill_attention.make_tiles); None where there are none.
+    Sequences from `num_decodes` on are cut into `tiles` of `tile` tokens (see prefill_attention.make_tiles); None where
+    there are none.
     """
 
     token_ids: Tensor  # int32 or int64 [T], known: no PREVIOUS among them
@@ -35,3 +36,4 @@ class Batch:
     tiles: Tensor | None  # int32 [n, 2]
     splits: int  # in how many parts decode attention reads a sequence
     query_len: int = 1
+    tile: int | None = None  # None: what suits each layer best, the same for all
