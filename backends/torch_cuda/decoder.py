@@ -32,9 +32,7 @@ Stream = tuple[Tensor | None, Tensor]
 class Decoder:
     """Tokens in, hidden states and logits out. Neither reads a tensor's values on the host."""
 
-    def __init__(
-        self, spec: ModelSpec, params: ModelParams, device: Device, max_len: int, comm: Comm = ALONE
-    ) -> None:
+    def __init__(self, spec: ModelSpec, params: ModelParams, device: Device, max_len: int, comm: Comm = ALONE) -> None:
         build = Build(params, device, comm)
         tables = rotary_tables(spec, max_len, device.torch)
         self.spec, self.comm = spec, comm
