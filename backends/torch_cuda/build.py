@@ -34,7 +34,7 @@ class Build:
 
     def linear(self, name: str) -> Linear:
         """The product of that name; where ranks share its outputs, this rank's."""
-        return linear(self.params[name], self.params.get(f"{name}_bias"))
+        return linear(self.params.matrix(name), self.params.get(f"{name}_bias"), self.device)
 
     def summed(self, name: str) -> Linear:
         """The product of that name whose inputs the ranks share: summed over them."""

@@ -43,7 +43,7 @@ class Decoder:
         )
         self.final_norm = build.norm(spec.final_norm, "final_norm")
         self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
-        self.head = linear(params["embed" if spec.tied else "head"], params.get("head_bias"))
+        self.head = linear(params["embed" if spec.tied else "head"], params.get("head_bias"), device)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, caches: Mapping[int, LayerCache]) -> Tensor:

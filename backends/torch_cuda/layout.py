@@ -5,7 +5,7 @@ Pure arithmetic over the spec. Knows no tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from pagoda.backends.torch_cuda.sharding import Shard
@@ -19,6 +19,9 @@ _ONCE: Final = ("out_bias", "down_bias")
 """Biases of products whose sum over the ranks is the result: the first rank has them."""
 
 
+_MATRICES: Final = (".qkv", ".out", ".inner", ".down")
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a canonical parameter lies: `tensor[into] = parameter[cut]`, one slice for each axis."""
@@ -30,26 +33,33 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a rank. `shapes`: of each by name; `places`: of each canonical parameter, None: not on this rank.
+    """The tensors of a rank.
 
-    Every element of a tensor has one place, but for the rows that pad the vocabulary.
+    `shapes`: of each by name. `places`: of each canonical parameter, None: not on this rank. `matrices`: the tensors
+    that may be packed in fewer bits, those of the products of layers, [out, in] or, of experts, [E, out, in].
+    `filled`: rows of those over the vocabulary that have a place; behind them is padding.
     """
 
-    shapes: dict[str, tuple[int, ...]]
-    places: dict[str, Place | None]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[str, Place | None] = field(default_factory=dict)
+    matrices: set[str] = field(default_factory=set)
+    filled: dict[str, int] = field(default_factory=dict)
 
 
 def make_layout(spec: ModelSpec, shard: Shard) -> Layout:
     """The layout of the rank; `sharding.check` holds."""
-    layout = Layout({}, {})
+    layout = Layout()
     for param in params(spec).values():
         name = fused(param.name)
         if not shard.first and name.endswith(_ONCE):
             layout.places[param.name] = None
-        else:
-            _place(layout, name, param, _cut(spec, param, shard))
-            if param.axes[0] == "V":
-                layout.shapes[name] = (shard.vocab(spec.vocab), *layout.shapes[name][1:])
+            continue
+        _place(layout, name, param, _cut(spec, param, shard))
+        if param.axes[0] == "V":
+            layout.filled[name] = layout.shapes[name][0]
+            layout.shapes[name] = (shard.vocab(spec.vocab), *layout.shapes[name][1:])
+        if name.endswith(_MATRICES):
+            layout.matrices.add(name)
     return layout
 
 

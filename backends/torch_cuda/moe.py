@@ -15,7 +15,7 @@ def make_moe(spec: Moe, build: Build, prefix: str) -> Linear:
     """The mixture as a function of x [T, D]."""
     params, device, comm = build.params, build.device, build.comm
     router = params[f"{prefix}.router"]
-    inner, down = params[f"{prefix}.experts.inner"], params[f"{prefix}.experts.down"]
+    inner, down = params.matrix(f"{prefix}.experts.inner"), params.matrix(f"{prefix}.experts.down")
     inner_bias, down_bias = params.get(f"{prefix}.experts.inner_bias"), params.get(f"{prefix}.experts.down_bias")
 
     def mixture(x: Tensor) -> Tensor:

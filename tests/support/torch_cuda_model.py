@@ -15,8 +15,9 @@ from pagoda.backends.torch_cuda.comm import ALONE, Comm
 from pagoda.backends.torch_cuda.decoder import Decoder
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.parameters import Pack
 from pagoda.backends.torch_cuda.sharding import Shard
-from pagoda.backends.torch_cuda.weights import allocate, fill
+from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_spec import KvGroup, kv_layout
 from pagoda.common.models.spec import ModelSpec
@@ -60,11 +61,12 @@ class TorchCudaModel:
         comm: Comm = ALONE,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
+        pack: Pack | None = None,
     ) -> None:
         self.shard, self.dtype = Shard(comm.rank, comm.size), cache_dtype or dtype
-        self.params = allocate(spec, self.shard, dtype, poisoned)
-        fill(self.params, spec, self.shard, weights)
-        self.decoder = Decoder(spec, self.params, CPU, max_len, comm)
+        self.loader = Loader(spec, self.shard, dtype, poisoned, pack)
+        self.loader.fill(weights)
+        self.decoder = Decoder(spec, self.loader.params, CPU, max_len, comm)
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:
