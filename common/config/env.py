@@ -69,6 +69,9 @@ XLA_CACHE_PATH: Final = _ours("XLA_CACHE_PATH", "Folder of compiled XLA programs
 XLA_CHECK_RECOMPILATION: Final = _ours(
     "XLA_CHECK_RECOMPILATION", "1: a program that is compiled while serving is an error.", "xla_check_recompilation"
 )
+TORCH_CUDA_DEVICE: Final = EnvVar(
+    "PAGODA_TORCH_CUDA_DEVICE", "cpu: --backend torch_cuda runs on a CPU, with each kernel's definition; for tests."
+)
 PLUGINS: Final = _ours("PLUGINS", "Names of plugins to load, between commas; default: all.", "plugins")
 ATTENTION_BACKEND: Final = _ours("ATTENTION_BACKEND", "Attention kernel.", "attention_backend")
 CPU_KVCACHE_SPACE: Final = _ours("CPU_KVCACHE_SPACE", "GiB of KV cache; 0: the default.", becomes=_kv_cache)
@@ -98,7 +101,7 @@ SERVER_DEV_MODE: Final = _ours("SERVER_DEV_MODE", "1: answer POST /reset_prefix_
 
 VARIABLES: Final = (
     *(API_KEY, CLIENT_API_KEY, HF_TOKEN, HF_HUB_OFFLINE, ALLOW_LONG_MAX_MODEL_LEN, TEST_FORCE_LOAD_FORMAT, PLUGINS),
-    *(XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION),
+    *(XLA_CACHE_PATH, XLA_CHECK_RECOMPILATION, TORCH_CUDA_DEVICE),
     *(ATTENTION_BACKEND, CPU_KVCACHE_SPACE, CPU_OMP_THREADS_BIND, OMP_NUM_THREADS),
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),

@@ -40,7 +40,15 @@ def jax_tpu(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Lo
     return JaxModel(spec, weights, max_len).logits
 
 
+def torch_cuda(spec: ModelSpec, weights: Iterable[Weight], max_len: int) -> tiny.Logits:
+    from support.torch_cuda_model import TorchCudaModel
+
+    return TorchCudaModel(spec, weights, max_len).logits
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {"naive": naive, "paged": paged}
+if find_spec("triton") is not None:
+    IMPLEMENTATIONS["torch_cuda"] = torch_cuda
 if find_spec("flax") is not None:
     IMPLEMENTATIONS["jax_tpu"] = jax_tpu
 

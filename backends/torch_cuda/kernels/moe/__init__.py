@@ -1,1 +1,5 @@
-"""A mixture of experts: who goes where, and the products of each expert with its rows."""
+"""Routed mixtures of experts."""
+
+from pagoda.backends.torch_cuda.kernels.moe.api import moe
+
+__all__ = ["moe"]

@@ -1,0 +1,61 @@
+"""The paged KV cache of a rank: per layer keys and values, each [P, K, B, H]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.parameters import Empty
+from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.common.engine.kv_spec import CacheSpec, FullCache, KvLayout, WindowCache
+from pagoda.common.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's K and V, each [P, K, B, H], and the number of the KV group whose block tables address them.
+
+    `k_scale`, `v_scale`: float32 [1], what the numbers of an 8-bit cache are to be multiplied by; None for others.
+    """
+
+    keys: Tensor
+    values: Tensor
+    group: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def allocate(
+    layout: KvLayout, num_blocks: int, dtype: torch.dtype, shard: Shard, empty: Empty
+) -> dict[int, LayerCache]:
+    """Layer index -> cache of `num_blocks` blocks. Layer j of every group shares array j where the shapes agree.
+
+    An 8-bit cache gets scales of 1 for each layer. Raises ModelError for a cache this backend does not have.
+    """
+    arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    caches: dict[int, LayerCache] = {}
+    for number, group in enumerate(layout.groups):
+        heads, dim = head_shape(group.spec, shard)
+        shape = (num_blocks, heads, layout.block_size, dim)
+        for index, layer in enumerate(group.layers):
+            key = (index, heads, dim)
+            if key not in arrays:
+                arrays[key] = empty(shape, dtype), empty(shape, dtype)
+            scales = (_one(empty), _one(empty)) if dtype.itemsize == 1 else (None, None)
+            caches[layer] = LayerCache(*arrays[key], number, *scales)
+    return caches
+
+
+def head_shape(spec: CacheSpec, shard: Shard) -> tuple[int, int]:
+    """(KV heads of a rank, head dim) of a cache spec that holds keys and values."""
+    match spec:
+        case FullCache() | WindowCache():
+            return shard.share(spec.kv_heads), spec.head_dim
+        case _:
+            raise ModelError(f"the torch_cuda backend has no cache for {type(spec).__name__}")
+
+
+def _one(empty: Empty) -> Tensor:
+    return empty((1,), torch.float32).fill_(1.0)

@@ -1,0 +1,189 @@
+"""The Triton kernel: one program takes a tile of query tokens, with all query heads of one KV head as its rows.
+
+Rows share the keys and values they read, so a group of heads costs no more memory traffic than one. Scores are base-2
+logarithms; the online softmax divides once, at the end (Dao, arXiv 2307.08691). Passes over keys that every row sees
+run first, without masks; those at the window's edge and at the diagonal follow, masked: an online softmax does not mind
+the order. Keys and values are gathered token by token through the block table, so pages and passes need not match.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.float8.kernel import decode, native
+from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import Rules
+from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import padded, tuned
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(-1e30)
+"""Below every score: where the online maximum starts. Finite, so that no difference with -inf is undefined."""
+
+_PER_STEP = ("tables", "query_start", "kv_lens", "tiles", "table_stride")
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to float32 rounding of 1, without overflow."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def attend(
+    carry, q, start, first, last, lowest, positions, keys, values, table, scale, softcap, page_stride,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """A pass: `carry` (maximum, sum and weighted values of each row) after BLOCK_N more keys, from `start` on.
+
+    Masked, only keys `first` to `last` are read, and a row sees those from `lowest` to its position.
+    """
+    top, total, acc = carry
+    at = start + tl.arange(0, BLOCK_N)
+    channels = tl.arange(0, q.shape[1])
+    offsets = (at % PAGE)[:, None] * HEAD_DIM + channels[None, :]
+    if MASKED:
+        readable = (at >= first) & (at <= last)
+        pages = tl.load(table + at // PAGE, mask=readable, other=0).to(tl.int64) * page_stride
+        mask = readable[:, None] & (channels < HEAD_DIM)[None, :]
+        k = tl.load(keys + (pages[:, None] + offsets), mask=mask, other=0)
+        v = tl.load(values + (pages[:, None] + offsets), mask=mask, other=0)
+    else:
+        pages = tl.load(table + at // PAGE).to(tl.int64) * page_stride
+        if q.shape[1] == HEAD_DIM:
+            k = tl.load(keys + (pages[:, None] + offsets))
+            v = tl.load(values + (pages[:, None] + offsets))
+        else:
+            k = tl.load(keys + (pages[:, None] + offsets), mask=(channels < HEAD_DIM)[None, :], other=0)
+            v = tl.load(values + (pages[:, None] + offsets), mask=(channels < HEAD_DIM)[None, :], other=0)
+    if FLOAT8:
+        k, v = decode(k, NATIVE).to(q.dtype), decode(v, NATIVE).to(q.dtype)
+
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if softcap is not None:
+        scores = tanh(scores * scale) * softcap
+    if MASKED:
+        seen = at[None, :] <= positions[:, None]
+        if lowest is not None:
+            seen = seen & (at[None, :] >= lowest[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    if softcap is not None:
+        new = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new[:, None])
+    else:  # the scale is one operand of a fused multiply-add
+        new = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new[:, None])
+    kept = tl.exp2(top - new)
+    total = total * kept + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), v, acc * kept[:, None], input_precision="ieee")
+    return new, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_PER_STEP)
+def prefill_attention(
+    q, keys, values, tables, query_start, kv_lens, tiles, sinks, k_scale, v_scale, out,
+    scale, softcap, window, q_stride, out_stride, table_stride, page_stride, head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head). `scale` and `softcap` are those of base-2 scores, but for what k_scale adds."""
+    sequence = tl.load(tiles + 2 * tl.program_id(0))
+    tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    begin = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - begin
+    first_position = tl.load(kv_lens + sequence) - count + tile_start
+    last_position = first_position + tl.minimum(TILE, count - tile_start) - 1
+
+    rows = tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, BLOCK_H)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    positions = tl.minimum(first_position + token, last_position)
+    real = (token < TILE) & (first_position + token <= last_position)
+    where = real[:, None] & (channels < HEAD_DIM)[None, :]
+    source = (begin + tile_start + token).to(tl.int64)
+    x = tl.load(q + (source * q_stride + head * HEAD_DIM)[:, None] + channels[None, :], mask=where, other=0)
+
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale)
+    first = 0
+    lowest = None
+    edges = 0
+    if window is not None:
+        first = tl.maximum(first_position - window + 1, 0)
+        lowest = positions - window + 1
+        edges = tl.cdiv(tl.maximum(last_position - window + 1, 0) - first, BLOCK_N)
+    passes = tl.cdiv(last_position + 1 - first, BLOCK_N)
+    whole = tl.maximum((first_position + 1 - first) // BLOCK_N - edges, 0)
+
+    if sinks is not None:
+        top = tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        top = tl.full([BLOCK_M], NOTHING, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    carry = top, total, tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    keys += kv_head * head_stride
+    values += kv_head * head_stride
+    table = tables + sequence.to(tl.int64) * table_stride
+    for i in tl.range(edges, edges + whole):
+        carry = attend(
+            carry, x, first + i * BLOCK_N, first, last_position, lowest, positions, keys, values, table,
+            scale, softcap, page_stride, HEAD_DIM, PAGE, BLOCK_N, k_scale is not None, NATIVE, False,
+        )  # fmt: skip
+    for i in tl.range(0, passes - whole):
+        start = first + (i if i < edges else i + whole) * BLOCK_N
+        carry = attend(
+            carry, x, start, first, last_position, lowest, positions, keys, values, table,
+            scale, softcap, page_stride, HEAD_DIM, PAGE, BLOCK_N, k_scale is not None, NATIVE, True,
+        )  # fmt: skip
+    _, total, acc = carry
+    result = acc / total[:, None]
+    if v_scale is not None:
+        result *= tl.load(v_scale)
+    target = out + (source * out_stride + head * HEAD_DIM)[:, None] + channels[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=where)
+
+
+def kernel(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    query_start: torch.Tensor,
+    kv_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    rules: Rules,
+    tile: int,
+    chip: Chip,
+) -> torch.Tensor:
+    """As `api.prefill_attention`, for tiles of `tile` tokens. Writes and returns `out` [T, N, H]."""
+    _, heads, head_dim = q.shape
+    _, kv_heads, page, _ = keys.shape
+    group = heads // kv_heads
+    found = constants(head_dim, q.dtype, chip, tile * group)
+    if keys.dtype == torch.float8_e4m3fn:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    if len(tiles):
+        prefill_attention[(len(tiles), kv_heads)](
+            q, keys, values, tables, query_start, kv_lens, tiles, rules.sinks, rules.k_scale, rules.v_scale, out,
+            *base2(rules.scale, rules.softcap), rules.window,
+            q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1),
+            GROUP=group, HEAD_DIM=head_dim, PAGE=page, TILE=tile, NATIVE=native(chip, keys), **found,
+        )  # fmt: skip
+    return out
+
+
+def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """Scale and soft cap such that softmax's exponentials are powers of two."""
+    log2e = LOG2E.value
+    return (scale * log2e, None) if softcap is None else (scale / softcap, softcap * log2e)
+
+
+def constants(head_dim: int, dtype: torch.dtype, chip: Chip, rows: int) -> dict[str, int]:
+    """Block sizes, num_warps and num_stages for tiles of `rows`."""
+    return {**tuned(head_dim, dtype, chip), "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim)}

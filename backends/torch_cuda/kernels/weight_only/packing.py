@@ -1,0 +1,114 @@
+"""Matrices in 8 or 4 bits: how they are rounded, how they lie in memory, what they stand for.
+
+`int8` and `fp8` (e4m3) are symmetric with one scale per output channel, stored [O, I] as they are. `int4` is
+asymmetric, with a scale and a zero point for each group of inputs of a channel. Eight of its numbers make one int32
+word: word i of a block of 256 inputs holds inputs i, 32 + i, 64 + i, ... from its lowest bits up. So one shift of a
+tile of words gives the numbers of 32 consecutive inputs, and no thread needs what another has read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+Scheme = Literal["int8", "int4", "fp8"]
+
+BLOCK: Final = 256
+"""Inputs that int4 packs together; rows are filled up with zeros to a multiple of it."""
+
+WORDS: Final = 32
+"""int32 words of a block."""
+
+GROUPS: Final = (128, 64, 32)
+"""Inputs that may share a scale and a zero point in int4."""
+
+_LARGEST: Final = {"int8": 127.0, "fp8": 448.0}
+_NIBBLES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix [..., O, I], or a stack of them, in few bits.
+
+    int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn.
+    int4: `data` int32 [..., O, blocks * 32], `scale` int32 [..., groups, O]: the upper 16 bits are the scale as
+    bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
+    """
+
+    scheme: Scheme
+    data: Tensor
+    scale: Tensor
+    inputs: int
+    group: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.data.shape[-2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of numbers and scales."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def channels(self, first: int, last: int) -> Packed:
+        """Output channels first to last - 1: views."""
+        return replace(self, data=self.data[..., first:last, :], scale=self.scale[..., first:last])
+
+    def expert(self, index: int) -> Packed:
+        """One matrix of a stack: views."""
+        return replace(self, data=self.data[index], scale=self.scale[index])
+
+
+def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> Packed:
+    """Round a matrix, or a stack of them, [..., O, I] on its own device. ValueError: a group that int4 does not have.
+
+    Values go to the nearest number. In int4 the numbers of a group span its least and greatest value, and zero.
+    """
+    if scheme == "int4" and group not in GROUPS:
+        raise ValueError(f"int4 groups have {', '.join(map(str, GROUPS))} inputs, not {group}")
+    if weight.ndim > 2:
+        parts = [pack(part, scheme, group) for part in weight]  # one at a time: rounding needs float32 copies
+        data, scale = torch.stack([part.data for part in parts]), torch.stack([part.scale for part in parts])
+        return replace(parts[0], data=data, scale=scale)
+    return _pack_groups(weight, group) if scheme == "int4" else _pack_channels(weight, scheme)
+
+
+def _pack_channels(weight: Tensor, scheme: Scheme) -> Packed:
+    largest, wide = _LARGEST[scheme], weight.float()
+    scale = wide.abs().amax(-1) / largest
+    scale = torch.where(scale > 0, scale, 1)
+    wide = (wide / scale[:, None]).clamp(-largest, largest)
+    data = wide.round().to(torch.int8) if scheme == "int8" else wide.to(torch.float8_e4m3fn)
+    return Packed(scheme, data, scale, weight.shape[1])
+
+
+def _pack_groups(weight: Tensor, group: int) -> Packed:
+    outputs, inputs = weight.shape
+    wide = torch.nn.functional.pad(weight.float(), (0, -inputs % BLOCK)).view(outputs, -1, group)
+    low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
+    step = ((high - low) / 15).to(torch.bfloat16)
+    step = torch.where(step > 0, step, 1)
+    zero = (-low / step).round().clamp(0, 15)
+    numbers = (wide / step[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.int32)
+    numbers = numbers.view(outputs, -1, _NIBBLES, WORDS)
+    words = numbers[:, :, 0].clone()
+    for place in range(1, _NIBBLES):
+        words |= numbers[:, :, place] << 4 * place
+    bits = step.view(torch.int16).to(torch.int32) << 16 | zero.to(torch.int32)
+    return Packed("int4", words.view(outputs, -1), bits.T.contiguous(), inputs, group)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """What the numbers stand for, float32 [..., O, I]."""
+    if packed.scheme != "int4":
+        return packed.data.float() * packed.scale[..., None]
+    shifts = torch.arange(0, 4 * _NIBBLES, 4, device=packed.data.device)
+    words = packed.data.unflatten(-1, (-1, 1, WORDS))
+    numbers = (words >> shifts[:, None] & 15).flatten(-3).unflatten(-1, (-1, packed.group))
+    bits = packed.scale.transpose(-1, -2)[..., None]
+    step = (bits & -65536).view(torch.float32)
+    return ((numbers - (bits & 15)).float() * step).flatten(-2)[..., : packed.inputs]
