@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu import edit
-from pagoda.backends.jax_tpu.choose import KINDS, Kind, choose
+from pagoda.backends.jax_tpu.choose import choose
 from pagoda.backends.jax_tpu.compiler import compiler_options
 from pagoda.backends.jax_tpu.layout import padded
 from pagoda.backends.jax_tpu.logprobs import logprobs
@@ -24,7 +24,9 @@ from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.shapes import StepShapes
 from pagoda.backends.jax_tpu.sharding import DATA, partition, placed, whole
 from pagoda.backends.jax_tpu.step_input import StepShape
+from pagoda.common.engine import logit_edits
 from pagoda.common.engine.sampling import LogprobsMode
+from pagoda.common.engine.sampling_rows import KINDS, Kind
 
 SCORED: Final = 64
 """Prompt tokens per call of the program that scores prompts."""
@@ -157,9 +159,9 @@ class Catalogue:
                 function = self._by_shard(_penalise, ("R.", "", ""), "R.")
                 return function, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
-                return edit.adjust, (), (logits, array((3, edit.ENTRIES), jnp.int32))
+                return edit.adjust, (), (logits, array((3, logit_edits.ENTRIES), jnp.int32))
             case "ban_words":
-                words, heads = array((2, edit.WORDS), jnp.int32), array((4, edit.HEADS), jnp.int32)
+                words, heads = array((2, logit_edits.WORDS), jnp.int32), array((4, logit_edits.HEADS), jnp.int32)
                 return edit.ban_words, (), (logits, history, words, heads)
             case "mask":
                 return edit.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))

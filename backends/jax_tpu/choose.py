@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,13 @@ from jax.sharding import Mesh
 from pagoda.backends.jax_tpu.noise import gumbel
 from pagoda.backends.jax_tpu.sharding import partition
 from pagoda.backends.jax_tpu.step_input import KernelChoice
+from pagoda.common.engine.sampling_rows import Kind
 from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
-
-Kind = Literal["greedy", "random", "filtered"]
-KINDS: tuple[Kind, ...] = ("greedy", "random", "filtered")
-"""What a step's rows need at most: argmax alone; noise; noise within top-k, top-p and min-p."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Per sequence, cut from int32 [7, R]; floats travel as their bits. `rows`: where in the history the token goes."""
+    """Per sequence, cut from what `Chosen.pack` makes. `rows`, `positions`: where in the history the token goes."""
 
     rows: jax.Array
     positions: jax.Array

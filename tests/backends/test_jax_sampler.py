@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.reference_driver import tiny_spec
 from support.sampling_definition import ROWS, VOCAB, define
 
-from pagoda.backends.jax_tpu import edit, noise
+from pagoda.backends.jax_tpu import noise
 from pagoda.backends.jax_tpu.catalogue import Catalogue
 from pagoda.backends.jax_tpu.choose import Rules, choose, lowest_kept
 from pagoda.backends.jax_tpu.logprobs import logprobs, sorted_logprobs
@@ -29,6 +29,7 @@ from pagoda.backends.jax_tpu.shapes import StepShapes
 from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine import logit_edits
 from pagoda.common.engine.kv_spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.step import RowStart, StepPlan
@@ -133,8 +134,8 @@ def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: Progra
 
 
 def test_lists_longer_than_a_program_go_in_pieces(programs: Programs) -> None:
-    count = edit.ENTRIES + 5
-    words = tuple((word, word + 1, 5) for word in range(edit.WORDS + 9))
+    count = logit_edits.ENTRIES + 5
+    words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
     sampler = Sampler(programs, ROOM)
     history = np.array([0, len(words) - 1, len(words)], np.int32)
