@@ -13,7 +13,7 @@ from pagoda.backends.torch_cuda import cache
 from pagoda.backends.torch_cuda.batch import Batch, GroupBatch
 from pagoda.backends.torch_cuda.comm import ALONE, Comm
 from pagoda.backends.torch_cuda.decoder import Decoder
-from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.parameters import Pack
 from pagoda.backends.torch_cuda.sharding import Shard
@@ -30,10 +30,8 @@ PADDING = 2
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that nobody may read before it is written."""
-    if dtype.itemsize == 1:
-        return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)  # NaN in float8_e4m3fn
-    return torch.full(shape, float("nan"), dtype=dtype)
+    """Memory that nobody may read before it is written: all bits set, which is NaN in every kind of float."""
+    return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,12 @@ class TorchCudaModel:
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         pack: Pack | None = None,
+        device: Device = CPU,
     ) -> None:
         self.shard, self.dtype = Shard(comm.rank, comm.size), cache_dtype or dtype
         self.loader = Loader(spec, self.shard, dtype, poisoned, pack)
         self.loader.fill(weights)
-        self.decoder = Decoder(spec, self.loader.params, CPU, max_len, comm)
+        self.decoder = Decoder(spec, self.loader.params, device, max_len, comm)
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:

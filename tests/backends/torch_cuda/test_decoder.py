@@ -1,0 +1,101 @@
+"""The decoder beyond the parity of all families: 8-bit caches, narrow types, decodes of several tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.reference_driver import random_weights, tiny_spec
+from support.torch_cuda_model import Chunk, TorchCudaModel, poisoned
+
+from pagoda.backends.torch_cuda import cache
+from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.common.engine.kv_spec import StateCache, kv_layout
+from pagoda.common.errors import ModelError
+
+SPECS = {
+    "window": tiny_spec(window=6, softcap=2.0),
+    "experts": tiny_spec(moe=True),
+}
+TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
+
+
+def model(kind: str, **options) -> TorchCudaModel:
+    return TorchCudaModel(SPECS[kind], random_weights(SPECS[kind]), 32, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", SPECS)
+def test_narrow_types_stay_near(kind: str, dtype: torch.dtype) -> None:
+    want, found = model(kind).logits(TOKENS), model(kind, dtype=dtype).logits(TOKENS)
+    assert found.dtype == torch.float32
+    near = 0.15 if dtype == torch.bfloat16 else 0.02
+    assert 0 < (found - want).abs().mean() < near * want.std()
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_an_eight_bit_cache_stays_near(kind: str) -> None:
+    want, found = model(kind).logits(TOKENS), model(kind, cache_dtype=torch.float8_e4m3fn).logits(TOKENS)
+    assert 0 < (found - want).abs().mean() < 0.15 * want.std()
+
+
+def test_scales_of_an_eight_bit_cache_are_used_both_ways() -> None:
+    """Scales that are powers of two change nothing that is stored, as long as nothing leaves the range."""
+    layout, found, stored = kv_layout(SPECS["experts"], 4), [], []
+    for scale in (1.0, 0.25):
+        one = model("experts", cache_dtype=torch.float8_e4m3fn)
+        caches = cache.allocate(layout, 8, torch.float8_e4m3fn, Shard(), poisoned)
+        for held in caches.values():
+            assert held.k_scale is not None
+            assert held.v_scale is not None
+            held.k_scale.fill_(scale)
+            held.v_scale.fill_(2 * scale)
+        chunk = Chunk(TOKENS, 0, len(TOKENS), np.array([[3, 1, 6]]))
+        found.append(one.decoder.hidden(one.batch([chunk]), caches)[: len(TOKENS)])
+        stored.append([held[3].float() for held in (caches[0].keys, caches[0].values)])
+    torch.testing.assert_close(found[0], found[1], atol=2e-2, rtol=2e-2)
+    for (of_one, of_less), factor in zip(zip(*stored), (4, 2)):
+        torch.testing.assert_close(of_one * factor, of_less, atol=2e-2, rtol=0)
+
+
+def test_several_tokens_a_sequence_decode_as_a_prefill() -> None:
+    """What verifying drafts asks for: the last three tokens of two sequences at once."""
+    one = model("window")
+    caches = cache.allocate(one.layout, 32, torch.float32, Shard(), poisoned)
+    pages = 1 + np.arange(12).reshape(2, 2, 3)
+    others = TOKENS[::-1]
+    whole = [Chunk(ids, 0, len(TOKENS), pages[n]) for n, ids in enumerate((TOKENS, others))]
+    want = one.decoder.hidden(one.batch(whole), caches)[: 2 * len(TOKENS)].view(2, len(TOKENS), -1)[:, -3:]
+    caches = cache.allocate(one.layout, 32, torch.float32, Shard(), poisoned)
+    one.decoder.hidden(one.batch([replace(chunk, end=len(TOKENS) - 3) for chunk in whole]), caches)
+    drafts = one.batch([replace(chunk, begin=len(TOKENS) - 3) for chunk in whole])
+    keep = drafts.query_start[-1].item()
+    drafts = replace(
+        drafts,
+        token_ids=drafts.token_ids[:keep],
+        positions=drafts.positions[:keep],
+        groups=tuple(replace(group, slots=group.slots[:keep]) for group in drafts.groups),
+        tiles=None,
+        num_decodes=2,
+        query_len=3,
+    )
+    found = one.decoder.hidden(drafts, caches).view(2, 3, -1)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_groups_share_arrays() -> None:
+    """A block id costs the same whichever group owns it."""
+    layout = kv_layout(SPECS["window"], 4)
+    caches = cache.allocate(layout, 5, torch.float16, Shard(1, 2), poisoned)
+    assert caches[0].keys.shape == (5, 1, 4, 16)
+    assert caches[0].keys.data_ptr() == caches[1].keys.data_ptr()
+    assert caches[0].keys.data_ptr() != caches[0].values.data_ptr()
+    assert (caches[0].group, caches[1].group) == (0, 1)
+    assert caches[0].k_scale is None
+
+
+def test_a_cache_that_is_not_there_is_named() -> None:
+    with pytest.raises(ModelError, match="the torch_cuda backend has no cache for StateCache"):
+        cache.head_shape(StateCache(8), Shard())
