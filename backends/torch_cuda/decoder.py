@@ -35,7 +35,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, params: ModelParams, device: Device, max_len: int, comm: Comm = ALONE) -> None:
         build = Build(params, device, comm)
         tables = rotary_tables(spec, max_len, device.torch)
-        self.spec, self.comm = spec, comm
+        self.spec, self.build = spec, build
         self.embed = TokenEmbedding(spec.embedding, build)
         self.layers = tuple(
             DecoderLayer(layer, tables[layer.mixer.rope], build, f"layers.{index}")
@@ -60,7 +60,7 @@ class Decoder:
         spec = self.spec
         if self.embed_out is not None:
             hidden = self.embed_out(hidden)
-        logits = self.comm.gather_last(self.head(hidden))[:, : spec.vocab].float().contiguous()
+        logits = self.build.comm.gather_last(self.head(hidden))[:, : spec.vocab].float().contiguous()
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
         if spec.logit_softcap is not None:

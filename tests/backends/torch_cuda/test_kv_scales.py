@@ -1,0 +1,43 @@
+"""Scales that make the most of an 8-bit cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.reference_driver import random_weights, tiny_spec
+from support.torch_cuda_model import TILE, Chunk, TorchCudaModel, poisoned
+
+from pagoda.backends.torch_cuda import cache
+from pagoda.backends.torch_cuda.kv_scales import find_scales
+from pagoda.backends.torch_cuda.sharding import Shard
+
+SPEC = tiny_spec(window=6)
+TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
+FLOAT8 = torch.float8_e4m3fn
+
+
+def loud(factor: float) -> dict[str, np.ndarray]:
+    """Weights whose V is so many times larger, which the product behind it takes back."""
+    weights = dict(random_weights(SPEC))
+    for layer in range(2):
+        for name, by in (("v", factor), ("v_bias", factor), ("o", 1 / factor)):
+            weights[f"layers.{layer}.mixer.{name}"] *= np.float32(by)
+    return weights
+
+
+def hidden(model: TorchCudaModel, dtype: torch.dtype, scaled: bool = False) -> torch.Tensor:
+    caches = cache.allocate(model.layout, 8, dtype, Shard(), poisoned)
+    if scaled:
+        find_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
+    chunk = Chunk(TOKENS, 0, len(TOKENS), np.array([[3, 1, 6], [2, 5, 4]]))
+    return model.decoder.hidden(model.batch([chunk]), caches)[: len(TOKENS)]
+
+
+@pytest.mark.parametrize("factor", [1e5, 1e-5])
+def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
+    model = TorchCudaModel(SPEC, loud(factor).items(), 32)
+    want = hidden(model, torch.float32)
+    plain, scaled = ((hidden(model, FLOAT8, found) - want).norm() / want.norm() for found in (False, True))
+    assert scaled < 0.05
+    assert plain > 3 * scaled
