@@ -17,6 +17,8 @@ WARPS = 4
 TOKENS = 256
 """Tokens that one program of `remember` writes."""
 
+# Rules are rows of one packed array, aligned or not by how many there are: that must not make another program.
+
 MIX_1 = tl.constexpr(sampling.MIX_1)
 MIX_2 = tl.constexpr(sampling.MIX_2)
 TOKEN_STRIDE = tl.constexpr(sampling.TOKEN_STRIDE)
@@ -62,10 +64,11 @@ def gumbel(key, ids):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["keys", "temperature"])
 def best_of_block(
     logits, keys, temperature, floor, values, ids, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """The largest value of a block of a row, noise added, and its token."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
@@ -81,6 +84,7 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(values, ids, tokens, VOCAB: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr):
+    """The token of a row, from its blocks."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     x = tl.load(values + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
@@ -89,8 +93,9 @@ def best_of_row(values, ids, tokens, VOCAB: tl.constexpr, SPLITS: tl.constexpr, 
     tl.store(tokens + row, tl.minimum(found, VOCAB - 1))  # NaN equals nothing, and a token must be one
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "positions"])
 def write_down(tokens, rows, positions, last, history, count, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """What `remember` does, for some rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
     token = tl.load(tokens + at, mask=here)

@@ -27,6 +27,8 @@ TILE = 256
 LISTED = 1024
 """Groups of one turn of the listing."""
 SUMMARY_WARPS, ROW_WARPS = 4, 16
+RULES = ["temperature", "top_k", "top_p", "min_p"]
+"""Rows of one packed array, aligned or not by how many there are: that must not make another program."""
 
 TURNS = tl.constexpr(3 * 33)
 """More than a search can take: its every third turn halves what was 2^32 values."""
@@ -38,7 +40,8 @@ def kernel(logits, temperature, top_k, top_p, min_p):
     """As `api.top_k_top_p`."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP)
-    peaks, masses = torch.empty((2, rows, groups), dtype=torch.float32, device=logits.device)
+    peaks = torch.empty((rows, groups), dtype=torch.float32, device=logits.device)
+    masses = torch.empty_like(peaks)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rules = (temperature, top_k, top_p, min_p)
@@ -52,7 +55,7 @@ def kernel(logits, temperature, top_k, top_p, min_p):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=RULES)
 def summarise(
     logits,
     temperature,
@@ -75,13 +78,14 @@ def summarise(
         token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
         peak = tl.max(x, 1)
-        weight = tl.where(x > float("-inf"), tl.exp((x - peak[:, None]) / hot), 0.0)
+        zero = tl.where(peak > float("-inf"), peak, 0.0)  # a group may be all minus infinity
+        weight = tl.exp((x - zero[:, None]) / hot)
         here = group < GROUPS
         tl.store(peaks + row * GROUPS + group, peak, mask=here)
         tl.store(masses + row * GROUPS + group, tl.sum(weight, 1), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=RULES)
 def search_row(
     logits,
     temperature,
@@ -121,41 +125,32 @@ def search_row(
             lines: tl.constexpr = (GROUPS + GROUP - 1) // GROUP
             some, _, _ = measure(peaks, listed, lines, low, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
             some = tl.minimum(some, GROUPS)  # what fills the last tile is nothing
-            low, _ = search(
-                peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False
-            )
+            low, _ = search(peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
             low = tl.where(by_mass, tl.maximum(low, nothing), low)
             count = list_groups(peaks, listed, low, GROUPS, LISTING)
             tl.debug_barrier()  # the list is read by other threads than wrote it
             mass, _, _ = measure(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
             mass = tl.minimum(mass, VOCAB)
-            floor, _ = search(
-                logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True
-            )
+            floor, _ = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
             if few & nucleus:
                 mass, _, _ = measure(logits, listed, count, floor, True, best, cold, VOCAB, GROUP, BLOCK, True)
                 target = p * mass
                 low = tl.where(target <= 1, best, tl.maximum(floor, nothing))
-                floor, _ = search(
-                    logits, listed, count, low, mass, target, True, best, cold, VOCAB, GROUP, BLOCK, True
-                )
+                floor, _ = search(logits, listed, count, low, mass, target, True, best, cold, VOCAB, GROUP, BLOCK, True)
         if relative:
             floor = tl.maximum(floor, best + hot * tl.log(tl.minimum(share, 1.0)))
     tl.store(out + row, floor)
 
 
 @triton.jit
-def total_or_best(
-    peaks, masses, best, cold, TOTAL: tl.constexpr, GROUPS: tl.constexpr, LISTING: tl.constexpr
-):
+def total_or_best(peaks, masses, best, cold, TOTAL: tl.constexpr, GROUPS: tl.constexpr, LISTING: tl.constexpr):
     """The mass of the whole row in units of its best logit's weight; or that logit."""
     found = tl.zeros((LISTING,), tl.float32) if TOTAL else tl.full((LISTING,), float("-inf"), tl.float32)
     for start in range(0, GROUPS, LISTING):
         group = start + tl.arange(0, LISTING)
         peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
         if TOTAL:
-            mass = tl.load(masses + group, mask=group < GROUPS, other=0.0)
-            found += mass * tl.exp((peak - best) * cold)
+            found += tl.load(masses + group, mask=group < GROUPS, other=0.0) * tl.exp((peak - best) * cold)
         else:
             found = tl.maximum(found, peak)
     return tl.sum(found, 0) if TOTAL else tl.max(found, 0)
@@ -199,9 +194,7 @@ def search(
     unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
     while (turn < TURNS) & (low < high) & (mass - unit >= target):
         t = guess(low, mass, high, over, target, turn)
-        left, above, below = measure(
-            values, listed, groups, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED
-        )
+        left, above, below = measure(values, listed, groups, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
         enough = left >= target
         low, mass = tl.where(enough, above, low), tl.where(enough, left, mass)
         high, over = tl.where(enough, high, below), tl.where(enough, over, left)
