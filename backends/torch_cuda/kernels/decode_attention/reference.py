@@ -44,9 +44,7 @@ def reference(
     return out.masked_fill(~seen.any(-1).view(-1, 1, 1), 0).to(q.dtype)
 
 
-def _seen(
-    tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, page_size: int
-) -> tuple[Tensor, Tensor]:
+def _seen(tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, page_size: int) -> tuple[Tensor, Tensor]:
     """Which of positions 0..C each token sees, bool [S, query_len, C], and where they are cached, int64 [S, C].
 
     C is the longest length. What no token sees is given the cache's first slot.

@@ -1,1 +1,5 @@
 """What requests do to logits before temperature: penalties, bias, bans and masks."""
+
+from pagoda.backends.torch_cuda.kernels.edit_logits.api import add, ban_words, mask, penalise
+
+__all__ = ["add", "ban_words", "mask", "penalise"]

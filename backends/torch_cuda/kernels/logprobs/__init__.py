@@ -1,1 +1,5 @@
 """Log-probabilities of chosen tokens, their ranks, and the best few."""
+
+from pagoda.backends.torch_cuda.kernels.logprobs.api import logprobs
+
+__all__ = ["logprobs"]

@@ -1,0 +1,28 @@
+"""Log-probabilities (or the logits themselves) of chosen tokens, their ranks, and the best few: the one entry point."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.logprobs.kernel import kernel
+from pagoda.backends.torch_cuda.kernels.logprobs.reference import reference
+
+
+def logprobs(
+    logits: Tensor, targets: Tensor, best: int, *, normalise: bool = True, use_kernel: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids int32 [n, 1+best], values float32 [n, 1+best], ranks int32 [n].
+
+    Column 0 is the target, then come the `best` most likely tokens in order; rank 1 is the best token.
+    logits float32 [n, V], contiguous; targets int32 [n]. `normalise`: natural log-probabilities; False: the logits.
+    ValueError: shapes or types that do not fit, or a `best` beyond 0 .. V.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [n, V]")
+    if targets.shape != logits.shape[:1] or targets.dtype != torch.int32 or not targets.is_contiguous():
+        raise ValueError(f"targets are {targets.dtype} {tuple(targets.shape)}, not int32 [{len(logits)}]")
+    if not 0 <= best <= logits.shape[1]:
+        raise ValueError(f"best is {best}, not in 0 .. {logits.shape[1]}")
+    found = kernel if use_kernel else reference
+    return found(logits, targets, best, normalise)

@@ -1,0 +1,28 @@
+"""What to compile for a chip: the vocabularies of real models."""
+
+from __future__ import annotations
+
+import triton
+
+from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.logprobs import kernel
+
+VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Every specialisation, by name."""
+    found = {}
+    for name, vocab in VOCABS.items():
+        splits = triton.cdiv(vocab, kernel.BLOCK)
+        signature = {"logits": "*fp32", "targets": "*i32", "peaks": "*fp32", "masses": "*fp32", "better": "*i32"}
+        sizes = {"VOCAB": vocab, "SPLITS": splits}
+        found[f"blocks-{name}"] = Launch(kernel.blocks, signature, {**sizes, "BLOCK": kernel.BLOCK}, kernel.WARPS)
+        found[f"join-{name}"] = Launch(
+            kernel.join,
+            {**signature, "own": "*fp32", "total": "*fp32", "ranks": "*i32"},
+            {**sizes, "PADDED": triton.next_power_of_2(splits)},
+            kernel.JOIN_WARPS,
+        )
+    return found

@@ -1,0 +1,86 @@
+"""One pass over the logits in blocks, and a launch that joins a row's blocks; the best few are torch's own `topk`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+WARPS = 8
+JOIN_WARPS = 1
+
+
+def kernel(logits, targets, best, normalise):
+    """As `api.logprobs`."""
+    rows, vocab = logits.shape
+    splits = triton.cdiv(vocab, BLOCK)
+    peaks = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
+    masses = torch.empty_like(peaks)
+    better = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
+    own = torch.empty((rows, 1), dtype=torch.float32, device=logits.device)
+    total = torch.empty_like(own)
+    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        blocks[(rows, splits)](
+            logits, targets, peaks, masses, better, VOCAB=vocab, SPLITS=splits, BLOCK=BLOCK, num_warps=WARPS
+        )
+        join[(rows,)](
+            logits,
+            targets,
+            peaks,
+            masses,
+            better,
+            own,
+            total,
+            ranks,
+            VOCAB=vocab,
+            SPLITS=splits,
+            PADDED=triton.next_power_of_2(splits),
+            num_warps=JOIN_WARPS,
+        )
+    values, ids = logits.topk(best, dim=-1)
+    values = torch.cat([own, values], 1)
+    return torch.cat([targets[:, None], ids.to(torch.int32)], 1), values - total if normalise else values, ranks
+
+
+@triton.jit
+def blocks(logits, targets, peaks, masses, better, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block: its largest logit, the sum of exp(logit - largest), and how many logits beat the target's."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    logits += row * VOCAB
+    x = tl.load(logits + token, mask=token < VOCAB, other=float("-inf"))
+    own = tl.load(logits + tl.load(targets + row))
+    peak = tl.max(x, 0)
+    zero = tl.where(peak > float("-inf"), peak, 0.0)  # a block may be all minus infinity
+    at = row * SPLITS + split
+    tl.store(peaks + at, peak)
+    tl.store(masses + at, tl.sum(tl.exp(x - zero), 0))
+    tl.store(better + at, tl.sum((x > own).to(tl.int32), 0))
+
+
+@triton.jit
+def join(
+    logits,
+    targets,
+    peaks,
+    masses,
+    better,
+    own,
+    total,
+    ranks,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Of a row: the target's logit, log of the sum of exp of all, and the target's rank."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, PADDED)
+    here, at = split < SPLITS, row * SPLITS + split
+    peak = tl.load(peaks + at, mask=here, other=float("-inf"))
+    mass = tl.load(masses + at, mask=here, other=0.0)
+    best = tl.max(peak, 0)
+    tl.store(total + row, best + tl.log(tl.sum(mass * tl.exp(peak - best), 0)))
+    tl.store(own + row, tl.load(logits + row * VOCAB + tl.load(targets + row)))
+    tl.store(ranks + row, 1 + tl.sum(tl.load(better + at, mask=here, other=0), 0))

@@ -1,0 +1,36 @@
+"""The smallest logit that each row keeps under top-k, top-p and min-p: the one entry point."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.top_k_top_p.kernel import kernel
+from pagoda.backends.torch_cuda.kernels.top_k_top_p.reference import reference
+
+
+def top_k_top_p(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, use_kernel: bool
+) -> Tensor:
+    """float32 [R]: a row keeps its logits that are at least this; -inf where it keeps all.
+
+    logits float32 [R, V]; temperature float32 [R]: what the logits will be divided by, 0 or less for a greedy row,
+    which has no limits; top_k int32 [R], 0 or less for no limit; top_p float32 [R], 1 or more for no limit; min_p
+    float32 [R], 0 for no limit. All contiguous.
+    top-k keeps ties of the k-th value; top-p keeps the fewest tokens whose mass within top-k reaches p, and ties of
+    the last; min-p keeps what is at least so probable, relative to the best. The best token always stays.
+    A row's answer does not depend on the other rows. ValueError: shapes or types that do not fit.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [R, V]")
+    rows = logits.shape[:1]
+    for name, x, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+    ):
+        if x.shape != rows or x.dtype != dtype or not x.is_contiguous():
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous {dtype} {tuple(rows)}")
+    found = kernel if use_kernel else reference
+    return found(logits, temperature, top_k, top_p, min_p)

@@ -1,0 +1,30 @@
+"""What to compile for a chip: the vocabularies of real models."""
+
+from __future__ import annotations
+
+import triton
+
+from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.top_k_top_p import kernel
+
+VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Every specialisation, by name."""
+    rules = {"temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
+    found = {}
+    for name, vocab in VOCABS.items():
+        sizes = {"VOCAB": vocab, "GROUPS": triton.cdiv(vocab, kernel.GROUP), "GROUP": kernel.GROUP}
+        signature = {"logits": "*fp32", **rules, "peaks": "*fp32", "masses": "*fp32"}
+        found[f"summary-{name}"] = Launch(
+            kernel.summarise, signature, {**sizes, "BLOCK": kernel.SUMMARY}, kernel.SUMMARY_WARPS
+        )
+        found[f"search-{name}"] = Launch(
+            kernel.search_row,
+            {**signature, "listed": "*i32", "out": "*fp32"},
+            {**sizes, "BLOCK": kernel.TILE, "LISTING": kernel.LISTED},
+            kernel.ROW_WARPS,
+        )
+    return found

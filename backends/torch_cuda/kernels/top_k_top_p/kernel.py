@@ -1,0 +1,255 @@
+"""A row's threshold in two launches: a summary by groups that reads the logits once, then a search in few of them.
+
+`summarise` runs on the whole chip: of each group of 32 logits, one cache line, the largest (its peak) and the mass.
+`search_row`, a program per row, first searches among the peaks: what so many peaks reach, so many logits reach, so that
+the threshold is not below the peak found. Groups whose peak is below it hold nothing of interest: the others are
+listed, for a usual row some dozens, and only they are read again and again until the threshold is exact.
+
+A threshold is searched between two logits: `low` leaves enough (tokens for top-k, mass for top-p), what is above `high`
+does not. A pass measures what a guess between them leaves, and which logits lie next to the guess, so that `low` and
+`high` are always logits of the row and ties cost nothing. Guesses follow an exponential tail, every third is the middle
+of the two as ordered integers, which bounds the number of passes.
+
+Rows without limits end at once, on the device: one captured graph serves greedy and random rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP = 32
+SUMMARY = 128
+"""Groups of one program of `summarise`."""
+TILE = 256
+"""Groups of one turn of a pass."""
+LISTED = 1024
+"""Groups of one turn of the listing."""
+SUMMARY_WARPS, ROW_WARPS = 4, 16
+RULES = ["temperature", "top_k", "top_p", "min_p"]
+"""Rows of one packed array, aligned or not by how many there are: that must not make another program."""
+
+TURNS = tl.constexpr(3 * 33)
+"""More than a search can take: its every third turn halves what was 2^32 values."""
+NOTHING = tl.constexpr(87.0)
+"""exp(-87) is about the smallest weight that float32 has: what weighs less adds nothing to a mass."""
+
+
+def kernel(logits, temperature, top_k, top_p, min_p):
+    """As `api.top_k_top_p`."""
+    rows, vocab = logits.shape
+    groups = triton.cdiv(vocab, GROUP)
+    peaks = torch.empty((rows, groups), dtype=torch.float32, device=logits.device)
+    masses = torch.empty_like(peaks)
+    listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    rules = (temperature, top_k, top_p, min_p)
+    sizes = {"VOCAB": vocab, "GROUPS": groups, "GROUP": GROUP}
+    summarise[(rows, triton.cdiv(groups, SUMMARY))](
+        logits, *rules, peaks, masses, **sizes, BLOCK=SUMMARY, num_warps=SUMMARY_WARPS
+    )
+    search_row[(rows,)](
+        logits, *rules, peaks, masses, listed, out, **sizes, BLOCK=TILE, LISTING=LISTED, num_warps=ROW_WARPS
+    )
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=RULES)
+def summarise(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    peaks,
+    masses,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of each group of a row its largest logit, and the sum of exp((logit - largest) / temperature)."""
+    row = tl.program_id(0).to(tl.int64)
+    hot = tl.load(temperature + row)
+    limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
+    if limited & (hot > 0):
+        group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
+        peak = tl.max(x, 1)
+        zero = tl.where(peak > float("-inf"), peak, 0.0)  # a group may be all minus infinity
+        weight = tl.exp((x - zero[:, None]) / hot)
+        here = group < GROUPS
+        tl.store(peaks + row * GROUPS + group, peak, mask=here)
+        tl.store(masses + row * GROUPS + group, tl.sum(weight, 1), mask=here)
+
+
+@triton.jit(do_not_specialize_on_alignment=RULES)
+def search_row(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    peaks,
+    masses,
+    listed,
+    out,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTING: tl.constexpr,
+):
+    """The threshold of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    hot, share = tl.load(temperature + row), tl.load(min_p + row)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    few, nucleus, relative = (hot > 0) & (k > 0), (hot > 0) & (p < 1), (hot > 0) & (share > 0)
+    floor = tl.full((), float("-inf"), tl.float32)
+    if few | nucleus | relative:
+        peaks += row * GROUPS
+        masses += row * GROUPS
+        best = total_or_best(peaks, masses, floor, 0.0, False, GROUPS, LISTING)
+        if few | nucleus:
+            logits += row * VOCAB
+            listed += row * GROUPS
+            cold = 1 / hot
+            nothing = best - NOTHING * hot
+            total = total_or_best(peaks, masses, best, cold, True, GROUPS, LISTING)
+            by_mass = k <= 0
+            target = tl.where(by_mass, p * total, tl.minimum(k, VOCAB).to(tl.float32))
+            # The best logit alone weighs 1.
+            low = tl.where(by_mass & (target <= 1), best, float("-inf"))
+            lines: tl.constexpr = (GROUPS + GROUP - 1) // GROUP
+            some, _, _ = measure(peaks, listed, lines, low, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
+            some = tl.minimum(some, GROUPS)  # what fills the last tile is nothing
+            low, _ = search(peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
+            low = tl.where(by_mass, tl.maximum(low, nothing), low)
+            count = list_groups(peaks, listed, low, GROUPS, LISTING)
+            tl.debug_barrier()  # the list is read by other threads than wrote it
+            mass, _, _ = measure(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
+            mass = tl.minimum(mass, VOCAB)
+            floor, _ = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
+            if few & nucleus:
+                mass, _, _ = measure(logits, listed, count, floor, True, best, cold, VOCAB, GROUP, BLOCK, True)
+                target = p * mass
+                low = tl.where(target <= 1, best, tl.maximum(floor, nothing))
+                floor, _ = search(logits, listed, count, low, mass, target, True, best, cold, VOCAB, GROUP, BLOCK, True)
+        if relative:
+            floor = tl.maximum(floor, best + hot * tl.log(tl.minimum(share, 1.0)))
+    tl.store(out + row, floor)
+
+
+@triton.jit
+def total_or_best(peaks, masses, best, cold, TOTAL: tl.constexpr, GROUPS: tl.constexpr, LISTING: tl.constexpr):
+    """The mass of the whole row in units of its best logit's weight; or that logit."""
+    found = tl.zeros((LISTING,), tl.float32) if TOTAL else tl.full((LISTING,), float("-inf"), tl.float32)
+    for start in range(0, GROUPS, LISTING):
+        group = start + tl.arange(0, LISTING)
+        peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
+        if TOTAL:
+            found += tl.load(masses + group, mask=group < GROUPS, other=0.0) * tl.exp((peak - best) * cold)
+        else:
+            found = tl.maximum(found, peak)
+    return tl.sum(found, 0) if TOTAL else tl.max(found, 0)
+
+
+@triton.jit
+def list_groups(peaks, listed, low, GROUPS: tl.constexpr, LISTING: tl.constexpr):
+    """Writes down the groups that hold something from `low` on, in order; how many."""
+    count = 0
+    for start in range(0, GROUPS, LISTING):
+        group = start + tl.arange(0, LISTING)
+        peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
+        wanted = ((peak >= low) & (group < GROUPS)).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(wanted, 0) - 1, group, mask=wanted > 0)
+        count += tl.sum(wanted, 0)
+    return count
+
+
+@triton.jit
+def search(
+    values,
+    listed,
+    groups,
+    low,
+    mass,
+    target,
+    by_mass,
+    best,
+    cold,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The largest threshold that leaves `target`, or one between it and the next smaller value; and what it leaves.
+
+    low: leaves `mass`, which is enough; else it is the answer.
+    """
+    high, over, turn = best, tl.full((), 0.0, tl.float32), 0
+    # At least so much goes with the smallest value kept.
+    unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
+    while (turn < TURNS) & (low < high) & (mass - unit >= target):
+        t = guess(low, mass, high, over, target, turn)
+        left, above, below = measure(values, listed, groups, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
+        enough = left >= target
+        low, mass = tl.where(enough, above, low), tl.where(enough, left, mass)
+        high, over = tl.where(enough, high, below), tl.where(enough, over, left)
+        unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
+        turn += 1
+    return low, mass
+
+
+@triton.jit
+def guess(low, mass, high, over, target, turn):
+    """A threshold in (low, high]: where an exponential tail has `target` left, or, every third turn, the middle."""
+    top = tl.maximum(over, 1.0)
+    straight = low + (high - low) * (tl.log(mass / target) / tl.log(mass / top))
+    known = (low > float("-inf")) & (mass > top) & (turn % 3 != 2)
+    a, b = ordered(low.to(tl.int32, bitcast=True)), ordered(high.to(tl.int32, bitcast=True))
+    middle = ordered((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)  # their mean, without overflow
+    t = tl.minimum(tl.where(known, straight, middle), high)
+    return tl.where(t > low, t, high)
+
+
+@triton.jit
+def ordered(bits):
+    """int32 in the order of the float32 values whose bits they are; and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def measure(
+    values,
+    listed,
+    groups,
+    t,
+    by_mass,
+    best,
+    cold,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """One pass over the (listed) groups of COUNT values: what the threshold t leaves, the smallest value that it keeps
+    and the largest that it does not."""
+    mass = tl.zeros((BLOCK, GROUP), tl.float32)
+    above = tl.full((BLOCK, GROUP), float("inf"), tl.float32)
+    below = tl.full((BLOCK, GROUP), float("-inf"), tl.float32)
+    for start in range(0, groups, BLOCK):
+        group = start + tl.arange(0, BLOCK)
+        here = group < groups
+        if LISTED:
+            group = tl.load(listed + group, mask=here, other=0)
+        at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        x = tl.load(values + at, mask=here[:, None] & (at < COUNT), other=float("-inf"))
+        inside = x >= t
+        weight = tl.where(by_mass, tl.exp((x - best) * cold), 1.0)
+        mass += tl.where(inside, weight, 0.0)
+        above = tl.minimum(above, tl.where(inside, x, float("inf")))
+        below = tl.maximum(below, tl.where(inside, float("-inf"), x))
+    return tl.sum(mass), tl.min(above), tl.max(below)
