@@ -72,7 +72,7 @@ def build(name: str, launch: Launch, chip: Chip) -> Built:
         name=name,
         chip=chip.name,
         registers=usage["REG"],
-        spilled=usage["LOCAL"],
+        spilled=usage["STACK"] + usage["LOCAL"],  # ptxas counts what it spills as stack
         shared=compiled.metadata.shared,
         hot=launch.hot,
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
