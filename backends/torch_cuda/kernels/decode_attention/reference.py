@@ -26,7 +26,7 @@ def reference(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """As `api.decode_attention`: q [S * query_len, N, H] -> [S * query_len, N, H]. Here keys may differ from q in type."""
+    """As `api.decode_attention`: q [S * query_len, N, H] -> [S * query_len, N, H]. Here keys may be of another type."""
     tokens, heads, dim = q.shape
     kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
     if not len(kv_lens):
@@ -44,9 +44,7 @@ def reference(
     return out.masked_fill(~seen.any(-1).view(-1, 1, 1), 0).to(q.dtype)
 
 
-def _seen(
-    tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, page_size: int
-) -> tuple[Tensor, Tensor]:
+def _seen(tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, page_size: int) -> tuple[Tensor, Tensor]:
     """Which of positions 0..C each token sees, bool [S, query_len, C], and where they are cached, int64 [S, C].
 
     C is the longest length. What no token sees is given the cache's first slot.
