@@ -26,7 +26,7 @@ def reference(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """As `api.decode_attention`: q [S * query_len, N, H] -> [S * query_len, N, H]. Here keys may differ from q in type."""
+    """As `api.decode_attention`: q [S * query_len, N, H] -> [S * query_len, N, H]. Here keys may be of another type."""
     tokens, heads, dim = q.shape
     kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
     if not len(kv_lens):

@@ -1,0 +1,89 @@
+"""Block sizes of the kernels: the table in tuning.json, and what is worth trying in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from pagoda.backends.torch_cuda.kernels.chips import KIB, Chip
+from pagoda.backends.torch_cuda.kernels.tuning import Settings, settings
+
+TUNING: Final = Path(__file__).with_name("tuning.json")
+LEAST: Final = 16
+"""Rows, tokens and channels of the smallest matrix product that Triton has."""
+WGMMA_ROWS: Final = 64
+"""From so many rows on sm_90 multiplies in warp groups, straight from shared memory, which then needs a buffer more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the best blocks depend on: head dim H, query heads of a KV head, tokens of a sequence, type of the cache."""
+
+    head_dim: int
+    group: int
+    query_len: int
+    cache: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """H as the kernel has it."""
+        return padded(self.head_dim)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head as the kernel has them."""
+        return padded(self.group * self.query_len)
+
+    @property
+    def key(self) -> str:
+        """Of the table: 16bit_h128_r16 and the like."""
+        return f"{8 * self.cache.itemsize}bit_h{self.width}_r{min(self.rows, WGMMA_ROWS)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Constants of a launch. ROWS: query rows of a program; TILE: tokens of one step of its loop."""
+
+    ROWS: int
+    TILE: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The next power of two that a matrix product takes."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+def blocks(shape: Shape, chip: Chip, tuned: Settings | None = None) -> Blocks:
+    """Of the table, or of settings on trial."""
+    found = tuned if tuned is not None else settings(TUNING, chip, shape.key)
+    return Blocks(min(found["ROWS"], shape.rows), found["TILE"], found["num_warps"], found["num_stages"])
+
+
+def shared_bytes(shape: Shape, chosen: Blocks, chip: Chip) -> int:
+    """Shared memory of a program, to within a few KiB: the tiles in flight, the queries, the weights."""
+    grouped = chosen.ROWS >= WGMMA_ROWS and chip.capability >= (9, 0)
+    tiles = (chosen.num_stages - 1 + grouped) * 2 * chosen.TILE * shape.width * shape.cache.itemsize
+    return tiles + chosen.ROWS * (shape.width + chosen.TILE) * max(2, shape.cache.itemsize)
+
+
+def candidates(shape: Shape, chip: Chip) -> Iterator[Blocks]:
+    """What a benchmark should try: enough bytes in flight for the memory, of which two programs fit the chip."""
+    for rows in sorted({min(shape.rows, most) for most in (LEAST, 32, WGMMA_ROWS)}):
+        for tile in (16, 32, 64, 128):
+            for warps in (1, 2, 4, 8):
+                for stages in (2, 3, 4, 5):
+                    chosen = Blocks(rows, tile, warps, stages)
+                    bytes_of_tile = 2 * tile * shape.width * shape.cache.itemsize
+                    if (
+                        8 * KIB <= bytes_of_tile <= 64 * KIB
+                        and bytes_of_tile // warps >= 4 * KIB
+                        and shared_bytes(shape, chosen, chip) <= chip.shared_bytes // 2
+                        and not (rows >= WGMMA_ROWS and warps < 4)
+                    ):
+                        yield chosen
