@@ -1,1 +1,5 @@
-"""RMSNorm and LayerNorm of a row, with the residual added before and 8-bit numbers after."""
+"""RMSNorm and LayerNorm, with the residual addition before and float8 rounding after."""
+
+from pagoda.backends.torch_cuda.kernels.norm.api import norm, norm_quantised
+
+__all__ = ["norm", "norm_quantised"]

@@ -1,1 +1,6 @@
-"""What stands between the projection of q, k, v and attention: QK norm, rotary positions, K and V into the cache."""
+"""QK norm, rotation and the write of keys and values into the paged cache, in one pass over the projections."""
+
+from pagoda.backends.torch_cuda.kernels.rope_cache.api import rope_and_cache
+from pagoda.backends.torch_cuda.kernels.rope_cache.reference import NormWeights
+
+__all__ = ["NormWeights", "rope_and_cache"]

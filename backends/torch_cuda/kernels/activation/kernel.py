@@ -1,0 +1,95 @@
+"""Elementwise programs over (row, block of columns); a quantised row is one program's, for its scale."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels.float8 import kernel as float8
+
+BLOCK = 1024
+
+
+@triton.jit
+def activated(x, NAME: tl.constexpr):
+    """The activation of float32 x."""
+    if NAME == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if NAME == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * inner))
+    return tl.where(x > 0, x, 0.0)
+
+
+@triton.jit
+def columns_of(row_ptr, columns, width, NAME: tl.constexpr, GATED: tl.constexpr):
+    """The result's columns of one row, in the input's dtype."""
+    inside = columns < width
+    first = tl.load(row_ptr + columns, inside, 0.0)
+    y = activated(first.to(tl.float32), NAME).to(first.dtype)
+    if GATED:
+        second = tl.load(row_ptr + width + columns, inside, 0.0)
+        y = (y.to(tl.float32) * second.to(tl.float32)).to(first.dtype)
+    return y
+
+
+@triton.jit
+def activation_kernel(x_ptr, out_ptr, stride, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, width] contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = columns_of(x_ptr + row * stride, columns, width, NAME, GATED)
+    tl.store(out_ptr + row * width + columns, y, columns < width)
+
+
+@triton.jit
+def quantised_kernel(
+    x_ptr, bits_ptr, scale_ptr, stride, width, NAME: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gated. bits uint8 [T, width] contiguous, scale float32 [T]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    y = columns_of(x_ptr + row * stride, columns, width, NAME, True)
+    bits, scale = float8.quantise_row(y.to(tl.float32), NATIVE)
+    tl.store(bits_ptr + row * width + columns, bits, columns < width)
+    tl.store(scale_ptr + row, scale)
+
+
+def warps(block):
+    """32 columns a thread where that makes 1 to 32 warps."""
+    return min(max(block // 1024, 1), 32)
+
+
+def gated(both, name):
+    """As api.gated."""
+    return _elementwise(both, name, both.shape[1] // 2, True)
+
+
+def plain(x, name):
+    """As api.plain."""
+    return _elementwise(x, name, x.shape[1], False)
+
+
+def _elementwise(x, name, width, gated):
+    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    if len(x):
+        grid = len(x), triton.cdiv(width, BLOCK)
+        activation_kernel[grid](x, out, x.stride(0), width, NAME=name, GATED=gated, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def gated_quantised(both, name, chip):
+    """As api.gated_quantised."""
+    width = both.shape[1] // 2
+    bits = torch.empty(len(both), width, dtype=torch.uint8, device=both.device)
+    scale = torch.empty(len(both), 1, dtype=torch.float32, device=both.device)
+    block = triton.next_power_of_2(width)
+    native = float8.native(chip, both)
+    if len(both):
+        quantised_kernel[(len(both),)](
+            both, bits, scale, both.stride(0), width, NAME=name, NATIVE=native, BLOCK=block, num_warps=warps(block)
+        )
+    return bits.view(torch.float8_e4m3fn), scale

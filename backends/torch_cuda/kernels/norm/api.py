@@ -1,0 +1,70 @@
+"""Norms of rows: the entry points."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip
+from pagoda.backends.torch_cuda.kernels.norm import kernel, reference
+
+Kind = Literal["rms", "layer"]
+
+WIDEST: Final = 32768
+"""Columns that one program holds in registers."""
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    kind: Kind,
+    unit_offset: bool = False,
+    residual: Tensor | None = None,
+    use_kernel: bool,
+) -> tuple[Tensor, Tensor]:
+    """(normed [T, D], total [T, D]): the norm of total = x + residual, both in x's dtype; total is x without residual.
+
+    x, residual [T, D], rows any distance apart; weight, bias [D]. `unit_offset`: multiply by 1 + weight. Computed in
+    float32; rounded where `backends.reference.ops.norm` rounds. ValueError: shapes or types that do not fit.
+    """
+    _check(x, weight, bias, residual, kind)
+    if not use_kernel:
+        return reference.norm(x, weight, bias, eps, kind, unit_offset, residual)
+    return kernel.norm(x, weight, bias, eps, kind, unit_offset, residual)
+
+
+def norm_quantised(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    kind: Kind,
+    unit_offset: bool = False,
+    residual: Tensor | None = None,
+    use_kernel: bool,
+    chip: Chip = CHIPS["sm_80"],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): what `norm` gives, as stored * scale, row by row."""
+    _check(x, weight, bias, residual, kind)
+    if not use_kernel:
+        return reference.norm_quantised(x, weight, bias, eps, kind, unit_offset, residual)
+    return kernel.norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: Kind) -> None:
+    if x.ndim != 2 or x.stride(1) != 1:
+        raise ValueError(f"x is {tuple(x.shape)} with strides {x.stride()}, not rows [T, D]")
+    if x.shape[1] > WIDEST:
+        raise ValueError(f"rows of {x.shape[1]} are wider than {WIDEST}")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and (vector.shape != x.shape[1:] or not vector.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(vector.shape)}, not {tuple(x.shape[1:])}")
+    if bias is not None and kind != "layer":
+        raise ValueError("only a layer norm has a bias")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, not {x.dtype} {tuple(x.shape)}")

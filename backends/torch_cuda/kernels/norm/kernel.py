@@ -1,0 +1,113 @@
+"""One program per row, which stays in registers from the load to the store."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels.float8 import kernel as float8
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    normed_ptr,
+    scale_ptr,
+    total_ptr,
+    x_stride,
+    residual_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    LAYER: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """normed, total [T, width] contiguous. QUANTISED: normed is uint8 bits and scale [T] is written."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    loaded = tl.load(x_ptr + row * x_stride + columns, inside, 0.0)
+    x = loaded.to(tl.float32)
+    if RESIDUAL:
+        x += tl.load(residual_ptr + row * residual_stride + columns, inside, 0.0).to(tl.float32)
+        x = x.to(loaded.dtype)
+        tl.store(total_ptr + row * width + columns, x, inside)
+        x = x.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, inside, 0.0)
+    factor = weight.to(tl.float32)
+    if LAYER:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
+        if UNIT_OFFSET:
+            factor = (factor + 1.0).to(weight.dtype).to(tl.float32)
+    elif UNIT_OFFSET:
+        factor += 1.0
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    if not LAYER and not UNIT_OFFSET:
+        y = y.to(loaded.dtype).to(tl.float32)
+    y *= factor
+    if BIAS:
+        y += tl.load(bias_ptr + columns, inside, 0.0).to(tl.float32)
+    y = y.to(loaded.dtype)
+    if QUANTISED:
+        bits, scale = float8.quantise_row(y.to(tl.float32), NATIVE)
+        tl.store(normed_ptr + row * width + columns, bits, inside)
+        tl.store(scale_ptr + row, scale)
+    else:
+        tl.store(normed_ptr + row * width + columns, y, inside)
+
+
+def warps(block):
+    """16 columns a thread where that makes 1 to 16 warps."""
+    return min(max(block // 512, 1), 16)
+
+
+def norm(x, weight, bias, eps, kind, unit_offset, residual):
+    """As api.norm."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return normed, _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, None, False)
+
+
+def norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip):
+    """As api.norm_quantised."""
+    bits = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    native = float8.native(chip, x)
+    total = _launch(x, weight, bias, eps, kind, unit_offset, residual, bits, scale, native)
+    return bits.view(torch.float8_e4m3fn), scale, total
+
+
+def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, native):
+    """Fill `normed` and `scale`; gives the total."""
+    total = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
+    block = triton.next_power_of_2(x.shape[1])
+    if len(x):
+        norm_kernel[(len(x),)](
+            x,
+            x if residual is None else residual,
+            weight,
+            weight if bias is None else bias,
+            normed,
+            normed if scale is None else scale,
+            total,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            x.shape[1],
+            eps,
+            BLOCK=block,
+            LAYER=kind == "layer",
+            UNIT_OFFSET=unit_offset,
+            BIAS=bias is not None,
+            RESIDUAL=residual is not None,
+            QUANTISED=scale is not None,
+            NATIVE=native,
+            num_warps=warps(block),
+        )
+    return total

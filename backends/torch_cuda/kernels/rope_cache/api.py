@@ -1,0 +1,76 @@
+"""QK norm, rotation and cache write: the entry point."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip
+from pagoda.backends.torch_cuda.kernels.rope_cache import kernel
+from pagoda.backends.torch_cuda.kernels.rope_cache.reference import NormWeights, reference
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    cos_sin: Tensor | None,
+    q_norm: NormWeights | None,
+    k_norm: NormWeights | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    use_kernel: bool,
+    chip: Chip = CHIPS["sm_80"],
+) -> Tensor:
+    """q [T, N, H], contiguous, normalised and rotated; keys and values of the tokens are in the cache afterwards.
+
+    qkv [T, (N+2K)*H], rows any distance apart: heads of q, then k, then v. positions, slots int32 [T]; a slot is
+    block * B + offset, and slot 0 is padding's. keys, values [P, K, B, H], in qkv's dtype or float8_e4m3fn; then
+    stored = value / scale, with k_scale and v_scale float32 of one element (both None: 1).
+    cos_sin float32 [max_len, 2, R/2], R <= H: channel i of a head turns with i + R/2, the others stand still; None: no
+    rotation. `chip`: what writes float8. ValueError: shapes or types that do not fit.
+    """
+    _check(qkv, positions, slots, keys, values, heads, kv_heads, cos_sin)
+    for norm in (q_norm, k_norm):
+        if norm is not None and norm.weight.shape != keys.shape[3:]:
+            raise ValueError(f"a head's norm has {tuple(norm.weight.shape)} weights, not {tuple(keys.shape[3:])}")
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale come together")
+    arguments = qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, k_scale, v_scale
+    return kernel.rope_and_cache(*arguments, chip) if use_kernel else reference(*arguments)
+
+
+def _check(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos_sin: Tensor | None,
+) -> None:
+    head_dim = keys.shape[-1]
+    if qkv.ndim != 2 or qkv.shape[1] != (heads + 2 * kv_heads) * head_dim or qkv.stride(1) != 1:
+        raise ValueError(f"qkv is {tuple(qkv.shape)}, not rows of {heads} + 2 * {kv_heads} heads of {head_dim}")
+    for name, cache in (("keys", keys), ("values", values)):
+        if cache.ndim != 4 or cache.shape != keys.shape or cache.shape[1] != kv_heads or not cache.is_contiguous():
+            raise ValueError(f"{name} are {tuple(cache.shape)}, not a contiguous [P, {kv_heads}, B, {head_dim}]")
+        if cache.dtype not in (qkv.dtype, torch.float8_e4m3fn):
+            raise ValueError(f"{name} are {cache.dtype}, neither {qkv.dtype} nor float8_e4m3fn")
+    for name, vector in (("positions", positions), ("slots", slots)):
+        if vector.shape != qkv.shape[:1] or vector.dtype != torch.int32:
+            raise ValueError(f"{name} are {vector.dtype} {tuple(vector.shape)}, not int32 {tuple(qkv.shape[:1])}")
+    if cos_sin is not None and (
+        cos_sin.ndim != 3
+        or cos_sin.dtype != torch.float32
+        or cos_sin.shape[1] != 2
+        or 2 * cos_sin.shape[2] > head_dim
+        or not cos_sin.is_contiguous()
+    ):
+        raise ValueError(f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}, not float32 [max_len, 2, R/2]")

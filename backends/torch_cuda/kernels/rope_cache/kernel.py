@@ -1,0 +1,248 @@
+"""One program per (token, some heads of q, of k or of v).
+
+The channels of a head are three parts: two halves that turn with one another, and the rest, which stands still.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels.float8 import kernel as float8
+
+ELEMENTS = 1024
+"""Of a program: 16 bytes of each part for each of its 64 threads."""
+
+
+@triton.jit
+def load_part(rows, channels, inside, END: tl.constexpr):
+    """float32 [heads, channels] of a part that ends before channel END."""
+    mask = inside[:, None] & (channels < END)[None, :]
+    return tl.load(rows[:, None] + channels[None, :], mask, 0.0).to(tl.float32)
+
+
+@triton.jit
+def weighted(x, weight_ptr, channels, KIND: tl.constexpr, UNIT_OFFSET: tl.constexpr, END: tl.constexpr):
+    """A part times its weights, rounded to KIND as the norm rounds."""
+    weight = tl.load(weight_ptr + channels, channels < END, 0.0).to(tl.float32)[None, :]
+    if UNIT_OFFSET:
+        x *= 1.0 + weight
+    else:
+        x = x.to(KIND).to(tl.float32) * weight
+    return x.to(KIND).to(tl.float32)
+
+
+@triton.jit
+def store_part(rows, channels, inside, x, inverse, NATIVE: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr):
+    """A part, rounded to KIND and stored so, or as float8 where `rows` points at bytes."""
+    mask = inside[:, None] & (channels < END)[None, :]
+    x = x.to(KIND)
+    if rows.dtype.element_ty == tl.uint8:
+        tl.store(rows[:, None] + channels[None, :], float8.encode(x.to(tl.float32) * inverse, NATIVE), mask)
+    else:
+        tl.store(rows[:, None] + channels[None, :], x, mask)
+
+
+@triton.jit
+def move(
+    from_rows,
+    to_rows,
+    inside,
+    turn_ptr,
+    weight_ptr,
+    eps,
+    inverse,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Heads from rows to rows, normalised and rotated. turn_ptr: cos [HALF], then sin [HALF]."""
+    KIND: tl.constexpr = from_rows.dtype.element_ty
+    first = tl.arange(0, HALF_BLOCK)
+    second = HALF + first
+    rest = 2 * HALF + tl.arange(0, REST_BLOCK)
+    a = load_part(from_rows, first, inside, HALF)
+    b = load_part(from_rows, second, inside, 2 * HALF)
+    if 2 * HALF < HEAD_DIM:
+        c = load_part(from_rows, rest, inside, HEAD_DIM)
+    if NORM:
+        squares = tl.sum(a * a + b * b, axis=1)
+        if 2 * HALF < HEAD_DIM:
+            squares += tl.sum(c * c, axis=1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        a = weighted(a * factor, weight_ptr, first, KIND, UNIT_OFFSET, HALF)
+        b = weighted(b * factor, weight_ptr, second, KIND, UNIT_OFFSET, 2 * HALF)
+        if 2 * HALF < HEAD_DIM:
+            c = weighted(c * factor, weight_ptr, rest, KIND, UNIT_OFFSET, HEAD_DIM)
+    if ROTATE:
+        cos = tl.load(turn_ptr + first, first < HALF, 0.0)[None, :]
+        sin = tl.load(turn_ptr + second, first < HALF, 0.0)[None, :]
+        a, b = a * cos - b * sin, b * cos + a * sin
+    store_part(to_rows, first, inside, a, inverse, NATIVE, KIND, HALF)
+    store_part(to_rows, second, inside, b, inverse, NATIVE, KIND, 2 * HALF)
+    if 2 * HALF < HEAD_DIM:
+        store_part(to_rows, rest, inside, c, inverse, NATIVE, KIND, HEAD_DIM)
+
+
+@triton.jit
+def rope_cache_kernel(
+    qkv_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    qkv_stride,
+    q_eps,
+    k_eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    ROTATE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    Q_UNIT_OFFSET: tl.constexpr,
+    K_UNIT_OFFSET: tl.constexpr,
+    SCALED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """q [T, HEADS, HEAD_DIM]; keys, values [P, KV_HEADS, PAGE, HEAD_DIM], as uint8 where they are float8."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
+    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS_BLOCK - 1) // HEADS_BLOCK
+    lane = tl.arange(0, HEADS_BLOCK)
+    from_ptr = qkv_ptr + token * qkv_stride
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    turn_ptr = cos_sin_ptr + position * 2 * HALF
+    if part < Q_PARTS:
+        head = part * HEADS_BLOCK + lane
+        move(
+            from_ptr + head * HEAD_DIM,
+            q_ptr + (token * HEADS + head) * HEAD_DIM,
+            head < HEADS,
+            turn_ptr,
+            q_weight_ptr,
+            q_eps,
+            1.0,
+            HEAD_DIM,
+            HALF,
+            HALF_BLOCK,
+            REST_BLOCK,
+            ROTATE,
+            Q_NORM,
+            Q_UNIT_OFFSET,
+            NATIVE,
+        )
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        head = ((part - Q_PARTS) % KV_PARTS) * HEADS_BLOCK + lane
+        to_rows = ((slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE) * HEAD_DIM
+        if part < Q_PARTS + KV_PARTS:
+            move(
+                from_ptr + (HEADS + head) * HEAD_DIM,
+                keys_ptr + to_rows,
+                head < KV_HEADS,
+                turn_ptr,
+                k_weight_ptr,
+                k_eps,
+                1.0 / tl.load(k_scale_ptr) if SCALED else 1.0,
+                HEAD_DIM,
+                HALF,
+                HALF_BLOCK,
+                REST_BLOCK,
+                ROTATE,
+                K_NORM,
+                K_UNIT_OFFSET,
+                NATIVE,
+            )
+        else:
+            move(
+                from_ptr + (HEADS + KV_HEADS + head) * HEAD_DIM,
+                values_ptr + to_rows,
+                head < KV_HEADS,
+                turn_ptr,
+                k_weight_ptr,
+                k_eps,
+                1.0 / tl.load(v_scale_ptr) if SCALED else 1.0,
+                HEAD_DIM,
+                HALF,
+                HALF_BLOCK,
+                REST_BLOCK,
+                False,
+                False,
+                False,
+                NATIVE,
+            )
+
+
+def constants(heads, kv_heads, head_dim, page, rotated):
+    """What follows from the shapes; `rotated` channels of a head turn, 0: none."""
+    half = (rotated or head_dim) // 2
+    block = max(1, ELEMENTS // triton.next_power_of_2(head_dim))
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE": page,
+        "HALF": half,
+        "HEADS_BLOCK": min(block, triton.next_power_of_2(max(heads, kv_heads))),
+        "HALF_BLOCK": triton.next_power_of_2(half),
+        "REST_BLOCK": triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        "ROTATE": rotated > 0,
+    }
+
+
+def rope_and_cache(
+    qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, k_scale, v_scale, chip
+):
+    """As api.rope_and_cache."""
+    head_dim, page = keys.shape[3], keys.shape[2]
+    q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not len(qkv):
+        return q
+    if keys.dtype == torch.float8_e4m3fn:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    shapes = constants(heads, kv_heads, head_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
+    parts = triton.cdiv(heads, shapes["HEADS_BLOCK"]) + 2 * triton.cdiv(kv_heads, shapes["HEADS_BLOCK"])
+    rope_cache_kernel[(len(qkv), parts)](
+        qkv,
+        positions,
+        slots,
+        q,
+        keys,
+        values,
+        positions if cos_sin is None else cos_sin,
+        qkv if q_norm is None else q_norm.weight,
+        qkv if k_norm is None else k_norm.weight,
+        positions if k_scale is None else k_scale,
+        positions if v_scale is None else v_scale,
+        qkv.stride(0),
+        0.0 if q_norm is None else q_norm.eps,
+        0.0 if k_norm is None else k_norm.eps,
+        **shapes,
+        Q_NORM=q_norm is not None,
+        K_NORM=k_norm is not None,
+        Q_UNIT_OFFSET=q_norm is not None and q_norm.unit_offset,
+        K_UNIT_OFFSET=k_norm is not None and k_norm.unit_offset,
+        SCALED=k_scale is not None,
+        NATIVE=float8.native(chip, qkv),
+        num_warps=2,
+    )
+    return q
