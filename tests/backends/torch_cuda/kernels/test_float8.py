@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.float8 import LARGEST, quantised_rows, saturated
-from pagoda.backends.torch_cuda.kernels.float8.kernel import decode, encode
+from pagoda.backends.torch_cuda.kernels.float8.bits import decode, encode
 
 
 @triton.jit
