@@ -30,8 +30,11 @@ def test_the_kernel_computes_the_reference(dtype, width, kind, unit_offset, bias
     got, got_total = norm(x, weight, add, **facts, use_kernel=True)
     want, want_total = norm(x, weight, add, **facts, use_kernel=False)
     assert torch.equal(got_total, want_total)
-    near = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-3, "atol": 1e-3}
-    torch.testing.assert_close(got, want, **near)
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    else:  # rounded at the same places: a sum in another order moves few numbers, and those by one rounding
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+        assert float((got != want).float().mean()) < 0.02
 
 
 @pytest.mark.parametrize(("kind", "unit_offset", "bias"), KINDS)
