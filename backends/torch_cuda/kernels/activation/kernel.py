@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8 import kernel as float8
+from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
 
 BLOCK = 1024
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8 import kernel as float8
+from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
 
 ELEMENTS = 1024
 """Of a program: 16 bytes of each part for each of its 64 threads."""

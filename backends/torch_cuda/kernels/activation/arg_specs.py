@@ -1,0 +1,39 @@
+"""Every activation, for compilation ahead of time."""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+from pagoda.backends.torch_cuda.kernels.activation.kernel import BLOCK, activation_kernel, quantised_kernel, warps
+from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.common.models.spec import Activation
+
+_NAMES: Final = get_args(Activation)
+_WIDTHS: Final = (4096, 16384, 32768)
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """By name and type; the quantised by row width as well."""
+    numbers = {"stride": "i32:16", "width": "i32:16"}
+    elementwise = {
+        f"{name}-{dtype}-{'gated' if gated else 'plain'}": Launch(
+            activation_kernel,
+            {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", **numbers},
+            {"NAME": name, "GATED": gated, "BLOCK": BLOCK},
+        )
+        for name in _NAMES
+        for dtype in ("bf16", "fp16")
+        for gated in (False, True)
+    }
+    quantised = {
+        f"{name}-bf16-float8-{width}": Launch(
+            quantised_kernel,
+            {"x_ptr": "*bf16", "bits_ptr": "*u8", "scale_ptr": "*fp32", **numbers},
+            {"NAME": name, "NATIVE": chip.float8, "BLOCK": width},
+            num_warps=warps(width),
+        )
+        for name in _NAMES
+        for width in _WIDTHS
+    }
+    return {**elementwise, **quantised}

@@ -1,0 +1,41 @@
+"""Every kind of norm over the rows that models have, for compilation ahead of time."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.norm.kernel import norm_kernel, warps
+
+_KINDS: Final = {
+    "rms": {"LAYER": False, "UNIT_OFFSET": False, "BIAS": False},
+    "rms_unit_offset": {"LAYER": False, "UNIT_OFFSET": True, "BIAS": False},
+    "layer": {"LAYER": True, "UNIT_OFFSET": False, "BIAS": True},
+    "layer_plain": {"LAYER": True, "UNIT_OFFSET": False, "BIAS": False},
+}
+_WIDTHS: Final = {1024: _KINDS, 4096: _KINDS, 16384: {"rms": _KINDS["rms"]}}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """By kind, type, row width, and what comes before and after."""
+    return {
+        f"{name}-{dtype}-{width}{'-residual' * residual}{'-float8' * quantised}": Launch(
+            norm_kernel,
+            {
+                **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "total_ptr"), f"*{dtype}"),
+                "normed_ptr": "*u8" if quantised else f"*{dtype}",
+                "scale_ptr": "*fp32" if quantised else f"*{dtype}",
+                **dict.fromkeys(("x_stride", "residual_stride", "width"), "i32:16"),
+                "eps": "fp32",
+            },
+            {**kind, "BLOCK": width, "RESIDUAL": residual, "QUANTISED": quantised, "NATIVE": quantised and chip.float8},
+            num_warps=warps(width),
+        )
+        for width, kinds in _WIDTHS.items()
+        for name, kind in kinds.items()
+        for dtype in ("bf16", "fp16")
+        for residual in (False, True)
+        for quantised in (False, True)
+        if dtype == "bf16" or width == 4096
+    }

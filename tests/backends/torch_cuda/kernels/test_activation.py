@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from pagoda.backends.torch_cuda.kernels.activation import gated, gated_quantised, plain
+from pagoda.backends.torch_cuda.kernels.activation.kernel import BLOCK
+
+NAMES = ("silu", "gelu", "gelu_tanh", "relu")
+# In the interpreter exp overflows to infinity, as it should.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+NEAR = {torch.float32: {"rtol": 3e-6, "atol": 1e-5}, torch.float16: {"rtol": 2e-3, "atol": 1e-4}}
+
+
+def _rows(dtype: torch.dtype, width: int) -> torch.Tensor:
+    """[2, width] within wider rows of NaN; large and small numbers of both signs."""
+    around = torch.full((2, width + 7), float("nan"), dtype=dtype)
+    around[:, :width] = 4 * torch.randn(2, width, generator=torch.Generator().manual_seed(3))
+    return around[:, :width]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernels_compute_the_reference(dtype, name) -> None:
+    for function, width in ((gated, 2 * (BLOCK + 3)), (gated, 10), (plain, BLOCK + 5), (plain, 16)):
+        x = _rows(dtype, width)
+        got, want = function(x, name, use_kernel=True), function(x, name, use_kernel=False)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, **NEAR[dtype])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_rows_hold_what_the_gate_gives(name) -> None:
+    both = _rows(torch.float16, 144)
+    stored, scales = gated_quantised(both, name, use_kernel=True)
+    reference, want_scales = gated_quantised(both, name, use_kernel=False)
+    want = gated(both, name, use_kernel=False)
+    torch.testing.assert_close(scales, want_scales, rtol=2e-3, atol=0)
+    torch.testing.assert_close(stored.float() * scales, want.float(), rtol=1 / 16, atol=float(scales.max()) / 512)
+    assert float((stored.float() != reference.float()).float().mean()) < 0.02
+
+
+def test_no_rows_are_no_error_and_what_does_not_fit_is_refused() -> None:
+    assert gated(torch.empty(0, 8), "silu", use_kernel=True).shape == (0, 4)
+    assert gated_quantised(torch.empty(0, 8), "silu", use_kernel=True)[1].shape == (0, 1)
+    for wrong in (torch.zeros(2, 7), torch.zeros(8), torch.zeros(8, 2).T):
+        with pytest.raises(ValueError, match="side by side"):
+            gated(wrong, "silu", use_kernel=False)
+    with pytest.raises(ValueError, match="wider than 65536"):
+        gated_quantised(torch.zeros(1, 2 * 65537), "silu", use_kernel=False)
