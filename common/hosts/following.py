@@ -1,4 +1,4 @@
-"""The backend of every host but the first: it does what host 0 says."""
+"""The backend of every host or rank but the first: it does what that one says."""
 
 from __future__ import annotations
 

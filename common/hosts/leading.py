@@ -1,4 +1,4 @@
-"""Host 0's backend and the others', seen as one by the engine of host 0."""
+"""The backend of host 0, or rank 0, and the others', seen as one by its engine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from pagoda.common.backend import (
     Weight,
 )
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import PagodaError
+from pagoda.common.errors import EngineDeadError, PagodaError
 from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
 from pagoda.common.hosts.peer import OnLoss, Peer
 
+T = TypeVar("T")
 ResultT = TypeVar("ResultT", covariant=True)
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,25 @@ logger = logging.getLogger(__name__)
 class LeadingBackend:
     """Implements common.backend.ShardedBackend on host 0: every step is told to the other hosts, then started here.
 
-    The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all.
-    `leave`: ends the backends' own meeting, which all hosts do together.
+    The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all. Ranks
+    on one host are as hosts here; `name`: how messages call this one.
+    `leave`: ends the backends' own meeting, which all hosts do together. `abandon`: ends it at once, from any thread,
+    when another is dead: what waits for it shall fail. `release`: comes last, when the others have hung up.
     """
 
-    def __init__(self, backend: Backend, others: tuple[Peer, ...], leave: Callable[[], None]) -> None:
-        self._backend, self._others, self._leave = backend, others, leave
+    def __init__(
+        self,
+        backend: Backend,
+        others: tuple[Peer, ...],
+        leave: Callable[[], None],
+        *,
+        name: str = "host 0",
+        abandon: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._backend, self._others, self._name = backend, others, name
+        self._leave, self._abandon, self._release = leave, abandon, release
+        self.watch(lambda death: None)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -45,8 +59,13 @@ class LeadingBackend:
 
     def watch(self, on_loss: OnLoss) -> None:
         """Call back, from another thread, when another host failed or is gone."""
+
+        def lost(death: EngineDeadError) -> None:
+            on_loss(death)
+            self._abandon()
+
         for peer in self._others:
-            peer.watch(on_loss)
+            peer.watch(lost)
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Take this host's share; every host reads the weights itself."""
@@ -54,11 +73,13 @@ class LeadingBackend:
 
     def plan_memory(self) -> MemoryPlan:
         """The plan of the host with least room; waits until all have loaded. Raises EngineDeadError."""
-        plan = self._backend.plan_memory()
+        plan = self._together(self._backend.plan_memory)
         rooms = {peer.name: peer.expect(Room).num_blocks for peer in self._others}
         tightest = min(rooms, key=rooms.__getitem__)
         if rooms[tightest] < plan.num_blocks:
-            logger.info("%s has room for %d KV blocks, host 0 for %d", tightest, rooms[tightest], plan.num_blocks)
+            logger.info(
+                "%s has room for %d KV blocks, %s for %d", tightest, rooms[tightest], self._name, plan.num_blocks
+            )
             plan = with_blocks(plan, rooms[tightest])
         self._tell(Agreed(plan.num_blocks))
         return plan
@@ -69,7 +90,7 @@ class LeadingBackend:
 
     def warmup(self) -> None:
         """Warm up, and wait until all hosts have. Raises EngineDeadError."""
-        self._backend.warmup()
+        self._together(self._backend.warmup)
         for peer in self._others:
             peer.expect(Warm)
 
@@ -98,6 +119,15 @@ class LeadingBackend:
             self._leave()
         for peer in others:
             peer.close()
+        self._release()
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What all hosts do at once. Raises what it raised, or the death of another host, which is then the cause."""
+        try:
+            return work()
+        except Exception as error:
+            raise_death(self._others, error)
+            raise
 
     def _tell(self, message: Agreed | Execute) -> None:
         data = encode(message)
@@ -117,12 +147,19 @@ class _Together(Generic[ResultT]):
     others: tuple[Peer, ...]
 
     def result(self) -> ResultT:
-        """Wait for the step. Raises what it raised, or the death of another host, which is then the cause."""
+        """Wait for the step. Raises what it raised, or the death of another host, which is then the cause.
+
+        A step that was abandoned ends too, with a result that nobody may see.
+        """
         try:
-            return self.pending.result()
+            found = self.pending.result()
         except Exception as error:
             raise_death(self.others, error)
             raise
+        for peer in self.others:
+            if (death := peer.death()) is not None:
+                raise death
+        return found
 
 
 def raise_death(peers: tuple[Peer, ...], error: Exception) -> None:
@@ -139,7 +176,9 @@ def raise_death(peers: tuple[Peer, ...], error: Exception) -> None:
 def failure_in_hand() -> str:
     """The error that is being handled right now, in a line; empty when there is none."""
     error = sys.exception()
-    return "" if error is None else str(error) if isinstance(error, PagodaError) else f"{type(error).__name__}: {error}"
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, PagodaError | MemoryError) else f"{type(error).__name__}: {error}"
 
 
 def with_blocks(plan: MemoryPlan, num_blocks: int) -> MemoryPlan:

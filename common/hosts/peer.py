@@ -1,4 +1,4 @@
-"""Another host after the pre-flight: messages to and fro, and whether it is still there."""
+"""Another host after the pre-flight, or another rank: messages to and fro, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -24,10 +24,17 @@ class Peer:
     """One connection. A thread reads it, so that a host's death is known while this one waits for its devices.
 
     `name`: how messages call the host. `patience`: seconds for what a host that is ending may still have to say.
+    `fate`: what became of it once the connection has ended, such as "was killed by SIGKILL"; empty when unknown.
     """
 
-    def __init__(self, connection: socket.socket, name: str, patience: float = PATIENCE_SECONDS) -> None:
-        self.name, self.patience = name, patience
+    def __init__(
+        self,
+        connection: socket.socket,
+        name: str,
+        patience: float = PATIENCE_SECONDS,
+        fate: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.name, self.patience, self._fate = name, patience, fate
         self._connection = connection
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
         self._listening = threading.Lock()
@@ -96,7 +103,7 @@ class Peer:
                 message = decode(receive_frame(self._connection, STEP_BYTES))
             except (EOFError, OSError, ValueError) as error:
                 if not ended:
-                    self._lose(EngineDeadError(f"{self.name} is gone: {told(error)}"))
+                    self._lose(EngineDeadError(f"{self.name} {self._fate() or f'is gone: {told(error)}'}"))
                 self._ended.set()
                 return
             if isinstance(message, End):

@@ -1,0 +1,64 @@
+"""Ranks as processes of this machine, which their connection ties to the engine: its end is theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from pagoda.server.child import environment, fate
+from pagoda.server.executors.executor import LOOPBACK, Worker, rank_name
+
+RANK_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.rank_proc")
+
+_LAST_SECONDS: Final = 5.0
+"""A worker has been told to end, or has lost its connection, for so long: it hangs."""
+
+_NEWS_SECONDS: Final = 1.0
+"""Between the end of a process's connections and its own."""
+
+
+class ProcessExecutor:
+    """Implements Executor. `program`: what runs a rank, for tests; it gets a descriptor and a backend's name."""
+
+    def __init__(self, size: int, backend: str, gpus: bool, program: Sequence[str] = RANK_PROGRAM) -> None:
+        self.host, self.device = LOOPBACK, 0
+        self._ranks, self._backend, self._gpus, self._program = range(1, size), backend, gpus, program
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> tuple[Worker, ...]:
+        """Start a process for each rank but this one's."""
+        return tuple(self._start(rank) for rank in self._ranks)
+
+    def _start(self, rank: int) -> Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [*self._program, str(theirs.fileno()), self._backend],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment(),
+            )
+        self._processes.append(process)
+        return Worker(ours, rank_name(rank, str(rank) if self._gpus else ""), rank, lambda: _fate(process))
+
+    def release(self) -> None:
+        """Wait for the processes to end; kill those that hang."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def _fate(process: subprocess.Popen[bytes]) -> str:
+    try:
+        return fate(process.wait(_NEWS_SECONDS))
+    except subprocess.TimeoutExpired:
+        return ""
