@@ -76,7 +76,7 @@ class HostRuntime(Protocol):
 class RankRuntime(Protocol):
     """What a backend knows of its ranks: processes on one machine that share a model, a device each.
 
-    Importing it is cheap; only `check_devices` and `join` may import a framework.
+    Importing it is cheap; only `check_devices`, `device` and `join` may import a framework.
     """
 
     @staticmethod
@@ -87,6 +87,11 @@ class RankRuntime(Protocol):
     @staticmethod
     def check_devices(size: int) -> None:
         """Raises ConfigError when this process sees fewer devices."""
+        ...
+
+    @staticmethod
+    def device(index: int) -> Any:
+        """The device of that number among those that this process sees, for `create`. Raises ConfigError."""
         ...
 
     @staticmethod
@@ -191,9 +196,10 @@ class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
 
     `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
-    `spreads`: over what it spreads a model: `tensor`, devices that share it, and `data`, copies of it. One process
-    drives them all, and its `create` takes both numbers, unless there are ranks.
-    `ranks`: what it needs of ranks, a process each, whose `create` takes `comm` and `gpu`; None where there are none.
+    `spreads`: what of it there may be several of, which its `create` takes: `tensor`, devices that share the model, and
+    `data`, copies of it.
+    `ranks`: what it needs where those devices have a process each, whose `create` takes `comm` and `device`; None where
+    one process drives them all.
     `hosts`: what it needs of several hosts, None where it runs on one.
     `checkpoints`: it implements CheckpointBackend.
     """
@@ -249,7 +255,16 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
     ),
-    Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
+    Entry(
+        "torch_cuda",
+        None,
+        ("torch", "triton"),
+        "NVIDIA GPU",
+        "pip install 'pagoda[cuda]'",
+        _has_cuda,
+        spreads=("tensor",),
+        ranks="pagoda.backends.torch_cuda.ranks",
+    ),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
     Entry("simulated", None, (), "device", "", lambda: True),
 )
@@ -273,7 +288,7 @@ def choose_backend(name: str) -> str:
 
 
 def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
-    """What the backend's `create` is told about devices; nothing for one whose process drives a single device.
+    """What the backend's `create` is told about devices; nothing for one that knows a single device.
 
     Raises ConfigError when the backend does not spread a model as asked.
     """
@@ -286,7 +301,7 @@ def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
         if size > 1 and kind not in entry.spreads:
             raise ConfigError(f"--{kind}-parallel-size", _not_spread(entry, kind))
     _check_executor(entry, parallel)
-    return asked if entry.spreads and entry.ranks is None else {}
+    return {kind: asked[kind] for kind in entry.spreads}
 
 
 def _not_spread(entry: Entry, kind: str) -> str:

@@ -51,7 +51,8 @@ class LeadingRanks:
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
         """Send the others to work, and meet them."""
         size, device = 1 + len(self._workers), self._executor.device
-        self._runtime.check_devices(size)
+        if self._executor.sees_all:
+            self._runtime.check_devices(size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
         place = RankPlace(rank=0, size=size, device=device, host=host, port=port)
@@ -60,7 +61,7 @@ class LeadingRanks:
             config = _config_of(self._config, checkpoint, rank)
             peer.send_bytes(encode(Job(config=config, usage=self._usage, place=theirs)))
         self._comm = _unless_one_dies(self._peers, lambda: self._runtime.join(place, listener))
-        return {"comm": self._comm, "gpu": device}
+        return {"comm": self._comm, "device": self._runtime.device(device)}
 
     def joined(self, backend: Backend) -> LeadingBackend:
         """This rank's backend, which the others follow."""
@@ -115,7 +116,7 @@ class FollowingRank:
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
         """Meet the others."""
         self.comm = self.runtime.join(self.place, None)
-        return {"comm": self.comm, "gpu": self.place.device}
+        return {"comm": self.comm, "device": self.runtime.device(self.place.device)}
 
     def joined(self, backend: Backend) -> FollowingBackend:
         """This rank's backend, which follows rank 0's."""

@@ -96,7 +96,9 @@ def join(place: RankPlace, listener: socket.socket | None, device: torch.device)
                 dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_MEETING)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise EngineDeadError(f"rank {place.rank} did not meet the others at {place.host}:{place.port}: {reason}") from None
+        raise EngineDeadError(
+            f"rank {place.rank} did not meet the others at {place.host}:{place.port}: {reason}"
+        ) from None
     return TorchComm(place, store)
 
 

@@ -12,6 +12,7 @@ from pagoda.common.hosts.place import RankPlace
 from pagoda.common.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from pagoda.backends.torch_cuda.device import Device
     from pagoda.backends.torch_cuda.distributed import TorchComm
 
 
@@ -24,9 +25,7 @@ def check_devices(size: int) -> None:
     """Raises ConfigError when this process sees fewer GPUs, or none that serves."""
     import torch
 
-    from pagoda.backends.torch_cuda.device import find_device
-
-    if find_device().torch.type == "cpu":
+    if device(0).torch.type == "cpu":
         return
     count = torch.cuda.device_count()
     if count < size:
@@ -37,6 +36,13 @@ def check_devices(size: int) -> None:
         )
 
 
+def device(index: int) -> Device:
+    """The GPU of that number among those that this process sees. Raises ConfigError."""
+    from pagoda.backends.torch_cuda.device import find_device
+
+    return find_device(index)
+
+
 def needs_gpu() -> bool:
     """Whether each rank has a GPU for itself; False where CPUs stand for them, in tests."""
     return TORCH_CUDA_DEVICE.read() != "cpu"
@@ -44,7 +50,6 @@ def needs_gpu() -> bool:
 
 def join(place: RankPlace, listener: socket.socket | None) -> TorchComm:
     """Meet the other ranks. Raises ConfigError or EngineDeadError."""
-    from pagoda.backends.torch_cuda.device import find_device
     from pagoda.backends.torch_cuda.distributed import join as meet
 
-    return meet(place, listener, find_device(place.device).torch)
+    return meet(place, listener, device(place.device).torch)

@@ -33,6 +33,8 @@ class Executor(Protocol):
     """Address of rank 0 as the workers reach it."""
     device: int
     """The one for rank 0, among those that this process sees."""
+    sees_all: bool
+    """Whether this process sees the devices of all ranks."""
 
     def start(self) -> tuple[Worker, ...]:
         """Start the workers of ranks 1, 2, ... in this order. Raises ConfigError or EngineDeadError."""

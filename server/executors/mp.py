@@ -26,7 +26,7 @@ class ProcessExecutor:
     """Implements Executor. `program`: what runs a rank, for tests; it gets a descriptor and a backend's name."""
 
     def __init__(self, size: int, backend: str, gpus: bool, program: Sequence[str] = RANK_PROGRAM) -> None:
-        self.host, self.device = LOOPBACK, 0
+        self.host, self.device, self.sees_all = LOOPBACK, 0, True
         self._ranks, self._backend, self._gpus, self._program = range(1, size), backend, gpus, program
         self._processes: list[subprocess.Popen[bytes]] = []
 
