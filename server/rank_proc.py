@@ -14,20 +14,30 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
 
+from pagoda.backends.registry import load_rank_runtime
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import PagodaError
 from pagoda.common.hosts.following import FollowingBackend
+from pagoda.common.hosts.leading import failure_in_hand
 from pagoda.common.hosts.peer import Peer
 from pagoda.common.observe.logs import configure
 from pagoda.server.engine_build import BuiltEngine, Gather, build_engine, import_backend
-from pagoda.server.executors.job import receive_job
-from pagoda.server.ranks import following
+from pagoda.server.executors.job import Job, receive_job
+from pagoda.server.ranks import FollowingRank
+from pagoda.server.resolve import Resolved
 
 Build = Callable[[EngineConfig, Usage, Gather], BuiltEngine]
+
+_LAST_SECONDS: Final = 5.0
+"""For letting go of the device."""
 
 
 def work(connection: socket.socket, backend: str, build: Build = build_engine) -> int:
@@ -39,19 +49,37 @@ def work(connection: socket.socket, backend: str, build: Build = build_engine) -
         return 0
     configure(job.config.logging)
     leader = Peer(connection, "rank 0")
-    leader.watch(lambda death: os._exit(1))  # rank 0 has said why, or nobody can
+    leader.watch(lambda death: _end(_LAST_SECONDS if leader.parting else 0.0))
     try:
-        built = build(job.config, job.usage, lambda resolved, usage: following(resolved, job.place, leader))
+        built = build(job.config, job.usage, lambda resolved, usage: _led(resolved, job, leader))
         try:
             assert isinstance(built.hosts, FollowingBackend)
             built.hosts.follow()
         finally:
+            threading.Thread(target=_end, args=(_LAST_SECONDS,), daemon=True).start()
             built.backend.close()
     except Exception as error:  # rank 0 has been told
-        if not isinstance(error, PagodaError):
+        if not isinstance(error, PagodaError | MemoryError):
             traceback.print_exc()
         return 1
     return 0
+
+
+@contextmanager
+def _led(resolved: Resolved, job: Job, leader: Peer) -> Iterator[FollowingRank]:
+    """Rank 0 while the engine is built. It is told of an error in it."""
+    try:
+        yield FollowingRank(job.place, leader, load_rank_runtime(resolved.backend))
+    except BaseException:
+        leader.end(failure_in_hand())
+        leader.close()
+        raise
+
+
+def _end(seconds: float) -> None:
+    """In a thread: end the process after so long, without a word. Rank 0 has said why, or is gone."""
+    time.sleep(seconds)
+    os._exit(1)
 
 
 if __name__ == "__main__":

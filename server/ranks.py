@@ -124,17 +124,6 @@ class FollowingRank:
         return FollowingBackend(backend, self.leader, self.comm.leave)
 
 
-@contextmanager
-def following(resolved: Resolved, place: RankPlace, leader: Peer) -> Iterator[FollowingRank]:
-    """Rank 0 while the engine is built. It is told of an error in it."""
-    try:
-        yield FollowingRank(place, leader, load_rank_runtime(resolved.backend))
-    except BaseException:
-        leader.end(failure_in_hand())
-        leader.close()
-        raise
-
-
 def _config_of(config: EngineConfig, checkpoint: Checkpoint, rank: int) -> EngineConfig:
     """What another rank builds: the model from disk, without a word about what rank 0 says too."""
     logs = config.logging

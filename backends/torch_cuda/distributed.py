@@ -33,9 +33,9 @@ _LOOPBACK: Final = "127.0.0.1"
 class TorchComm:
     """Implements comm.Comm and registry.RankComm over torch's group of this process, of which there is one."""
 
-    def __init__(self, place: RankPlace, store: dist.Store) -> None:
+    def __init__(self, place: RankPlace, store: object) -> None:
         self.rank, self.size = place.rank, place.size
-        self._store: dist.Store | None = store
+        self._store: object | None = store
         self._group = dist.group.WORLD
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def join(place: RankPlace, listener: socket.socket | None, device: torch.device)
             "torch.distributed is in use in this process already; shut that engine down first, or give each a process",
         )
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             place.host,
             place.port,
             place.size,

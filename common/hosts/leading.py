@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, cast
@@ -20,8 +19,9 @@ from pagoda.common.backend import (
 )
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, PagodaError
+from pagoda.common.hosts.loss import Loss
 from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
-from pagoda.common.hosts.peer import OnLoss, Peer
+from pagoda.common.hosts.peer import MessageT, OnLoss, Peer
 
 T = TypeVar("T")
 ResultT = TypeVar("ResultT", covariant=True)
@@ -50,7 +50,9 @@ class LeadingBackend:
     ) -> None:
         self._backend, self._others, self._name = backend, others, name
         self._leave, self._abandon, self._release = leave, abandon, release
-        self.watch(lambda death: None)
+        self._loss, self._patience = Loss(), max(peer.patience for peer in others)
+        for peer in others:
+            peer.watch(self._lose)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -59,13 +61,7 @@ class LeadingBackend:
 
     def watch(self, on_loss: OnLoss) -> None:
         """Call back, from another thread, when another host failed or is gone."""
-
-        def lost(death: EngineDeadError) -> None:
-            on_loss(death)
-            self._abandon()
-
-        for peer in self._others:
-            peer.watch(lost)
+        self._loss.watch(on_loss)
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Take this host's share; every host reads the weights itself."""
@@ -74,7 +70,7 @@ class LeadingBackend:
     def plan_memory(self) -> MemoryPlan:
         """The plan of the host with least room; waits until all have loaded. Raises EngineDeadError."""
         plan = self._together(self._backend.plan_memory)
-        rooms = {peer.name: peer.expect(Room).num_blocks for peer in self._others}
+        rooms = {peer.name: self._expect(peer, Room).num_blocks for peer in self._others}
         tightest = min(rooms, key=rooms.__getitem__)
         if rooms[tightest] < plan.num_blocks:
             logger.info(
@@ -92,17 +88,17 @@ class LeadingBackend:
         """Warm up, and wait until all hosts have. Raises EngineDeadError."""
         self._together(self._backend.warmup)
         for peer in self._others:
-            peer.expect(Warm)
+            self._expect(peer, Warm)
 
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step on every host. Raises EngineDeadError when one is gone."""
         self._tell(Execute((plan,)))
-        return _Together(self._backend.execute(plan), self._others)
+        return _Together(self._backend.execute(plan), self._loss, self._patience)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """The same where the model has several copies."""
         self._tell(Execute(plans))
-        return _Together(cast(ShardedBackend, self._backend).execute_shards(plans), self._others)
+        return _Together(cast(ShardedBackend, self._backend).execute_shards(plans), self._loss, self._patience)
 
     def close(self) -> None:
         """Let the other hosts go, then this host's devices. Idempotent.
@@ -110,8 +106,7 @@ class LeadingBackend:
         Called while an error is handled, or when a host is dead, it is the others' end too, and they are told why.
         """
         others, self._others = self._others, ()
-        deaths = [str(death) for peer in others if (death := peer.death()) is not None]
-        reason = failure_in_hand() or "; ".join(deaths)
+        reason = failure_in_hand() or str(self._loss.cause() or "")
         for peer in others:
             peer.end(reason)
         self._backend.close()
@@ -121,18 +116,36 @@ class LeadingBackend:
             peer.close()
         self._release()
 
+    def _lose(self, death: EngineDeadError) -> None:
+        """From any thread: one is lost, and the step with it, so that is everybody's end."""
+        if self._loss.note(death):
+            for peer in self._others:
+                peer.end(str(death))
+            self._abandon()
+
     def _together(self, work: Callable[[], T]) -> T:
         """What all hosts do at once. Raises what it raised, or the death of another host, which is then the cause."""
         try:
             return work()
-        except Exception as error:
-            raise_death(self._others, error)
+        except Exception:
+            self._loss.explain(self._patience)
+            raise
+
+    def _expect(self, peer: Peer, kind: type[MessageT]) -> MessageT:
+        try:
+            return peer.expect(kind)
+        except EngineDeadError:
+            self._loss.explain()
             raise
 
     def _tell(self, message: Agreed | Execute) -> None:
         data = encode(message)
-        for peer in self._others:
-            peer.send_bytes(data)
+        try:
+            for peer in self._others:
+                peer.send_bytes(data)
+        except EngineDeadError:
+            self._loss.explain()
+            raise
 
 
 class _Pending(Protocol[ResultT]):
@@ -144,7 +157,8 @@ class _Together(Generic[ResultT]):
     """A step under way on every host."""
 
     pending: _Pending[ResultT]
-    others: tuple[Peer, ...]
+    loss: Loss
+    patience: float
 
     def result(self) -> ResultT:
         """Wait for the step. Raises what it raised, or the death of another host, which is then the cause.
@@ -153,24 +167,11 @@ class _Together(Generic[ResultT]):
         """
         try:
             found = self.pending.result()
-        except Exception as error:
-            raise_death(self.others, error)
+        except Exception:
+            self.loss.explain(self.patience)
             raise
-        for peer in self.others:
-            if (death := peer.death()) is not None:
-                raise death
+        self.loss.explain()
         return found
-
-
-def raise_death(peers: tuple[Peer, ...], error: Exception) -> None:
-    """Raise what one of the hosts died of, if one did, as the cause of an error here.
-
-    Waits a moment: that a host is gone may be felt here before it is known.
-    """
-    deadline = time.monotonic() + max(peer.patience for peer in peers)
-    for peer in peers:
-        if (death := peer.death(max(0.0, deadline - time.monotonic()))) is not None:
-            raise death from error
 
 
 def failure_in_hand() -> str:

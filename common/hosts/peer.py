@@ -25,6 +25,7 @@ class Peer:
 
     `name`: how messages call the host. `patience`: seconds for what a host that is ending may still have to say.
     `fate`: what became of it once the connection has ended, such as "was killed by SIGKILL"; empty when unknown.
+    `parting`: this side has said goodbye.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class Peer:
         fate: Callable[[], str] = lambda: "",
     ) -> None:
         self.name, self.patience, self._fate = name, patience, fate
-        self._connection = connection
+        self.parting = False
+        self._connection, self._sending = connection, threading.Lock()
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
         self._listening = threading.Lock()
         self._on_loss: OnLoss | None = None
@@ -59,7 +61,8 @@ class Peer:
     def send_bytes(self, data: bytes) -> None:
         """As `send`, of a message that is encoded already."""
         try:
-            send_frame(self._connection, data)
+            with self._sending:
+                send_frame(self._connection, data)
         except OSError as error:
             raise self.death(self.patience) or EngineDeadError(f"{self.name} is gone: {told(error)}") from None
 
@@ -84,8 +87,9 @@ class Peer:
         return self._lost
 
     def end(self, reason: str = "") -> None:
-        """Say goodbye. Never raises."""
-        with contextlib.suppress(OSError):
+        """Say goodbye, from any thread. Never raises."""
+        self.parting = True
+        with self._sending, contextlib.suppress(OSError):
             send_frame(self._connection, encode(End(reason)))
             self._connection.shutdown(socket.SHUT_WR)
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Final
 
 from pagoda.server.child import environment, fate
@@ -23,11 +22,11 @@ _NEWS_SECONDS: Final = 1.0
 
 
 class ProcessExecutor:
-    """Implements Executor. `program`: what runs a rank, for tests; it gets a descriptor and a backend's name."""
+    """Implements Executor."""
 
-    def __init__(self, size: int, backend: str, gpus: bool, program: Sequence[str] = RANK_PROGRAM) -> None:
+    def __init__(self, size: int, backend: str, gpus: bool) -> None:
         self.host, self.device, self.sees_all = LOOPBACK, 0, True
-        self._ranks, self._backend, self._gpus, self._program = range(1, size), backend, gpus, program
+        self._ranks, self._backend, self._gpus = range(1, size), backend, gpus
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> tuple[Worker, ...]:
@@ -38,7 +37,7 @@ class ProcessExecutor:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [*self._program, str(theirs.fileno()), self._backend],
+                [*RANK_PROGRAM, str(theirs.fileno()), self._backend],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment(),
