@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.errors import ConfigError
+from pagoda.common.hosts.place import RankPlace
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.sharded import Manifest
 
@@ -68,6 +70,57 @@ class HostRuntime(Protocol):
     @staticmethod
     def stop() -> None:
         """Leave the other hosts, which all do together."""
+        ...
+
+
+class RankRuntime(Protocol):
+    """What a backend knows of its ranks: processes on one machine that share a model, a device each.
+
+    Importing it is cheap; only `check_devices`, `device` and `join` may import a framework.
+    """
+
+    @staticmethod
+    def check(spec: ModelSpec, size: int) -> None:
+        """Raises ConfigError when so many ranks cannot share the model, naming how many can."""
+        ...
+
+    @staticmethod
+    def check_devices(size: int) -> None:
+        """Raises ConfigError when this process sees fewer devices."""
+        ...
+
+    @staticmethod
+    def device(index: int) -> Any:
+        """The device of that number among those that this process sees, for `create`. Raises ConfigError."""
+        ...
+
+    @staticmethod
+    def needs_gpu() -> bool:
+        """Whether each rank has a GPU for itself; False where CPUs stand for them."""
+        ...
+
+    @staticmethod
+    def join(place: RankPlace, listener: socket.socket | None) -> RankComm:
+        """Meet the other ranks, which all do together. `listener`: rank 0's, bound to the place's address.
+
+        Raises ConfigError or EngineDeadError.
+        """
+        ...
+
+
+class RankComm(Protocol):
+    """A rank's line to the others, which `create` gets as `comm`."""
+
+    def leave(self) -> None:
+        """End it in good order, which all ranks do together."""
+        ...
+
+    def abandon(self) -> None:
+        """From any thread: another rank is dead; what waits for it here shall fail."""
+        ...
+
+    def release(self) -> None:
+        """Last, when the other ranks' processes are gone. Idempotent."""
         ...
 
 
@@ -143,7 +196,10 @@ class Entry:
     """A backend's name, where it lives (None: not in this version), what it imports and what it runs on.
 
     `has_device` is asked only when `needs` are installed. `without_device`: runs without it too, when asked by name.
-    `spreads`: its `create` takes `tensor`, how many devices share the model, and `data`, how many copies there are.
+    `spreads`: what of it there may be several of, which its `create` takes: `tensor`, devices that share the model, and
+    `data`, copies of it.
+    `ranks`: what it needs where those devices have a process each, whose `create` takes `comm` and `device`; None where
+    one process drives them all.
     `hosts`: what it needs of several hosts, None where it runs on one.
     `checkpoints`: it implements CheckpointBackend.
     """
@@ -155,7 +211,8 @@ class Entry:
     install: str
     has_device: Callable[[], bool] = lambda: True
     without_device: bool = False
-    spreads: bool = False
+    spreads: tuple[str, ...] = ()
+    ranks: str | None = None
     hosts: str | None = None
     checkpoints: bool = False
 
@@ -194,11 +251,20 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "pip install 'pagoda[tpu]'",
         _has_tpu,
         without_device=True,
-        spreads=True,
+        spreads=("tensor", "data"),
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
     ),
-    Entry("torch_cuda", None, ("torch", "triton"), "NVIDIA GPU", "pip install 'pagoda[cuda]'", _has_cuda),
+    Entry(
+        "torch_cuda",
+        None,
+        ("torch", "triton"),
+        "NVIDIA GPU",
+        "pip install 'pagoda[cuda]'",
+        _has_cuda,
+        spreads=("tensor",),
+        ranks="pagoda.backends.torch_cuda.ranks",
+    ),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
     Entry("simulated", None, (), "device", "", lambda: True),
 )
@@ -226,20 +292,47 @@ def spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
 
     Raises ConfigError when the backend does not spread a model as asked.
     """
-    if parallel.nnodes > 1 and _entry(name).hosts is None:
+    entry = _entry(name)
+    if parallel.nnodes > 1 and entry.hosts is None:
         able = " or ".join(entry.name for entry in BACKENDS if entry.hosts is not None)
         raise ConfigError("--nnodes", f"{name} runs a model on one host; use 1, or --backend {able} on every host")
     asked = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size}
-    if _entry(name).spreads:
-        return asked
-    able = " or ".join(entry.name for entry in BACKENDS if entry.spreads)
     for kind, size in asked.items():
-        if size > 1:
-            raise ConfigError(
-                f"--{kind}-parallel-size",
-                f"{name} runs a model on one device; use 1, or --backend {able} where there are more",
-            )
-    return {}
+        if size > 1 and kind not in entry.spreads:
+            raise ConfigError(f"--{kind}-parallel-size", _not_spread(entry, kind))
+    _check_executor(entry, parallel)
+    return {kind: asked[kind] for kind in entry.spreads}
+
+
+def _not_spread(entry: Entry, kind: str) -> str:
+    if entry.ranks is not None:
+        return (
+            f"{entry.name} runs one copy of a model per server; use 1, and start several servers, each with GPUs of "
+            "its own (CUDA_VISIBLE_DEVICES) and a --port of its own, behind a load balancer"
+        )
+    able = " or ".join(each.name for each in BACKENDS if kind in each.spreads)
+    return f"{entry.name} runs a model on one device; use 1, or --backend {able} where there are more"
+
+
+def _check_executor(entry: Entry, parallel: ParallelConfig) -> None:
+    """Raises ConfigError when the backend's ranks are not started as asked."""
+    flag, asked = "--distributed-executor-backend", parallel.distributed_executor_backend
+    if entry.ranks is None and asked == "ray":
+        raise ConfigError(flag, f"{entry.name} drives all devices of a host from one process; use uni, or drop it")
+    if entry.ranks is not None and asked == "uni" and (size := parallel.tensor_parallel_size) > 1:
+        raise ConfigError(flag, f"uni is one process, {entry.name} needs {size} for {size} GPUs; use mp, or drop it")
+
+
+def runs_ranks(name: str, parallel: ParallelConfig) -> bool:
+    """Whether the backend shares the model among processes of its own, a device each."""
+    return _entry(name).ranks is not None and parallel.tensor_parallel_size > 1
+
+
+def load_rank_runtime(name: str) -> RankRuntime:
+    """Import what a backend needs of ranks; it has them, says `runs_ranks`."""
+    module = _entry(name).ranks
+    assert module is not None, "runs_ranks() comes first"
+    return cast(RankRuntime, importlib.import_module(module))
 
 
 def load_host_runtime(name: str) -> HostRuntime:

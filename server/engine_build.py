@@ -1,7 +1,7 @@
 """The one place that turns a configuration into a running engine.
 
-    resolve (checkpoint, model spec, limits, KV layout) -> meet the other hosts, if there are any -> backend -> weights
-    -> memory plan -> KV cache -> warm-up
+    resolve (checkpoint, model spec, limits, KV layout) -> meet the other hosts or start the other ranks, if there are
+    any -> backend -> weights -> memory plan -> KV cache -> warm-up
 
 The backend's framework is imported in a thread while the checkpoint is opened and its weights are read ahead.
 """
@@ -12,14 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
-from pagoda.backends.registry import BackendModule, choose_backend, load_backend
+from pagoda.backends.registry import BackendModule, choose_backend, load_backend, runs_ranks
 from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, Weight
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
@@ -37,9 +37,11 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.progress import with_progress
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.affinity import pinned
-from pagoda.server.hosts import Hosts, meeting
+from pagoda.server.company import Company
+from pagoda.server.hosts import meeting
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.prefetch import Prefetch
+from pagoda.server.ranks import leading
 from pagoda.server.resolve import Resolved, open_model, resolve
 from pagoda.server.wire import EngineInfo
 
@@ -48,11 +50,14 @@ logger = logging.getLogger(__name__)
 READ_AHEAD_BYTES: Final = 512 << 20
 
 
+Gather = Callable[[Resolved, Usage], AbstractContextManager[Company | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """A warm engine and what is known about it. `backend` is closed by whoever ends the engine.
 
-    `hosts`: the backend again where it works together with other hosts'.
+    `hosts`: the backend again where it works together with other hosts' or ranks'.
     """
 
     core: Engine
@@ -74,24 +79,31 @@ class _Phases:
         self.seconds.append((name, time.perf_counter() - begin))
 
 
-def build_engine(config: EngineConfig, usage: Usage) -> BuiltEngine:
+def gathering(resolved: Resolved, usage: Usage) -> AbstractContextManager[Company | None]:
+    """Those who compute the steps too, while the engine is built."""
+    if runs_ranks(resolved.backend, resolved.config.parallel):
+        return leading(resolved, usage)
+    return meeting(resolved)
+
+
+def build_engine(config: EngineConfig, usage: Usage, gather: Gather = gathering) -> BuiltEngine:
     """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
     with pinned(config.runtime.cores):
-        return _build(config, usage)
+        return _build(config, usage, gather)
 
 
-def _build(config: EngineConfig, usage: Usage) -> BuiltEngine:
+def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:
     phases = _Phases()
     load_general_plugins(config)
-    importing = _import(choose_backend(config.model.backend))
+    importing = import_backend(choose_backend(config.model.backend))
     with phases("open checkpoint"):
         resolved = resolve(config, usage, weights=is_local(config.model.model))
-    with meeting(resolved) as hosts:
-        return _load(config, phases, importing, resolved, hosts)
+    with gather(resolved, usage) as company:
+        return _load(config, phases, importing, resolved, company)
 
 
 def _load(
-    config: EngineConfig, phases: _Phases, importing: Future[BackendModule], resolved: Resolved, hosts: Hosts | None
+    config: EngineConfig, phases: _Phases, importing: Future[BackendModule], resolved: Resolved, company: Company | None
 ) -> BuiltEngine:
     checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
     if not fetched:  # a model that cannot be served is refused before its weights are downloaded
@@ -101,12 +113,12 @@ def _load(
     try:
         with phases(f"import {resolved.backend}"):
             module = importing.result()
-        return _assemble(config, phases, module, resolved, checkpoint, weights, hosts)
+        return _assemble(config, phases, module, resolved, checkpoint, weights, company)
     finally:
         weights.close()
 
 
-def _import(name: str) -> Future[BackendModule]:
+def import_backend(name: str) -> Future[BackendModule]:
     """Import a backend in a thread that nobody waits for when the model cannot be served."""
     importing: Future[BackendModule] = Future()
 
@@ -127,7 +139,7 @@ def _assemble(
     resolved: Resolved,
     checkpoint: Checkpoint,
     weights: Prefetch,
-    hosts: Hosts | None,
+    company: Company | None,
 ) -> BuiltEngine:
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
@@ -141,9 +153,10 @@ def _assemble(
         sampling=sampling,
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
+        **({} if company is None else company.arrive(checkpoint)),
         **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
     )
-    together = None if hosts is None else hosts.joined(own)
+    together = None if company is None else company.joined(own)
     backend: Backend = together or own
     try:
         with phases("load weights"):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from pagoda import __version__
 from pagoda.backends.registry import HostRuntime, load_host_runtime
@@ -20,6 +20,7 @@ from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.hosts.leading import LeadingBackend, failure_in_hand
 from pagoda.common.hosts.peer import Peer
 from pagoda.common.hosts.preflight import meet
+from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.resolve import Resolved
 
 SHARED_SETTINGS: Final = (
@@ -34,11 +35,15 @@ _COUNT: Final = "devices"
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The other hosts, met: all of them on host 0, host 0 on the others."""
+    """Implements Company: the other hosts, met: all of them on host 0, host 0 on the others."""
 
     rank: int
     peers: tuple[Peer, ...]
     runtime: HostRuntime
+
+    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Nothing: the backend's devices have met already, and `create` finds those of all hosts."""
+        return {}
 
     def joined(self, backend: Backend) -> LeadingBackend | FollowingBackend:
         """This host's backend, in step with the others'."""

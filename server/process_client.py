@@ -7,9 +7,7 @@ whose end tells it that this process is gone, and a thread here that waits for t
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,7 @@ import zmq
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, EngineDeadError
+from pagoda.server.child import environment, fate
 from pagoda.server.engine_client import Listener, Supervisor
 from pagoda.server.wire import (
     EngineInfo,
@@ -63,7 +62,7 @@ class ProcessClient:
         self._process = subprocess.Popen(
             [*program, f"ipc://{self._folder}/engine"],
             stdin=subprocess.PIPE,
-            env=_environment(),
+            env=environment(),
         )
         self._hand_over(config)
         threading.Thread(target=self._watch, name="pagoda-watch", daemon=True).start()
@@ -195,13 +194,8 @@ class ProcessClient:
 
     def _obituary(self) -> Failed:
         status = self._process.poll()
-        if status is None:
-            return Failed("EngineDeadError", "the engine was shut down")
-        if status >= 0:
-            return Failed("EngineDeadError", f"the engine process ended with exit status {status}")
-        name = signal.Signals(-status).name
-        hint = ": out of memory?" if name == "SIGKILL" else ""
-        return Failed("EngineDeadError", f"the engine process was killed by {name}{hint}")
+        why = "the engine was shut down" if status is None else f"the engine process {fate(status)}"
+        return Failed("EngineDeadError", why)
 
 
 def _private_folder(base: str | None) -> Path:
@@ -219,8 +213,3 @@ def _private_folder(base: str | None) -> Path:
     if base is not None:
         raise ConfigError(flag, f"{base}: too long for a socket; name a folder with a shorter path")
     return Path(tempfile.mkdtemp(prefix="pagoda-", dir="/tmp"))
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with its import path, so that the engine finds the same packages."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -13,7 +13,7 @@ from pagoda.common.errors import ConfigError
 _TENSOR_ONLY: Final = "this version splits a model by --tensor-parallel-size alone; use 1"
 _ONE_ENGINE: Final = "one engine drives every copy of --data-parallel-size, on this host's devices; drop it"
 _NO_RANKS: Final = "one engine drives every copy of --data-parallel-size; there are no ranks that meet"
-_NO_WORKERS: Final = "one process drives all devices of a host: there are no workers"
+_OWN_SHARE: Final = "every rank maps the weights into memory and copies its own share only"
 _CP_ONLY: Final = "it matters with contexts split over devices only, which this version does not do"
 _EP_ONLY: Final = "it spreads whole experts; here --tensor-parallel-size splits each of them"
 _DBO_ONLY: Final = "it matters with --enable-dbo only"
@@ -23,11 +23,10 @@ _DBO_ONLY: Final = "it matters with --enable-dbo only"
 class ParallelConfig:
     """How a model is spread over devices and nodes."""
 
-    distributed_executor_backend: str | None = option(
+    distributed_executor_backend: Literal["mp", "ray", "uni", "external_launcher"] | None = option(
         None,
-        "How workers are started: mp, ray, uni, external_launcher.",
-        refused="one process drives all devices of a host; use uni, or drop the flag",
-        accepts=("uni", "mp"),
+        "How the ranks of torch_cuda are started: mp as processes of this machine, ray as actors of a Ray cluster; "
+        "uni: there is one. By default mp. Other backends drive all devices from one process.",
     )
     tensor_parallel_size: int = option(1, "Devices that share each layer.", aliases=("-tp",))
     pipeline_parallel_size: int = option(1, "Devices that share the stack.", aliases=("-pp",), refused=_TENSOR_ONLY)
@@ -62,9 +61,15 @@ class ParallelConfig:
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
         "linear", "Which experts go to which rank.", no_effect=_EP_ONLY
     )
-    max_parallel_loading_workers: int | None = option(None, "Workers that load at once.", no_effect=_NO_WORKERS)
-    ray_workers_use_nsight: bool = option(False, "Profile Ray workers.", no_effect="there are no Ray workers")
-    disable_custom_all_reduce: bool = option(False, "Reduce with NCCL.", no_effect="XLA reduces over TPUs itself")
+    max_parallel_loading_workers: int | None = option(None, "Workers that load at once.", no_effect=_OWN_SHARE)
+    ray_workers_use_nsight: bool = option(
+        False,
+        "Profile Ray workers.",
+        no_effect="ranks are not profiled; run nsys around the server, which follows the processes that mp starts",
+    )
+    disable_custom_all_reduce: bool = option(
+        False, "Reduce with NCCL.", no_effect="there is none: NCCL reduces over GPUs, XLA over TPUs"
+    )
     worker_cls: str = option(
         "auto",
         "Class of the worker.",
@@ -84,6 +89,11 @@ class ParallelConfig:
         for name, size in (("tensor", self.tensor_parallel_size), ("data", self.data_parallel_size)):
             if size < 1:
                 raise ConfigError(f"--{name}-parallel-size", f"{size} is not positive; use 1 or more")
+        if self.distributed_executor_backend == "external_launcher":
+            raise ConfigError(
+                "--distributed-executor-backend",
+                "external_launcher is not supported: the engine starts its ranks itself; start one process, with mp",
+            )
         if self.data_parallel_size_local not in (None, self.data_parallel_size):
             raise ConfigError("--data-parallel-size-local", f"all {self.data_parallel_size} copies are here; drop it")
         if self.nnodes < 1:

@@ -1,1 +1,1 @@
-"""Several hosts that run one model: how they meet, and how they do the same steps."""
+"""Several processes that run one model, on several hosts or as ranks on one: how they meet and do the same steps."""

@@ -1,4 +1,4 @@
-"""The backend of every host but the first: it does what host 0 says."""
+"""The backend of every host or rank but the first: it does what that one says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.common.backend import (
 )
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError
-from pagoda.common.hosts.leading import failure_in_hand, raise_death, with_blocks
+from pagoda.common.hosts.leading import failure_in_hand, with_blocks
 from pagoda.common.hosts.messages import Agreed, End, Execute, Room, Warm
 from pagoda.common.hosts.peer import OnLoss, Peer
 
@@ -81,8 +81,9 @@ class FollowingBackend:
                         pending.append(self._start(plans))
                         if len(pending) > _DEPTH:
                             pending.popleft().result()
-                    except Exception as error:
-                        raise_death((self._leader,), error)
+                    except Exception:
+                        if (death := self._leader.death(self._leader.patience)) is not None:
+                            raise death  # noqa: B904 (the error here is its consequence, and stays its context)
                         raise
                 case End():
                     self._dismissed = True

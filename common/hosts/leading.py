@@ -1,10 +1,9 @@
-"""Host 0's backend and the others', seen as one by the engine of host 0."""
+"""The backend of host 0, or rank 0, and the others', seen as one by its engine."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, cast
@@ -19,10 +18,12 @@ from pagoda.common.backend import (
     Weight,
 )
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import PagodaError
+from pagoda.common.errors import EngineDeadError, PagodaError
+from pagoda.common.hosts.loss import Loss
 from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
-from pagoda.common.hosts.peer import OnLoss, Peer
+from pagoda.common.hosts.peer import MessageT, OnLoss, Peer
 
+T = TypeVar("T")
 ResultT = TypeVar("ResultT", covariant=True)
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,27 @@ logger = logging.getLogger(__name__)
 class LeadingBackend:
     """Implements common.backend.ShardedBackend on host 0: every step is told to the other hosts, then started here.
 
-    The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all.
-    `leave`: ends the backends' own meeting, which all hosts do together.
+    The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all. Ranks
+    on one host are as hosts here; `name`: how messages call this one.
+    `leave`: ends the backends' own meeting, which all hosts do together. `abandon`: ends it at once, from any thread,
+    when another is dead: what waits for it shall fail. `release`: comes last, when the others have hung up.
     """
 
-    def __init__(self, backend: Backend, others: tuple[Peer, ...], leave: Callable[[], None]) -> None:
-        self._backend, self._others, self._leave = backend, others, leave
+    def __init__(
+        self,
+        backend: Backend,
+        others: tuple[Peer, ...],
+        leave: Callable[[], None],
+        *,
+        name: str = "host 0",
+        abandon: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._backend, self._others, self._name = backend, others, name
+        self._leave, self._abandon, self._release = leave, abandon, release
+        self._loss, self._patience = Loss(), max(peer.patience for peer in others)
+        for peer in others:
+            peer.watch(self._lose)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -45,8 +61,7 @@ class LeadingBackend:
 
     def watch(self, on_loss: OnLoss) -> None:
         """Call back, from another thread, when another host failed or is gone."""
-        for peer in self._others:
-            peer.watch(on_loss)
+        self._loss.watch(on_loss)
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Take this host's share; every host reads the weights itself."""
@@ -54,11 +69,13 @@ class LeadingBackend:
 
     def plan_memory(self) -> MemoryPlan:
         """The plan of the host with least room; waits until all have loaded. Raises EngineDeadError."""
-        plan = self._backend.plan_memory()
-        rooms = {peer.name: peer.expect(Room).num_blocks for peer in self._others}
+        plan = self._together(self._backend.plan_memory)
+        rooms = {peer.name: self._expect(peer, Room).num_blocks for peer in self._others}
         tightest = min(rooms, key=rooms.__getitem__)
         if rooms[tightest] < plan.num_blocks:
-            logger.info("%s has room for %d KV blocks, host 0 for %d", tightest, rooms[tightest], plan.num_blocks)
+            logger.info(
+                "%s has room for %d KV blocks, %s for %d", tightest, rooms[tightest], self._name, plan.num_blocks
+            )
             plan = with_blocks(plan, rooms[tightest])
         self._tell(Agreed(plan.num_blocks))
         return plan
@@ -69,19 +86,19 @@ class LeadingBackend:
 
     def warmup(self) -> None:
         """Warm up, and wait until all hosts have. Raises EngineDeadError."""
-        self._backend.warmup()
+        self._together(self._backend.warmup)
         for peer in self._others:
-            peer.expect(Warm)
+            self._expect(peer, Warm)
 
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step on every host. Raises EngineDeadError when one is gone."""
         self._tell(Execute((plan,)))
-        return _Together(self._backend.execute(plan), self._others)
+        return _Together(self._backend.execute(plan), self._loss, self._patience)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """The same where the model has several copies."""
         self._tell(Execute(plans))
-        return _Together(cast(ShardedBackend, self._backend).execute_shards(plans), self._others)
+        return _Together(cast(ShardedBackend, self._backend).execute_shards(plans), self._loss, self._patience)
 
     def close(self) -> None:
         """Let the other hosts go, then this host's devices. Idempotent.
@@ -89,8 +106,7 @@ class LeadingBackend:
         Called while an error is handled, or when a host is dead, it is the others' end too, and they are told why.
         """
         others, self._others = self._others, ()
-        deaths = [str(death) for peer in others if (death := peer.death()) is not None]
-        reason = failure_in_hand() or "; ".join(deaths)
+        reason = failure_in_hand() or str(self._loss.cause() or "")
         for peer in others:
             peer.end(reason)
         self._backend.close()
@@ -98,11 +114,38 @@ class LeadingBackend:
             self._leave()
         for peer in others:
             peer.close()
+        self._release()
+
+    def _lose(self, death: EngineDeadError) -> None:
+        """From any thread: one is lost, and the step with it, so that is everybody's end."""
+        if self._loss.note(death):
+            for peer in self._others:
+                peer.end(str(death))
+            self._abandon()
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What all hosts do at once. Raises what it raised, or the death of another host, which is then the cause."""
+        try:
+            return work()
+        except Exception:
+            self._loss.explain(self._patience)
+            raise
+
+    def _expect(self, peer: Peer, kind: type[MessageT]) -> MessageT:
+        try:
+            return peer.expect(kind)
+        except EngineDeadError:
+            self._loss.explain()
+            raise
 
     def _tell(self, message: Agreed | Execute) -> None:
         data = encode(message)
-        for peer in self._others:
-            peer.send_bytes(data)
+        try:
+            for peer in self._others:
+                peer.send_bytes(data)
+        except EngineDeadError:
+            self._loss.explain()
+            raise
 
 
 class _Pending(Protocol[ResultT]):
@@ -114,32 +157,29 @@ class _Together(Generic[ResultT]):
     """A step under way on every host."""
 
     pending: _Pending[ResultT]
-    others: tuple[Peer, ...]
+    loss: Loss
+    patience: float
 
     def result(self) -> ResultT:
-        """Wait for the step. Raises what it raised, or the death of another host, which is then the cause."""
+        """Wait for the step. Raises what it raised, or the death of another host, which is then the cause.
+
+        A step that was abandoned ends too, with a result that nobody may see.
+        """
         try:
-            return self.pending.result()
-        except Exception as error:
-            raise_death(self.others, error)
+            found = self.pending.result()
+        except Exception:
+            self.loss.explain(self.patience)
             raise
-
-
-def raise_death(peers: tuple[Peer, ...], error: Exception) -> None:
-    """Raise what one of the hosts died of, if one did, as the cause of an error here.
-
-    Waits a moment: that a host is gone may be felt here before it is known.
-    """
-    deadline = time.monotonic() + max(peer.patience for peer in peers)
-    for peer in peers:
-        if (death := peer.death(max(0.0, deadline - time.monotonic()))) is not None:
-            raise death from error
+        self.loss.explain()
+        return found
 
 
 def failure_in_hand() -> str:
     """The error that is being handled right now, in a line; empty when there is none."""
     error = sys.exception()
-    return "" if error is None else str(error) if isinstance(error, PagodaError) else f"{type(error).__name__}: {error}"
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, PagodaError | MemoryError) else f"{type(error).__name__}: {error}"
 
 
 def with_blocks(plan: MemoryPlan, num_blocks: int) -> MemoryPlan:

@@ -1,4 +1,4 @@
-"""Another host after the pre-flight: messages to and fro, and whether it is still there."""
+"""Another host after the pre-flight, or another rank: messages to and fro, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ class Peer:
     """One connection. A thread reads it, so that a host's death is known while this one waits for its devices.
 
     `name`: how messages call the host. `patience`: seconds for what a host that is ending may still have to say.
+    `fate`: what became of it once the connection has ended, such as "was killed by SIGKILL"; empty when unknown.
+    `parting`: this side has said goodbye.
     """
 
-    def __init__(self, connection: socket.socket, name: str, patience: float = PATIENCE_SECONDS) -> None:
-        self.name, self.patience = name, patience
-        self._connection = connection
+    def __init__(
+        self,
+        connection: socket.socket,
+        name: str,
+        patience: float = PATIENCE_SECONDS,
+        fate: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.name, self.patience, self._fate = name, patience, fate
+        self.parting = False
+        self._connection, self._sending = connection, threading.Lock()
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
         self._listening = threading.Lock()
         self._on_loss: OnLoss | None = None
@@ -52,7 +61,8 @@ class Peer:
     def send_bytes(self, data: bytes) -> None:
         """As `send`, of a message that is encoded already."""
         try:
-            send_frame(self._connection, data)
+            with self._sending:
+                send_frame(self._connection, data)
         except OSError as error:
             raise self.death(self.patience) or EngineDeadError(f"{self.name} is gone: {told(error)}") from None
 
@@ -77,8 +87,9 @@ class Peer:
         return self._lost
 
     def end(self, reason: str = "") -> None:
-        """Say goodbye. Never raises."""
-        with contextlib.suppress(OSError):
+        """Say goodbye, from any thread. Never raises."""
+        self.parting = True
+        with self._sending, contextlib.suppress(OSError):
             send_frame(self._connection, encode(End(reason)))
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -96,7 +107,7 @@ class Peer:
                 message = decode(receive_frame(self._connection, STEP_BYTES))
             except (EOFError, OSError, ValueError) as error:
                 if not ended:
-                    self._lose(EngineDeadError(f"{self.name} is gone: {told(error)}"))
+                    self._lose(EngineDeadError(f"{self.name} {self._fate() or f'is gone: {told(error)}'}"))
                 self._ended.set()
                 return
             if isinstance(message, End):

@@ -21,6 +21,11 @@ class Checkpoint(Protocol):
     """A model at rest. Opening one reads headers only."""
 
     @property
+    def path(self) -> Path:
+        """The folder or file that opens it again, without a hub."""
+        ...
+
+    @property
     def folder(self) -> Path:
         """Where the files beside the weights lie (tokenizer, chat template)."""
         ...

@@ -45,6 +45,11 @@ class FolderCheckpoint:
         self._files = _open_files(folder, formats)
 
     @property
+    def path(self) -> Path:
+        """What opens it again: the folder."""
+        return self.folder
+
+    @property
     def num_tensors(self) -> int:
         """How many tensors the checkpoint holds."""
         return sum(len(names) for _, names in self._files)

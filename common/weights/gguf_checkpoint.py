@@ -43,6 +43,11 @@ class GgufCheckpoint:
         return tuple(result)
 
     @property
+    def path(self) -> Path:
+        """What opens it again: the file."""
+        return self.file.path
+
+    @property
     def num_tensors(self) -> int:
         """How many tensors `tensors` yields; stacked experts count one by one."""
         return sum(info.shape[0] if "{e}" in str(self._layout.rename(info.name)) else 1 for info in self._tensors)

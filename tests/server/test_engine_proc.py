@@ -4,7 +4,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from support.byte_text import byte_tokenizer
 from support.fake_engine import PROGRAM
+from support.watching import gone
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
 from pagoda.common.sampling_params import SamplingParams
@@ -53,19 +53,6 @@ async def text_of(llm: AsyncLLM, request_id: str, prompt: str, **params: Any) ->
         async for output in llm.generate(prompt, SamplingParams(**params), request_id):
             text = output.outputs[0].text
         return text
-
-
-def gone(pid: int) -> bool:
-    """Wait for a process that is no child of ours to end."""
-    end = time.monotonic() + GRACE
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 async def test_requests_through_a_process(started: Started) -> None:

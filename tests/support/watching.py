@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,25 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in ten seconds"
         time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Wait for a process that is no child of ours to end; False when it does not in twenty seconds."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def children() -> list[int]:
+    """Processes that this one has started and not yet seen the end of."""
+    listed = [(task / "children").read_text().split() for task in Path("/proc/self/task").iterdir()]
+    return sorted(int(child) for found in listed for child in found)
 
 
 @contextmanager

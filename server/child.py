@@ -1,0 +1,20 @@
+"""Processes that this one starts: what they find, and what became of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with its import path, so that a child finds the same packages."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def fate(status: int) -> str:
+    """What an exit status, as subprocess gives it, says of a process: `was killed by SIGTERM`."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}{': out of memory?' if name == 'SIGKILL' else ''}"

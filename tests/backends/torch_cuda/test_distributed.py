@@ -1,0 +1,65 @@
+"""The line between two processes over gloo; rank 0 is this one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import second_rank
+from support.second_rank import DTYPES, exchange, own, place
+from support.served import environment
+
+from pagoda.backends.torch_cuda.distributed import TorchComm, join
+from pagoda.common.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def met(end: str) -> Iterator[TorchComm]:
+    """Rank 0's line to rank 1, which ends as told after an exchange."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    words = [sys.executable, second_rank.__file__, str(port), end]
+    process = subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        yield join(place(0, port), listener, CPU)
+        assert process.communicate(timeout=60)[1] == ""
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_every_rank_gets_the_same_bits() -> None:
+    with met("leave") as comm:
+        *found, both = exchange(comm)
+        with pytest.raises(ConfigError, match="is in use in this process already"):
+            join(place(0, 1), None, CPU)
+        comm.leave()
+    comm.release()
+    for index, dtype in enumerate(DTYPES):
+        first, second = own(0, dtype), own(1, dtype)
+        gathered, total = found[2 * index : 2 * index + 2]
+        assert gathered.is_contiguous()
+        assert torch.equal(gathered, torch.cat([first[:, :3], second[:, :3]], dim=1))
+        torch.testing.assert_close(total, first + second)
+    here, there = both.flatten().chunk(2)
+    assert torch.equal(here, there)
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_is_gone_ends_a_collective() -> None:
+    with met("die") as comm:
+        exchange(comm)
+        with pytest.raises(RuntimeError):
+            comm.all_reduce(torch.ones(3))
+        comm.abandon()
+    comm.release()
+    comm.release()
+    assert not dist.is_initialized()

@@ -1,0 +1,131 @@
+"""Ranks as processes: they start, follow rank 0, and end with it, however that comes. No framework is imported."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fakes import FakeBackend, full_layout, scrambled
+from support.fake_ranks import LIMITS, fake_backend, lead
+from support.served import environment
+from support.watching import children, gone
+
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.errors import EngineDeadError
+from pagoda.server.engine_build import BuiltEngine
+from pagoda.server.executors import mp
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_fake() -> Iterator[None]:
+    with fake_backend():
+        yield
+
+
+def answers(core: EngineCore) -> list[int]:
+    core.add_request(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], rules=SamplingRules(), max_tokens=9))
+    found: list[int] = []
+    while core.has_work:
+        for output in core.step().outputs:
+            found += output.new_token_ids
+    return found
+
+
+def answers_for_ever(core: EngineCore) -> None:
+    while True:
+        answers(core)
+
+
+def core_of(built: BuiltEngine) -> EngineCore:
+    assert isinstance(built.core, EngineCore)
+    return built.core
+
+
+def test_ranks_follow_and_end_in_good_order(capfd: pytest.CaptureFixture[str]) -> None:
+    built = lead("fake")
+    assert len(children()) == 2
+    assert core_of(built).stats.kv_blocks_total == 37  # rank 2 has least room: 38 with the null block
+    alone = FakeBackend(full_layout(), num_blocks=38, next_token=scrambled)
+    assert answers(core_of(built)) == answers(EngineCore(alone, alone.layout, LIMITS, 38))
+    built.backend.close()
+    built.backend.close()
+    assert children() == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_killed_rank_is_named_at_once_and_the_others_end() -> None:
+    built = lead("fake")
+    heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
+    assert built.hosts is not None
+    built.hosts.watch(heard.put)
+    first, _ = children()
+    os.kill(first, signal.SIGKILL)
+    assert str(heard.get(timeout=10)) == "rank 1 (GPU 1) was killed by SIGKILL: out of memory?"
+    with pytest.raises(EngineDeadError, match=r"^rank 1 \(GPU 1\) was killed by SIGKILL"):
+        answers(core_of(built))
+    built.backend.close()
+    assert children() == []
+
+
+def test_a_step_that_fails_on_a_rank_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    built = lead("fake:step")
+    with pytest.raises(EngineDeadError, match=r"^rank 1 \(GPU 1\): RuntimeError: the device is gone$"):
+        answers_for_ever(core_of(built))
+    built.backend.close()
+    assert children() == []
+    assert "RuntimeError: the device is gone" in capfd.readouterr().err  # a bug keeps its traceback
+
+
+def test_what_a_rank_lacks_is_the_error_of_the_start(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineDeadError, match=r"^rank 2 \(GPU 2\): the checkpoint lacks 3 parameters$"):
+        lead("fake:load")
+    assert children() == []
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("place", ["import", "meet"])
+def test_a_rank_that_dies_early_keeps_nobody_waiting(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_ENDS_IN", place)
+    with pytest.raises(EngineDeadError, match=r"^rank 1 \(GPU 1\) ended with exit status 7$"):
+        lead("fake", 2)
+    assert children() == []
+
+
+def test_a_rank_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mp, "_LAST_SECONDS", 0.05)
+    built = lead("fake:stay", 2)
+    built.backend.close()
+    assert children() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_the_engine_is_killed(number: int) -> None:
+    code = (
+        "import time; from support.fake_ranks import fake_backend, lead; from support.watching import children\n"
+        "with fake_backend():\n    built = lead('fake'); print(*children(), flush=True); time.sleep(3600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    ranks = [int(word) for word in process.stdout.readline().split()]
+    assert len(ranks) == 2
+    process.send_signal(number)
+    process.wait()
+    assert all(map(gone, ranks))
+    process.stdout.close()
+
+
+def test_a_thread_that_ends_takes_no_rank_with_it() -> None:
+    made: list[BuiltEngine] = []
+    thread = threading.Thread(target=lambda: made.append(lead("fake", 2)))
+    thread.start()
+    thread.join()
+    assert len(answers(core_of(made[0]))) == 9
+    made[0].backend.close()
