@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.float8.kernel import decode, native
+from pagoda.backends.torch_cuda.kernels.float8.bits import decode, native
 from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import Rules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import padded, tuned
 
