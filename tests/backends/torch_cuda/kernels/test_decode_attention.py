@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.compile_launches import programs
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
@@ -244,3 +245,23 @@ def test_candidates_hold_the_settings_in_use(chip):
         use = blocks(shape, chip)
         assert use in list(candidates(shape, chip))
         assert PROGRAMS * shared_bytes(shape, use, chip) <= chip.shared_bytes
+
+
+LAUNCHES = """
+import torch
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
+
+keys = torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)
+for splits, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
+    q = torch.zeros(seqs, 1, 16, dtype=torch.bfloat16)
+    tables = torch.zeros(seqs * width + offset, dtype=torch.int32)[offset:].view(seqs, width)
+    lens = torch.zeros(seqs + offset, dtype=torch.int32)[offset:]
+    how = {"scale": 1.0, "use_kernel": True, "chip": CHIPS["sm_90"]}
+    decode_attention(q, keys, keys.clone(), tables, lens, splits=splits, **how)
+"""
+
+
+def test_what_varies_from_step_to_step_compiles_nothing():
+    """Numbers of splits, of sequences and of table columns, and where in a staging buffer the arrays begin."""
+    assert programs(LAUNCHES) == 3 * [["attend", "attend 0"], ["reduce", "reduce 1"]]
