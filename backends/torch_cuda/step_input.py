@@ -2,6 +2,8 @@
 
     rules | token ids | owners | positions | slots | query starts | KV lengths | newest | tiles | block tables
 
+Rules come first, so that they lie alike in every step with as many rows of logits.
+
 Everything but the tables is a few kilobytes; a graph reads that part from one static buffer, so one copy fills it.
 Every part begins at a multiple of 128 bytes and rows of tables are multiples of 64 bytes long: Triton compiles a
 kernel anew for pointers and strides that are less aligned.
@@ -58,14 +60,17 @@ class Part:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The padded sizes of a step: T tokens, S sequences, R `rows` of logits, n `tiles`, G groups, tables of W blocks."""
+    """The padded sizes of a step: T tokens, S sequences, n `tiles`, G groups, tables of W blocks.
+
+    `rows`: of logits, of which row s is sequence s's; more than S where choosing is padded further than the rest.
+    """
 
     tokens: int
     seqs: int
     rows: int
-    tiles: int
     groups: int
     width: int
+    tiles: int = 0
 
     @cached_property
     def parts(self) -> dict[str, Part]:
