@@ -31,13 +31,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that is queued on the device. `tokens`: of each sequence, None where none samples."""
+    """A step that is queued on the device. `tokens`: of each sequence, None where none samples.
+
+    `recompiles`: programs compiled or captured for it.
+    """
 
     plan: StepPlan
     tokens: Departure | None
     logprobs: Logprobs
     scored: tuple[Scored, ...]
-    recompiles: int
+    recompiles: int = 0
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what the device raised."""

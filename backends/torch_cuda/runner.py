@@ -46,7 +46,6 @@ class Runner:
     def run(self, plan: StepPlan) -> PendingStep:
         """Queue a step; within `stream.running`."""
         parts = self.programs.parts
-        captures = self.stream.captures
         for start in plan.starts:
             parts.sampler.start(start)
         step = self._padded(plan)
@@ -55,11 +54,11 @@ class Runner:
         scored = tuple(self._scores(plan, hidden)) if hidden is not None else ()
         self._staging.was_read()
         if not plan.samples.any():
-            return PendingStep(plan, None, dict, scored, self.stream.captures - captures)
+            return PendingStep(plan, None, dict, scored)
         raw = parts.sampler.edit(parts.buffers.logits[: step.shape.rows], plan)
         tokens = self.programs.choose(step.shape.rows)
         logprobs = parts.sampler.logprobs(raw, tokens, plan, self.stream)
-        return PendingStep(plan, self.stream.fetch(tokens), logprobs, scored, self.stream.captures - captures)
+        return PendingStep(plan, self.stream.fetch(tokens), logprobs, scored)
 
     def _padded(self, plan: StepPlan) -> Step:
         groups, width, size = len(plan.block_tables), width_of(plan), self.programs.ladder.fit(plan.num_seqs)

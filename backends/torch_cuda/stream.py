@@ -79,6 +79,10 @@ class Stream(Protocol):
         """Wait for everything."""
         ...
 
+    def close(self) -> None:
+        """Memory that nobody uses any more goes back to the system."""
+        ...
+
 
 def make_stream(device: Device) -> Stream:
     """The order of a device."""
@@ -132,8 +136,7 @@ class CpuStream:
     def capture(self, run: Run) -> Run:
         """The function itself, which has to live with what its tensors hold when it is called again."""
         self.captures += 1
-        for _ in range(_WARM_UPS):
-            run()
+        run()
         return run
 
     def host(self, size: int) -> Tensor:
@@ -142,6 +145,9 @@ class CpuStream:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing is kept back."""
 
 
 class _ByEvents:
@@ -207,14 +213,10 @@ class GpuStream:
         return _OnItsWay(host, arrived)
 
     def capture(self, run: Run) -> Run:
-        """A CUDA graph, after runs on a stream of their own."""
+        """A CUDA graph, after runs on the same stream, which is none of CUDA's default one."""
         self.captures += 1
-        beside = torch.cuda.Stream(self.device.torch)
-        beside.wait_stream(self._steps)
-        with torch.cuda.stream(beside):
-            for _ in range(_WARM_UPS):
-                run()
-        self._steps.wait_stream(beside)
+        for _ in range(_WARM_UPS):
+            run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._steps, capture_error_mode="thread_local"):
             run()
@@ -227,6 +229,11 @@ class GpuStream:
     def synchronize(self) -> None:
         """The whole device."""
         torch.cuda.synchronize(self.device.torch)
+
+    def close(self) -> None:
+        """After the last step is over."""
+        self.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
