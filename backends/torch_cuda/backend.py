@@ -41,6 +41,7 @@ from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.platform import BLOCK_SIZES
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
@@ -51,12 +52,13 @@ from pagoda.common.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 CAPABILITIES: Final = Capabilities(
-    name="torch_cuda", device="cuda", block_size=BLOCK_SIZES["torch_cuda"], prefers_extents=False
+    name="torch_cuda",
+    device=TORCH_CUDA_DEVICE.read() or "cuda",
+    block_size=BLOCK_SIZES["torch_cuda"],
+    prefers_extents=False,
 )
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_TOKENS: Final = 64
-"""Tokens of the longest prompt that a CPU warms up with: nothing is compiled there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class TorchCudaBackend:
         block = block_bytes(self.layout, self.stored, self.shard)
         weights = self._held.params.num_bytes
         if self.device.use_kernels:
-            largest = self._plans.largest(self.limits.max_num_batched_tokens)
+            largest = self._plans.largest()
             with self._stream.running():
                 usage = measure(lambda: self._make_runner(1), self.device, self.cache_config, weights, largest)
         else:
@@ -191,10 +193,10 @@ class TorchCudaBackend:
         """Capture and run everything that serving may need, so that nothing is compiled or captured later."""
         begin, runner = time.perf_counter(), self._runner
         assert runner is not None, "init_cache comes before warmup"
-        most = self.limits.max_num_batched_tokens if self.device.use_kernels else _CPU_TOKENS
+        every = self._plans.every(self.ladder.sizes) if self.device.use_kernels else self._plans.few()
         with self._stream.running():
             runner.programs.capture()
-            for plan in self._plans.every(self.ladder.sizes, most):
+            for plan in every:
                 runner.run(plan).result()
             self._stream.synchronize()
         logger.info("%d kernels compiled, warm in %.1f s", self._compiles.count, time.perf_counter() - begin)

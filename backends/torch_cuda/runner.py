@@ -130,5 +130,3 @@ class Runner:
                     for at in range(0, count, PIECE)
                 ),
             )
-
-

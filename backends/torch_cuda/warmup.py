@@ -65,28 +65,37 @@ class Plans:
         each[: tokens % seqs] += 1
         return self.plan([1] * decodes + each.tolist(), 0, rules)
 
-    def largest(self, most_tokens: int) -> Iterator[StepPlan]:
+    def largest(self) -> Iterator[StepPlan]:
         """The steps that need the most memory: as many tokens as allowed, as many rows as allowed, all filtered."""
-        tokens, longest = most_tokens, self._limits.max_model_len
-        yield self.prefill(tokens, -(-tokens // longest))
-        seqs = self._limits.max_num_seqs
-        if tokens >= 2 * seqs:
-            yield self.prefill(tokens, max(seqs, -(-tokens // longest)), rules=FILTERED)
+        seqs, tokens = self._limits.max_num_seqs, self._most_tokens
+        fewest = -(-tokens // self._limits.max_model_len)
+        yield self.prefill(tokens, fewest)
+        yield self.prefill(tokens, seqs, rules=FILTERED)
         yield self.decode(seqs, FILTERED)
 
-    def every(self, sizes: Sequence[int], most_tokens: int) -> Iterator[StepPlan]:
+    def few(self) -> Iterator[StepPlan]:
+        """A short prompt and a token: what there is to do where nothing is compiled."""
+        yield self.prefill(min(8, self._most_tokens))
+        yield self.decode(1)
+
+    def every(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
         """Decode steps of every size, prefill of many shapes beside them, and every kind of rules."""
-        limits = self._limits
+        limits, most = self._limits, min(self._most_tokens, self._limits.max_model_len)
         for size in sizes:
             yield self.decode(size)
-            if size < limits.max_num_seqs and size + 2 <= most_tokens and limits.max_model_len > 1:
+            if size < limits.max_num_seqs and size + 2 <= self._most_tokens and limits.max_model_len > 1:
                 yield self.prefill(2, decodes=size)
         tokens = 2
-        while tokens <= min(most_tokens, limits.max_model_len):
+        while tokens <= most:
             yield self.prefill(tokens)
             tokens = 2 * tokens + (tokens == 16)  # 33 and on: numbers that divide nothing
-        yield from self.largest(most_tokens)
+        yield from self.largest()
         for rules in RULES:
             for seqs in (seqs for seqs in _BATCHES if seqs <= limits.max_num_seqs):
                 yield self.decode(seqs, rules)
-            yield self.prefill(min(5, most_tokens, limits.max_model_len), rules=rules)
+            yield self.prefill(min(5, most), rules=rules)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return min(self._limits.max_num_batched_tokens, self._limits.max_num_seqs * self._limits.max_model_len)
