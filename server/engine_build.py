@@ -203,7 +203,7 @@ def _core(
 
 
 def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
-    """Where compiled programs come from and go to, or which steps are captured, for the backend that has such things."""
+    """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
     bundle, kept = config.compiled_bundle, config.xla_cache_path
     for key in config.without_effect:
         logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)

@@ -94,8 +94,8 @@ def _remedies(usage: Usage, limits: Limits | None, missing: int) -> Iterator[str
         yield f"--gpu-memory-utilization {share + 0.005:.2f}"
     steps = usage.activations + usage.buffers
     if limits is not None and (left := 1 - missing / max(steps, 1)) > 0.25:
-        tokens, seqs = int(limits.max_num_batched_tokens * left), int(limits.max_num_seqs * left)
-        yield f"--max-num-batched-tokens {max(tokens, 1)} with --max-num-seqs {max(min(seqs, tokens), 1)}"
+        tokens, seqs = _rounded(limits.max_num_batched_tokens * left), _rounded(limits.max_num_seqs * left)
+        yield f"--max-num-batched-tokens {tokens} with --max-num-seqs {min(seqs, tokens)}"
     if missing < usage.graphs:
         yield "--enforce-eager"
     if missing < usage.weights * 3 // 8:
@@ -106,3 +106,9 @@ def _remedies(usage: Usage, limits: Limits | None, missing: int) -> Iterator[str
     while missing > usage.weights * (gpus - 1) // gpus and gpus < 64:
         gpus *= 2
     yield f"--tensor-parallel-size {gpus}"
+
+
+def _rounded(number: float) -> int:
+    """Down to four binary digits, 1 or more."""
+    whole = max(int(number), 1)
+    return whole >> (shift := max(whole.bit_length() - 4, 0)) << shift

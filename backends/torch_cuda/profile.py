@@ -31,7 +31,7 @@ def measure(
     weights: int,
     largest: Iterable[StepPlan],
 ) -> Usage:
-    """Bytes of everything but the KV cache. `weights`: bytes that are loaded; `make_runner`: over a cache of few blocks.
+    """Bytes of everything but the KV cache. `weights`: bytes that are loaded. `make_runner`: over a tiny cache.
 
     Raises ConfigError when the steps alone need more than there is.
     """
