@@ -24,6 +24,7 @@ from pagoda.backends.torch_cuda.decoder import Decoder
 from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
 from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
+from pagoda.backends.torch_cuda.kv_scales import find_scales
 from pagoda.backends.torch_cuda.ladder import Ladder, make_ladder
 from pagoda.backends.torch_cuda.memory import GIB, cpu_usage, plan_blocks
 from pagoda.backends.torch_cuda.parameters import ModelParams
@@ -166,9 +167,12 @@ class TorchCudaBackend:
         return plan
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks."""
+        """Allocate K and V for `num_blocks` blocks, and find their scales when that is asked for."""
         with self._stream.running():
             self._runner = self._make_runner(num_blocks)
+            parts, longest = self._runner.programs.parts, self.limits.max_model_len
+            if self.cache_config.calculate_kv_scales:
+                find_scales(parts.decoder, parts.caches, self.layout, max_len=longest, tile=self._tile())
 
     def _make_runner(self, num_blocks: int) -> Runner:
         held = self._held

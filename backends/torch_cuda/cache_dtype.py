@@ -11,8 +11,6 @@ from pagoda.common.errors import ConfigError
 def cache_dtype(cache: CacheConfig, activations: torch.dtype) -> torch.dtype:
     """The stored type: the activations', or float8_e4m3fn, which needs no support of the chip. Raises ConfigError."""
     cache.check_scales()
-    if cache.calculate_kv_scales:
-        raise ConfigError("--calculate-kv-scales", "torch_cuda stores 8-bit K and V with scales of 1; drop it")
     match cache.cache_dtype:
         case "auto":
             return activations

@@ -91,9 +91,7 @@ def test_chat_answers_the_question(llm: LLM) -> None:
     assert answer[0].outputs[0].finish_reason == "stop"
 
 
-def test_torch_cuda_answers_the_same(
-    alone: list[list[int]], model_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_cuda_answers_the_same(alone: list[list[int]], model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's steps on CPU tensors, all prompts at once, some of them captured and some not."""
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     engine = LLM(

@@ -252,9 +252,11 @@ def test_steps_that_are_not_captured_answer_alike(said: dict) -> None:
 def test_an_8_bit_cache_stays_close() -> None:
     spec = SPECS["window"]
     want = NaiveModel(spec, random_weights(spec)).logits(PROMPT).log_softmax(-1).numpy()
-    for name in ("fp8", "fp8_e4m3"):
-        d = driver(spec, cache=CacheConfig(cache_dtype=name))
-        assert {cache.keys.dtype for cache in d.backend._runner.programs.parts.caches.values()} == {torch.float8_e4m3fn}
+    for name, scaled in (("fp8", False), ("fp8_e4m3", False), ("fp8", True)):
+        d = driver(spec, cache=CacheConfig(cache_dtype=name, calculate_kv_scales=scaled))
+        for cache in d.backend._runner.programs.parts.caches.values():
+            assert cache.keys.dtype == torch.float8_e4m3fn
+            assert (cache.k_scale.item() == cache.v_scale.item() == 1) is not scaled
         _, result = d.step({3: PROMPT}, [d.start(3, PROMPT, EVERYTHING)])
         error = np.abs(by_token(result.prompt_logprobs[0]) - want[:-1]).max()
         assert 1e-3 < error < 0.5
@@ -266,7 +268,7 @@ def test_an_8_bit_cache_stays_close() -> None:
         (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: fp8_e5m2 is not stored by torch_cuda; use auto, fp8"),
         (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: bfloat16 is not stored"),
         (CacheConfig(cache_dtype="int8"), "--kv-cache-dtype: int8 holds nothing of use without scales"),
-        (CacheConfig(cache_dtype="fp8", calculate_kv_scales=True), "--calculate-kv-scales: .*; drop it"),
+        (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a cache of auto numbers has no scales"),
     ],
 )
 def test_a_cache_that_cannot_be_had(cache: CacheConfig, error: str) -> None:
