@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -27,7 +27,7 @@ from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
 from pagoda.backends.torch_cuda.kv_scales import find_scales
 from pagoda.backends.torch_cuda.ladder import Ladder, make_ladder
 from pagoda.backends.torch_cuda.memory import GIB, cpu_usage, plan_blocks
-from pagoda.backends.torch_cuda.parameters import ModelParams
+from pagoda.backends.torch_cuda.parameters import Empty
 from pagoda.backends.torch_cuda.pending import PendingStep
 from pagoda.backends.torch_cuda.profile import check_weights, measure
 from pagoda.backends.torch_cuda.programs import Parts, Programs
@@ -35,6 +35,7 @@ from pagoda.backends.torch_cuda.recompiles import CompileCount
 from pagoda.backends.torch_cuda.runner import Runner
 from pagoda.backends.torch_cuda.sampler import Sampler
 from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.backends.torch_cuda.storage import Storage
 from pagoda.backends.torch_cuda.stream import make_stream
 from pagoda.backends.torch_cuda.warmup import Plans
 from pagoda.backends.torch_cuda.weights import Loader
@@ -66,7 +67,7 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 class Held:
     """What an engine keeps on the device besides the KV cache."""
 
-    params: ModelParams
+    loader: Loader
     decoder: Decoder
     sampler: Sampler
     buffers: Buffers
@@ -81,13 +82,14 @@ def create(
     dtype: str,
     sampling: SamplerOptions = USUAL,
     compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
+    sleep_mode: bool = False,
     tensor: int = 1,
     comm: Comm = ALONE,
     device: Device | None = None,
 ) -> TorchCudaBackend:
-    """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number. `dtype`: resolved, not `auto`.
+    """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
 
-    Raises ConfigError.
+    `dtype`: resolved, not `auto`. `sleep_mode`: `sleep` will be called. Raises ConfigError.
     """
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
@@ -96,11 +98,13 @@ def create(
     stored = cache_dtype(cache, _DTYPES[dtype])
     ladder = make_ladder(compilation, limits.max_num_seqs)
     found = find_device(comm.rank) if device is None else device
-    return TorchCudaBackend(spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm)
+    return TorchCudaBackend(
+        spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm, sleep_mode=sleep_mode
+    )
 
 
 class TorchCudaBackend:
-    """Implements common.backend.Backend."""
+    """Implements common.backend.SleepingBackend."""
 
     def __init__(
         self,
@@ -114,15 +118,19 @@ class TorchCudaBackend:
         ladder: Ladder,
         device: Device,
         comm: Comm = ALONE,
+        *,
+        sleep_mode: bool = False,
     ) -> None:
         self.spec, self.limits, self.layout, self.cache_config = spec, limits, layout, cache
         self.dtype, self.stored, self.ladder, self.device, self.comm = dtype, stored, ladder, device, comm
         self._sampling = sampling
         self._plans = Plans(limits, layout)
         self._stream = make_stream(device)
+        self._weights, self._cache = (Storage(device, sleeps=sleep_mode) for _ in range(2))
         self._compiles = CompileCount()
         self._held: Held | None = None
         self._runner: Runner | None = None
+        self._reads_again = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -141,11 +149,11 @@ class TorchCudaBackend:
         if device.use_kernels:
             check_weights(device, self.cache_config, Loader(spec, self.shard, self.dtype, _nowhere).params.num_bytes)
         with self._stream.running():
-            loader = Loader(spec, self.shard, self.dtype, self._empty)
+            loader = Loader(spec, self.shard, self.dtype, self._weights.empty)
             loader.fill(weights)
             pages = -(-limits.max_model_len // limits.block_size)
             self._held = Held(
-                loader.params,
+                loader,
                 Decoder(spec, loader.params, device, limits.max_model_len, self.comm),
                 Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, self._sampling),
                 Buffers(limits.max_num_seqs, len(self.layout.groups), pages, spec.vocab, device.torch),
@@ -155,11 +163,18 @@ class TorchCudaBackend:
         """How many KV blocks fit. Raises ConfigError saying how much is missing."""
         assert self._held is not None, "load comes before plan_memory"
         block = block_bytes(self.layout, self.stored, self.shard)
-        weights = self._held.params.num_bytes
+        weights = self._held.loader.params.num_bytes
         if self.device.use_kernels:
             largest = self._plans.largest()
             with self._stream.running():
-                usage = measure(lambda: self._make_runner(1), self.device, self.cache_config, weights, largest)
+                usage = measure(
+                    lambda: self._make_runner(1, Storage(self.device).empty),
+                    self.device,
+                    self.cache_config,
+                    weights,
+                    largest,
+                    apart=self._weights.num_bytes,
+                )
         else:
             usage = cpu_usage(weights)
         plan = plan_blocks(usage, self.limits, self.layout, self.cache_config, block)
@@ -169,15 +184,15 @@ class TorchCudaBackend:
     def init_cache(self, num_blocks: int) -> None:
         """Allocate K and V for `num_blocks` blocks, and find their scales when that is asked for."""
         with self._stream.running():
-            self._runner = self._make_runner(num_blocks)
+            self._runner = self._make_runner(num_blocks, self._cache.empty)
             parts, longest = self._runner.programs.parts, self.limits.max_model_len
             if self.cache_config.calculate_kv_scales:
                 find_scales(parts.decoder, parts.caches, self.layout, max_len=longest, tile=self._tile())
 
-    def _make_runner(self, num_blocks: int) -> Runner:
+    def _make_runner(self, num_blocks: int, empty: Empty) -> Runner:
         held = self._held
         assert held is not None, "load comes before init_cache"
-        arrays = allocate(self.layout, num_blocks, self.stored, self.shard, self._empty)
+        arrays = allocate(self.layout, num_blocks, self.stored, self.shard, empty)
         parts = Parts(held.decoder, arrays, held.sampler, held.buffers)
         programs = Programs(parts, self.ladder, self._splits(), self._stream)
         return Runner(programs, self._stream, self.layout.block_size, self._tile())
@@ -215,14 +230,35 @@ class TorchCudaBackend:
         late = self._compiles.count + self._stream.captures - before
         return replace(pending, recompiles=late) if late else pending
 
+    def sleep(self, level: int) -> None:
+        """Give weights and KV cache back. Raises MemoryError, and nothing is away, when the host has no room."""
+        self._stream.synchronize()
+        with self._stream.running():
+            self._weights.sleep(keep=level == 1)
+            self._cache.sleep(keep=False)
+        self._reads_again = level > 1
+
+    def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
+        """Have the weights again; after level 2 from `read`. Raises MemoryError, or WeightError."""
+        assert self._held is not None, "load comes first"
+        with self._stream.running():
+            self._weights.wake_up()
+            if self._reads_again:
+                self._held.loader.fill(read())
+        self._stream.synchronize()
+
+    def wake_kv_cache(self) -> None:
+        """Have the memory of the KV cache again. Raises MemoryError."""
+        self._cache.wake_up()
+
     def close(self) -> None:
         """Let go of the device's memory."""
+        self._stream.synchronize()
         self._runner, self._held = None, None
+        self._cache.close()
+        self._weights.close()
         self._compiles.unwatch()
         self._stream.close()
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device.torch)
 
 
 def _nowhere(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -30,15 +30,17 @@ def measure(
     cache: CacheConfig,
     weights: int,
     largest: Iterable[StepPlan],
+    *,
+    apart: int = 0,
 ) -> Usage:
-    """Bytes of everything but the KV cache. `weights`: bytes that are loaded. `make_runner`: over a tiny cache.
+    """Bytes of everything but the KV cache. `weights`: bytes that are loaded, `apart` of them not in torch's memory.
 
-    Raises ConfigError when the steps alone need more than there is.
+    `make_runner`: over a tiny cache. Raises ConfigError when the steps alone need more than there is.
     """
     gpu = device.torch
     _give_back(gpu)
     free, total = torch.cuda.mem_get_info(gpu)
-    held = torch.cuda.memory_reserved(gpu)
+    held = torch.cuda.memory_reserved(gpu) + apart
     usable = int(total * cache.gpu_memory_utilization)
     before = Usage(device.name, total, usable, weights, held - weights, 0, 0, other=total - free - held)
     try:

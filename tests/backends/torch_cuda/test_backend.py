@@ -262,6 +262,28 @@ def test_an_8_bit_cache_stays_close() -> None:
         assert 1e-3 < error < 0.5
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
+    d = driver(SPECS["window"], sleep_mode=True)
+    d.backend.warmup()
+    before = d.generate(PROMPT, 6)
+    parts, read = d.backend._runner.programs.parts, []
+    d.backend.sleep(level)
+    tensors = [next(iter(parts.caches.values())).keys, *d.backend._held.loader.params.tensors().values()]
+    assert not any(tensor.view(torch.uint8).any() for tensor in tensors), "the memory is away"
+
+    def weights():
+        read.append(level)
+        return random_weights(SPECS["window"])
+
+    d.backend.wake_weights(weights)
+    d.backend.wake_kv_cache()
+    assert len(read) == level - 1
+    assert d.generate(PROMPT, 6) == before
+    d.backend.close()
+    d.backend.close()
+
+
 @pytest.mark.parametrize(
     ("cache", "error"),
     [

@@ -51,7 +51,7 @@ def test_stated_sizes_count() -> None:
     stated = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 1), BLOCK)
     assert stated.num_blocks == 100
     assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == 7
-    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: 2 KV blocks .* use 3145728 or more"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes: 2 KV blocks .* use 3145728 or more"):
         plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=2 * BLOCK), BLOCK)
 
 
