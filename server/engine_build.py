@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend, runs_ranks
 from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, Weight
+from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -144,6 +145,7 @@ def _assemble(
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     copies = config.parallel.data_parallel_size
+    _check_memory_share(config, resolved.backend)
     own = module.create(
         spec,
         limits=limits,
@@ -201,8 +203,12 @@ def _core(
 
 
 def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
-    """Where compiled programs come from and go to, for the backend that has such things."""
+    """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
     bundle, kept = config.compiled_bundle, config.xla_cache_path
+    for key in config.without_effect:
+        logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)
+    if backend != "torch_cuda" and config.about_graphs:
+        logger.warning("%s: %s captures no CUDA graphs", " and ".join(config.about_graphs), backend)
     if backend != "jax_tpu":
         if bundle is not None:
             raise ConfigError(
@@ -210,13 +216,20 @@ def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
             )
         if kept or config.xla_check_recompilation:
             logger.warning("--xla-cache-path and --xla-check-recompilation: %s compiles nothing for XLA", backend)
-        return {}
+        return {"compilation": config} if backend == "torch_cuda" else {}
     folder = _user_cache() / "xla" if kept is None else Path(kept).expanduser() if kept else None
     return {
         "bundle": None if bundle is None else Path(bundle),
         "compile_cache": folder,
         "strict": config.xla_check_recompilation,
     }
+
+
+def _check_memory_share(config: EngineConfig, backend: str) -> None:
+    """A CPU shares its memory with the whole machine."""
+    share = config.cache.gpu_memory_utilization
+    if backend == "reference" and share != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization: %s takes no share of memory; see --kv-cache-memory-bytes", backend)
 
 
 def _user_cache() -> Path:
