@@ -33,6 +33,7 @@ DRAWN = SamplingParams(temperature=1.5, top_k=20, seed=7, max_tokens=8, ignore_e
 @pytest.fixture(autouse=True)
 def cpus_stand_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # ranks would fight for the cores
 
 
 @pytest.fixture(scope="module")
