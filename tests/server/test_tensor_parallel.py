@@ -92,14 +92,11 @@ def test_heads_that_cannot_be_shared(model_file: Path) -> None:
 
 
 def test_a_real_model_on_three_ranks(model_file: Path) -> None:
-    """Three KV heads: one each."""
-    settings = SMALL | {"max_model_len": 128}
-    texts = []
-    for size in (1, 3):
-        with loaded(str(model_file), tensor_parallel_size=size, **settings) as llm:
-            texts.append(llm.generate("The capital of France is", GREEDY, use_tqdm=False)[0].outputs[0].text)
-    assert texts[0] == texts[1]
-    assert "Paris" in texts[0]
+    """A KV head each."""
+    question = {"role": "user", "content": "What is the capital of France? Answer in one short sentence."}
+    with loaded(str(model_file), tensor_parallel_size=3, max_model_len=64) as llm:
+        answer = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    assert answer[0].outputs[0].text == "The capital of France is Paris."
 
 
 def serve(model: str, *flags: str) -> Any:
@@ -140,9 +137,8 @@ def test_a_server_names_the_rank_that_was_killed(model: str) -> None:
         assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_signal_ends_all_quietly(model: str, whole: bool) -> None:
-    """SIGTERM to the server; Ctrl-C in a terminal, which reaches every process."""
+def test_ctrl_c_ends_all_quietly(model: str) -> None:
+    """In a terminal it reaches every process."""
     words = [sys.executable, *REAL, model, "--port", "0", "--backend", "torch_cuda", "-tp", "2", *FLAGS]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True)
     assert process.stderr is not None
@@ -150,10 +146,7 @@ def test_a_signal_ends_all_quietly(model: str, whole: bool) -> None:
         wait_ready(process)
         others = descendants(process.pid)
         assert len(others) == 2
-        if whole:
-            os.killpg(process.pid, signal.SIGINT)
-        else:
-            process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT)
         _, log = process.communicate(timeout=60)
         assert process.returncode == 0
         assert [line for line in log.splitlines() if "INFO" not in line] == []
@@ -161,13 +154,3 @@ def test_a_signal_ends_all_quietly(model: str, whole: bool) -> None:
     finally:
         process.kill()
         process.wait()
-
-
-def test_ranks_end_with_an_engine_that_is_killed(model: str) -> None:
-    with serve(model) as (process, _):
-        wait_ready(process)
-        engine, rank = descendants(process.pid)
-        os.kill(engine, signal.SIGKILL)
-        assert gone(rank)
-        _, log = process.communicate(timeout=60)
-        assert "pagoda: error: the engine process was killed by SIGKILL" in log
