@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -146,6 +146,7 @@ def _assemble(
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     copies = config.parallel.data_parallel_size
     _check_memory_share(config, resolved.backend)
+    others = {} if company is None else _meet(company, checkpoint, phases)
     own = module.create(
         spec,
         limits=limits,
@@ -155,7 +156,7 @@ def _assemble(
         sampling=sampling,
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
-        **({} if company is None else company.arrive(checkpoint)),
+        **others,
         **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
     )
     together = None if company is None else company.joined(own)
@@ -191,6 +192,12 @@ def _assemble(
     )
     core = _core(backend, layout, limits, num_blocks, copies, make_scheduler)
     return BuiltEngine(core, backend, info, together)
+
+
+def _meet(company: Company, checkpoint: Checkpoint, phases: _Phases) -> Mapping[str, Any]:
+    """What the backend is told about the others."""
+    with phases("meet the others"):
+        return company.arrive(checkpoint)
 
 
 def _core(
