@@ -201,7 +201,8 @@ class Entry:
     `ranks`: what it needs where those devices have a process each, whose `create` takes `comm` and `device`; None where
     one process drives them all.
     `hosts`: what it needs of several hosts, None where it runs on one.
-    `checkpoints`: it implements CheckpointBackend.
+    `checkpoints`: it implements CheckpointBackend. `moves_weights`: it implements SleepingBackend, its `create` takes
+    `sleep_mode`, and weights may stay in host memory.
     """
 
     name: str
@@ -215,6 +216,7 @@ class Entry:
     ranks: str | None = None
     hosts: str | None = None
     checkpoints: bool = False
+    moves_weights: bool = False
 
     def obstacle(self, named: bool = False) -> str | None:
         """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
@@ -351,6 +353,15 @@ def check_checkpoints(name: str) -> None:
             "--load-format",
             f"sharded_state is not read by {name}; use --backend {able}, or serve the model that was converted",
         )
+
+
+def check_moves(name: str, *, sleep_mode: bool, cpu_offload_gb: float) -> dict[str, bool]:
+    """What the backend's `create` is told about sleep. Raises ConfigError for a backend whose weights stay in place."""
+    for flag, asked in (("--enable-sleep-mode", sleep_mode), ("--cpu-offload-gb", cpu_offload_gb > 0)):
+        if asked and not _entry(name).moves_weights:
+            able = " or ".join(entry.name for entry in BACKENDS if entry.moves_weights)
+            raise ConfigError(flag, f"{name} leaves its memory where it is; drop it, or use --backend {able}")
+    return {"sleep_mode": True} if sleep_mode else {}
 
 
 def load_backend(name: str) -> BackendModule:
