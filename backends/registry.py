@@ -266,6 +266,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         _has_cuda,
         spreads=("tensor",),
         ranks="pagoda.backends.torch_cuda.ranks",
+        moves_weights=True,
     ),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
     Entry("simulated", None, (), "device", "", lambda: True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineStats, StepOutputs
@@ -387,7 +387,8 @@ class AsyncLLM:
         self._dead = error
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
-        for answer in (*self._resets.values(), *self._changes.values()):
+        waiting: list[asyncio.Future[Any]] = [*self._resets.values(), *self._changes.values()]
+        for answer in waiting:
             answer.set_exception(EngineDeadError(str(error)))
         self._streams.clear()
         self._resets.clear()

@@ -59,13 +59,11 @@ def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleep
                 case ResetPrefixCache(ticket):
                     core.reset_prefix_cache()
                     send(ResetDone(ticket))
-                case Sleep(ticket, level):
+                case Sleep() | WakeUp():
                     while core.has_work:
                         _step(core, send, progress)
                     progress.busy = False
-                    _change(sleeper, send, ticket, lambda found, level=level: found.sleep(level))
-                case WakeUp(ticket, tags):
-                    _change(sleeper, send, ticket, lambda found, tags=tags: found.wake_up(tags))
+                    send(_changed(sleeper, command))
                 case Shutdown():
                     return
         if core.has_work:
@@ -80,15 +78,18 @@ def _step(core: Engine, send: Send, progress: Progress) -> None:
     progress.steps += 1
 
 
-def _change(sleeper: Sleeper | None, send: Send, ticket: int, change: Callable[[Sleeper], None]) -> None:
-    """Fall asleep or wake up, and tell how it went."""
+def _changed(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
+    """Fall asleep or wake up; how it went."""
     assert sleeper is not None, "only an engine that can is asked to"
     error = ""
     try:
-        change(sleeper)
+        if isinstance(command, Sleep):
+            sleeper.sleep(command.level)
+        else:
+            sleeper.wake_up(command.tags)
     except SleepError as failure:
         error = str(failure)
-    send(SleepState(ticket, sleeper.asleep, error))
+    return SleepState(command.ticket, sleeper.asleep, error)
 
 
 def _add(core: Engine, request: EngineRequest, send: Send) -> None:

@@ -105,7 +105,7 @@ class ModelConfig:
     )
     enable_sleep_mode: bool = option(
         False,
-        "Let the engine give its GPU memory back on request and wake up: LLM.sleep, POST /sleep with --server-dev-mode.",
+        "Let the engine give its GPU memory back and wake up again: LLM.sleep, POST /sleep with --server-dev-mode.",
     )
     model_impl: str = option(
         "auto",
