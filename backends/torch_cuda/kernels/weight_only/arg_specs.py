@@ -6,7 +6,7 @@ from typing import Final
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
-from pagoda.backends.torch_cuda.kernels.tile_product import SCHEMES
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES
 from pagoda.backends.torch_cuda.kernels.weight_only.kernel import TILES, product_kernel, settings, sum_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.many import quantise_kernel, unpack_kernel, warps
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
@@ -26,8 +26,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
         for tile in TILES[::3]:
             found[f"{scheme}-{tile}-fp16"] = _product(scheme, groups[0], tile, "fp16", chip)
         found[f"{scheme}-16-fp32"] = _product(scheme, groups[0], 16, "fp32", chip, hot=False)
-        found[f"{scheme}-16-bf16-ragged"] = _product(scheme, groups[-1], 16, "bf16", chip, inputs=4100)
-        found[f"{scheme}-64-bf16-ragged"] = _product(scheme, groups[-1], 64, "bf16", chip, inputs=4100)
+        found[f"{scheme}-16-bf16-ragged"] = _product(scheme, groups[-1], 16, "bf16", chip, inputs=4112)
+        found[f"{scheme}-64-bf16-ragged"] = _product(scheme, groups[-1], 64, "bf16", chip, inputs=4112)
         found[f"unpack-{scheme}"] = _unpack(scheme, groups[0], "bf16", chip)
     for splits in (2, 16):
         found[f"sum-{splits}"] = _sum(splits)
@@ -44,7 +44,7 @@ def _product(
     whole = inputs == _INPUTS
     signature = {"x": f"*{dtype}", "weights": NUMBERS[scheme], "scales": SCALES[scheme], "bias": f"*{dtype}"}
     signature |= {"out": "*fp32" if whole else f"*{dtype}", "tokens": "i32"}
-    signature |= dict.fromkeys(("inputs", "outputs", "x_stride"), "i32:16" if whole else "i32")
+    signature |= dict.fromkeys(("inputs", "outputs", "x_stride"), "i32:16")
     constants |= {"NATIVE": chip.float8, "BIAS": not whole}
     return Launch(product_kernel, signature | {"split_inputs": "i32:16"}, constants, warps_, stages, hot=hot)
 

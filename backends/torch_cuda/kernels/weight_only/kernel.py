@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import tuning
-from pagoda.backends.torch_cuda.kernels.float8.kernel import native
-from pagoda.backends.torch_cuda.kernels.tile_product import SCHEMES, tile_product
+from pagoda.backends.torch_cuda.kernels.float8.bits import native
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_product
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
 
 TUNING = Path(__file__).with_name("tuning.json")

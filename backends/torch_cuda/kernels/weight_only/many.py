@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8.kernel import native, quantise_row
-from pagoda.backends.torch_cuda.kernels.tile_product import INT4, SCHEMES, widened, with_offset
+from pagoda.backends.torch_cuda.kernels.float8.bits import native, quantise_row
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import INT4, SCHEMES, widened, with_offset
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
 
 SCRATCH = 64 << 20

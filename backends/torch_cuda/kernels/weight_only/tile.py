@@ -37,8 +37,23 @@ def tile_product(
     all of them valid. `begin` is a multiple of DEPTH, which for int4 is the inputs of a block. EVEN: so is `inputs`.
     """
     if SCHEME == INT4:
-        return _int4(x, x_rows, x_mask, weights, scales, channels, inputs, outputs, begin, end,
-                     GROUP, EVEN, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+        acc = _int4(x, x_rows, x_mask, weights, scales, channels, inputs, outputs, begin, end,
+                    GROUP, EVEN, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+    else:
+        acc = _whole(x, x_rows, x_mask, weights, channels, inputs, begin, end,
+                     SCHEME, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+        if SCHEME != PLAIN:
+            acc *= tl.load(scales + channels)[:, None]
+    return acc
+
+
+@triton.jit
+def _whole(
+    x, x_rows, x_mask, weights, channels, inputs, begin, end,
+    SCHEME: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """As tile_product, for numbers that lie one after another and have one scale a channel, which is not applied."""
     acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
     rows = weights + channels[:, None] * inputs
     for first in range(begin, end, DEPTH):
@@ -47,14 +62,8 @@ def tile_product(
             tile = tl.load(rows + inner[None, :])
         else:
             tile = tl.load(rows + inner[None, :], mask=(inner < inputs)[None, :], other=0)
-        acc = tl.dot(
-            widened(tile, SCHEME, NATIVE, x.dtype.element_ty),
-            load_columns(x, x_rows, x_mask, first, inputs, EVEN, DEPTH),
-            acc,
-            input_precision="ieee",
-        )
-    if SCHEME != PLAIN:
-        acc *= tl.load(scales + channels)[:, None]
+        columns = load_columns(x, x_rows, x_mask, first, inputs, EVEN, DEPTH)
+        acc = tl.dot(widened(tile, SCHEME, NATIVE, columns.dtype), columns, acc, input_precision="ieee")
     return acc
 
 
@@ -105,11 +114,13 @@ def load_columns(x, x_rows, x_mask, first, inputs, EVEN: tl.constexpr, DEPTH: tl
 def widened(tile, SCHEME: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
     """Weights without groups in the type of the activations, exactly."""
     if SCHEME == FP8:
-        return _from_float8(tile, NATIVE, dtype)
-    if SCHEME == INT8 and dtype == tl.float16:  # put into the bits of 1024, faster than a conversion
+        wide = _from_float8(tile, NATIVE, dtype)
+    elif SCHEME == INT8 and dtype == tl.float16:  # put into the bits of 1024, faster than a conversion
         above = tile.to(tl.uint8, bitcast=True) ^ 0x80
-        return (above.to(tl.int16) | 0x6400).to(dtype, bitcast=True) - 1152
-    return tile.to(dtype)
+        wide = (above.to(tl.int16) | 0x6400).to(dtype, bitcast=True) - 1152
+    else:
+        wide = tile.to(dtype)
+    return wide
 
 
 @triton.jit
@@ -118,22 +129,26 @@ def _from_float8(bits, NATIVE: tl.constexpr, dtype: tl.constexpr):
 
     Moved to where `dtype` has its exponent, a float8 is too small by a power of two, subnormals included.
     """
-    if NATIVE:
-        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(dtype)
     signed = bits.to(tl.int8, bitcast=True).to(tl.int16)
-    if dtype == tl.bfloat16:
-        return ((signed << 4) & -30736).to(dtype, bitcast=True) * 1.329227995784916e36  # 0x87F0, 2**120
-    return ((signed << 7) & -16512).to(tl.float16, bitcast=True).to(dtype) * 256  # 0xBF80
+    if NATIVE:
+        wide = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(dtype)
+    elif dtype == tl.bfloat16:
+        wide = ((signed << 4) & -0x7810).to(dtype, bitcast=True) * 1.329227995784916e36  # 2**120
+    else:
+        wide = ((signed << 7) & -0x4080).to(tl.float16, bitcast=True).to(dtype) * 256
+    return wide
 
 
 @triton.jit
 def offset(dtype: tl.constexpr):
     """What `with_offset` adds: the power of two whose last bit of mantissa, in `dtype`, is 1; nothing in float32."""
     if dtype == tl.bfloat16:
-        return 128
-    if dtype == tl.float16:
-        return 1024
-    return 0
+        added = 128
+    elif dtype == tl.float16:
+        added = 1024
+    else:
+        added = 0
+    return added
 
 
 @triton.jit
@@ -149,8 +164,10 @@ def with_offset(words, place: tl.constexpr, CHANNELS: tl.constexpr, PLACE: tl.co
         pairs = pairs | 0x64006400
     halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(CHANNELS, PLACE)
     if dtype == tl.float32:
-        return halves.to(dtype)
-    return halves.to(dtype, bitcast=True)
+        numbers = halves.to(dtype)
+    else:
+        numbers = halves.to(dtype, bitcast=True)
+    return numbers
 
 
 @triton.jit
