@@ -203,7 +203,7 @@ class Entry:
     one process drives them all.
     `hosts`: what it needs of several hosts, None where it runs on one.
     `checkpoints`: it implements CheckpointBackend. `remedy`: what to do without the device.
-    `moves_weights`: it implements SleepingBackend, its `create` takes `sleep_mode`, and weights may stay in host memory.
+    `moves_weights`: it implements SleepingBackend, its `create` takes `sleep_mode`; weights may stay in host memory.
     """
 
     name: str
