@@ -75,11 +75,11 @@ class Case:
         more = {"scale": self.dim**-0.5, "out": out, "tile": self.tile, "chip": chip, **self.options}
         assert prefill_attention(q, *rest, use_kernel=use_kernel, **more) is out
         first = int(self.lens[0][: self.decodes].sum())
-        assert bool((out[:first] == 7).all()) and bool((out[-3:] == 7).all())
+        assert bool((torch.cat([out[:first], out[-3:]]) == 7).all())
         return out[first:-3]
 
 
-MIXED = [(1, 30), (1, 7), (9, 0), (1, 20), (33, 50), (17, 3)]
+MIXED = [(1, 30), (1, 7), (6, 0), (1, 20), (13, 50), (7, 3)]
 CASES = {
     "mixed": Case(MIXED, decodes=2),
     "one token": Case([(1, 0)]),
@@ -87,12 +87,12 @@ CASES = {
     "no group, head dim 12": Case([(20, 13), (4, 0)], heads=2, kv_heads=2, dim=12, tile=16),
     "tiles of one token": Case([(3, 30)], heads=6, kv_heads=1, tile=1),
     "window within a pass": Case(MIXED, options={"window": 7}),
-    "window over passes": Case([(40, 90), (30, 0)], options={"window": 50}),
+    "window over passes": Case([(20, 90), (9, 0)], options={"window": 50}),
     "window of one": Case([(12, 30)], options={"window": 1}),
     "window never reached": Case([(12, 30)], options={"window": 1000}),
     "soft cap": Case([(20, 40)], options={"softcap": 2.0}),
     "sinks": Case([(20, 40), (3, 0)], options={"sinks": SINKS}),
-    "large pages": Case([(40, 100)], page=128),
+    "large pages": Case([(20, 120)], page=128),
     "small pages": Case([(9, 35)], page=4),
     "float8": Case([(20, 40)], cache=E4M3, options=SCALES),
     "everything": Case(
@@ -148,7 +148,7 @@ def test_reference_is_the_textbook(name: str):
                 total = x.exp().sum() + (0 if sinks is None else sinks[n].double().exp())
                 expected = x.exp() @ v / total * v_scale
                 torch.testing.assert_close(out[row, n], expected, rtol=0, atol=1e-12)
-        row += 1
+            row += 1
 
 
 def test_tiles_cover_every_token_once_longest_first():
@@ -208,7 +208,7 @@ def test_what_does_not_fit(change: dict[str, Any], message: str):
     }
     prefill_attention(**arrays, scale=1.0, use_kernel=False, chip=NEW)
     with pytest.raises(ValueError, match=message):
-        prefill_attention(**{**arrays, **change}, scale=1.0, use_kernel=False, chip=NEW)
+        prefill_attention(**{**arrays, **change}, scale=1.0, use_kernel=True, chip=NEW)
 
 
 def test_pages_of_keys_and_values_may_alternate():
