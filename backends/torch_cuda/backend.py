@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda import sharding
+from pagoda.backends.torch_cuda.attention_backends.protocol import Needs, Prefill
+from pagoda.backends.torch_cuda.attention_backends.registry import find as find_prefill
 from pagoda.backends.torch_cuda.buffers import Buffers
 from pagoda.backends.torch_cuda.cache import allocate, block_bytes
 from pagoda.backends.torch_cuda.cache_dtype import cache_dtype
@@ -40,6 +42,7 @@ from pagoda.backends.torch_cuda.stream import make_stream
 from pagoda.backends.torch_cuda.warmup import Plans
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.config.attention import AUTO
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.engine import Limits
@@ -86,10 +89,12 @@ def create(
     tensor: int = 1,
     comm: Comm = ALONE,
     device: Device | None = None,
+    attention: str = AUTO,
 ) -> TorchCudaBackend:
     """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
 
-    `dtype`: resolved, not `auto`. `sleep_mode`: `sleep` will be called. Raises ConfigError.
+    `dtype`: resolved, not `auto`. `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill
+    and mixed steps, by its name in AttentionConfig. Raises ConfigError.
     """
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
@@ -98,8 +103,11 @@ def create(
     stored = cache_dtype(cache, _DTYPES[dtype])
     ladder = make_ladder(compilation, limits.max_num_seqs)
     found = find_device(comm.rank) if device is None else device
+    mixers = tuple({layer.mixer for layer in spec.layers})
+    prefill = find_prefill(attention, Needs(mixers, _DTYPES[dtype], stored, layout.block_size, found))
     return TorchCudaBackend(
-        spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm, sleep_mode=sleep_mode
+        *(spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm, prefill),
+        sleep_mode=sleep_mode,
     )
 
 
@@ -118,11 +126,13 @@ class TorchCudaBackend:
         ladder: Ladder,
         device: Device,
         comm: Comm = ALONE,
+        prefill: Prefill | None = None,
         *,
         sleep_mode: bool = False,
     ) -> None:
         self.spec, self.limits, self.layout, self.cache_config = spec, limits, layout, cache
         self.dtype, self.stored, self.ladder, self.device, self.comm = dtype, stored, ladder, device, comm
+        self._prefill = prefill
         self._sampling = sampling
         self._plans = Plans(limits, layout)
         self._stream = make_stream(device)
@@ -154,7 +164,7 @@ class TorchCudaBackend:
             pages = -(-limits.max_model_len // limits.block_size)
             self._held = Held(
                 loader,
-                Decoder(spec, loader.params, device, limits.max_model_len, self.comm),
+                Decoder(spec, loader.params, device, limits.max_model_len, self.comm, self._prefill),
                 Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, self._sampling),
                 Buffers(limits.max_num_seqs, len(self.layout.groups), pages, spec.vocab, device.torch),
             )

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
+from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
 from pagoda.backends.torch_cuda.batch import Batch
 from pagoda.backends.torch_cuda.build import Build, NormStep
 from pagoda.backends.torch_cuda.cache import LayerCache
@@ -32,8 +34,16 @@ Stream = tuple[Tensor | None, Tensor]
 class Decoder:
     """Tokens in, hidden states and logits out. Neither reads a tensor's values on the host."""
 
-    def __init__(self, spec: ModelSpec, params: ModelParams, device: Device, max_len: int, comm: Comm = ALONE) -> None:
-        build = Build(params, device, comm)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        params: ModelParams,
+        device: Device,
+        max_len: int,
+        comm: Comm = ALONE,
+        prefill: Prefill | None = None,
+    ) -> None:
+        build = Build(params, device, comm, prefill or TritonAttn(device))
         tables = rotary_tables(spec, max_len, device.torch)
         self.spec, self.build = spec, build
         self.embed = TokenEmbedding(spec.embedding, build)
