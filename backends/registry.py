@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, cast
 from pagoda.common.backend import Backend, Capabilities, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
@@ -201,8 +202,8 @@ class Entry:
     `ranks`: what it needs where those devices have a process each, whose `create` takes `comm` and `device`; None where
     one process drives them all.
     `hosts`: what it needs of several hosts, None where it runs on one.
-    `checkpoints`: it implements CheckpointBackend. `moves_weights`: it implements SleepingBackend, its `create` takes
-    `sleep_mode`, and weights may stay in host memory.
+    `checkpoints`: it implements CheckpointBackend. `remedy`: what to do without the device.
+    `moves_weights`: it implements SleepingBackend, its `create` takes `sleep_mode`; weights may stay in host memory.
     """
 
     name: str
@@ -211,11 +212,12 @@ class Entry:
     device: str
     install: str
     has_device: Callable[[], bool] = lambda: True
-    without_device: bool = False
+    without_device: Callable[[], bool] = lambda: False
     spreads: tuple[str, ...] = ()
     ranks: str | None = None
     hosts: str | None = None
     checkpoints: bool = False
+    remedy: str = ""
     moves_weights: bool = False
 
     def obstacle(self, named: bool = False) -> str | None:
@@ -223,8 +225,8 @@ class Entry:
         missing = [package for package in self.needs if not _installed(package)]
         if missing:
             return f"{' and '.join(missing)} not installed; {self.install}"
-        if not (named and self.without_device) and not self.has_device():
-            return f"no {self.device} found"
+        if not (named and self.without_device()) and not self.has_device():
+            return f"no {self.device} found{self.remedy if named else ''}"
         if self.module is None:
             return "not in this version"
         return None
@@ -252,20 +254,22 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "TPU",
         "pip install 'pagoda[tpu]'",
         _has_tpu,
-        without_device=True,
+        without_device=lambda: True,
         spreads=("tensor", "data"),
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
     ),
     Entry(
         "torch_cuda",
-        None,
+        "pagoda.backends.torch_cuda.backend",
         ("torch", "triton"),
         "NVIDIA GPU",
         "pip install 'pagoda[cuda]'",
         _has_cuda,
         spreads=("tensor",),
         ranks="pagoda.backends.torch_cuda.ranks",
+        without_device=TORCH_CUDA_DEVICE.is_on,
+        remedy=": install its driver, or use --backend reference",
         moves_weights=True,
     ),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),

@@ -29,17 +29,22 @@ class PendingResult(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the device can hold, in bytes, and how many KV blocks that makes (block 0, the null block, included)."""
+    """What the device can hold, in bytes, and how many KV blocks that makes (block 0, the null block, included).
+
+    `graphs`: captured steps.
+    """
 
     weights: int
     activations: int
     kv_cache: int
     num_blocks: int
+    graphs: int = 0
 
     def __str__(self) -> str:
         gib = 1 << 30
+        graphs = f"graphs {self.graphs / gib:.2f} GiB, " if self.graphs else ""
         return (
-            f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, "
+            f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, {graphs}"
             f"KV cache {self.kv_cache / gib:.2f} GiB in {self.num_blocks} blocks"
         )
 

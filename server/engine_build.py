@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend, runs_ranks
 from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, SleepingBackend, Weight
+from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -146,6 +147,8 @@ def _assemble(
     spec, limits, layout = resolved.spec, resolved.limits, resolved.layout
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     copies = config.parallel.data_parallel_size
+    _check_memory_share(config, resolved.backend)
+    others = {} if company is None else _meet(company, checkpoint, phases)
     own = module.create(
         spec,
         limits=limits,
@@ -155,7 +158,7 @@ def _assemble(
         sampling=sampling,
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
-        **({} if company is None else company.arrive(checkpoint)),
+        **others,
         **moves_of(config, resolved.backend),
         **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
     )
@@ -204,6 +207,12 @@ def _sleeper(config: EngineConfig, backend: Backend, core: Engine, resolved: Res
     return Sleeper(cast(SleepingBackend, backend), core, weights)
 
 
+def _meet(company: Company, checkpoint: Checkpoint, phases: _Phases) -> Mapping[str, Any]:
+    """What the backend is told about the others."""
+    with phases("meet the others"):
+        return company.arrive(checkpoint)
+
+
 def _core(
     backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int, copies: int, make_scheduler: MakeScheduler
 ) -> Engine:
@@ -214,8 +223,12 @@ def _core(
 
 
 def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
-    """Where compiled programs come from and go to, for the backend that has such things."""
+    """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
     bundle, kept = config.compiled_bundle, config.xla_cache_path
+    for key in config.without_effect:
+        logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)
+    if backend != "torch_cuda" and config.about_graphs:
+        logger.warning("%s: %s captures no CUDA graphs", " and ".join(config.about_graphs), backend)
     if backend != "jax_tpu":
         if bundle is not None:
             raise ConfigError(
@@ -223,13 +236,20 @@ def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
             )
         if kept or config.xla_check_recompilation:
             logger.warning("--xla-cache-path and --xla-check-recompilation: %s compiles nothing for XLA", backend)
-        return {}
+        return {"compilation": config} if backend == "torch_cuda" else {}
     folder = _user_cache() / "xla" if kept is None else Path(kept).expanduser() if kept else None
     return {
         "bundle": None if bundle is None else Path(bundle),
         "compile_cache": folder,
         "strict": config.xla_check_recompilation,
     }
+
+
+def _check_memory_share(config: EngineConfig, backend: str) -> None:
+    """A CPU shares its memory with the whole machine."""
+    share = config.cache.gpu_memory_utilization
+    if backend == "reference" and share != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization: %s takes no share of memory; see --kv-cache-memory-bytes", backend)
 
 
 def _user_cache() -> Path:

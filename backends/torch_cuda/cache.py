@@ -49,6 +49,13 @@ def allocate(
     return caches
 
 
+def block_bytes(layout: KvLayout, dtype: torch.dtype, shard: Shard) -> int:
+    """What one block id costs a rank, over all arrays."""
+    caches = allocate(layout, 1, dtype, shard, lambda shape, kind: torch.empty(shape, dtype=kind, device="meta"))
+    arrays = {id(array): array.nbytes for cache in caches.values() for array in (cache.keys, cache.values)}
+    return sum(arrays.values())
+
+
 def head_shape(spec: CacheSpec, shard: Shard) -> tuple[int, int]:
     """(KV heads of a rank, head dim) of a cache spec that holds keys and values."""
     match spec:

@@ -22,8 +22,7 @@ class CacheConfig:
     block_size: int | None = option(None, "Tokens per KV block; default: what the backend prefers.")
     gpu_memory_utilization: float = option(
         0.9,
-        "Share of device memory to use.",
-        no_effect="a CPU shares its memory with the whole machine; --kv-cache-memory-bytes sizes its KV cache",
+        "Share of a GPU's or TPU's memory to use; --kv-cache-memory-bytes sizes the KV cache of a CPU.",
     )
     kv_cache_memory_bytes: int | None = option(
         None, "Bytes of KV cache (1g, 1G); takes precedence over the share.", parse=human_readable_int

@@ -91,6 +91,25 @@ def test_chat_answers_the_question(llm: LLM) -> None:
     assert answer[0].outputs[0].finish_reason == "stop"
 
 
+def test_torch_cuda_answers_the_same(alone: list[list[int]], model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's steps on CPU tensors, all prompts at once, some of them captured and some not."""
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    engine = LLM(
+        str(model_file),
+        backend="torch_cuda",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=len(PROMPTS),
+        max_num_batched_tokens=128,
+        cudagraph_capture_sizes=[8],
+    )
+    try:
+        together = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    finally:
+        engine.shutdown()
+    assert [list(one.outputs[0].token_ids) for one in together] == alone
+
+
 def test_jax_tpu_answers_the_same(alone: list[list[int]], model_file: Path) -> None:
     """The TPU's programs, on XLA's CPU client, all prompts at once."""
     pytest.importorskip("flax")

@@ -112,6 +112,7 @@ def test_repr_shows_what_changed_and_hides_the_token() -> None:
 
 EXAMPLES: dict[str, Any] = {
     "block_size": 32,
+    "compilation_config": {"pass_config": {"b": [1, "x"]}, "level": 3},
     "cpu_omp_threads_bind": "0-1",
     "gpu_memory_utilization": 0.5,
     "log_level": "DEBUG",

@@ -124,7 +124,7 @@ def test_a_refusal_names_the_flag_that_was_said() -> None:
     [
         ({"swap_space": 1}, ["--swap-space has no effect: "]),
         ({"rope_theta": 5.0}, ["--rope-theta is deprecated; use --hf-overrides.rope_theta"]),
-        ({"cuda_graph_sizes": [8]}, ["--cuda-graph-sizes is deprecated; use --cudagraph-capture-sizes; --cud"]),
+        ({"cuda_graph_sizes": [8]}, ["--cuda-graph-sizes is deprecated; use --cudagraph-capture-sizes"]),
         ({"cuda_graph_sizes": [8], "swap_space": 1}, ["--cuda-graph-sizes is deprecated", "--swap-space"]),
         ({"num_scheduler_steps": 8}, ["--num-scheduler-steps has no effect: "]),
         ({"swap_space": 4.0, "max_num_seqs": 3}, []),

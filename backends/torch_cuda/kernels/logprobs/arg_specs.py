@@ -21,7 +21,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
         found[f"blocks-{name}"] = Launch(kernel.blocks, signature, {**sizes, "BLOCK": kernel.BLOCK}, kernel.WARPS)
         found[f"join-{name}"] = Launch(
             kernel.join,
-            {**signature, "own": "*fp32", "total": "*fp32", "ranks": "*i32"},
+            {**signature, "own": "*fp32", "top": "*fp32", "mass": "*fp32", "ranks": "*i32"},
             {**sizes, "PADDED": triton.next_power_of_2(splits)},
             kernel.JOIN_WARPS,
         )

@@ -19,7 +19,7 @@ def kernel(logits, targets, best, normalise):
     masses = torch.empty_like(peaks)
     better = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     own = torch.empty((rows, 1), dtype=torch.float32, device=logits.device)
-    total = torch.empty_like(own)
+    top, mass = torch.empty_like(own), torch.empty_like(own)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         blocks[(rows, splits)](
@@ -32,7 +32,8 @@ def kernel(logits, targets, best, normalise):
             masses,
             better,
             own,
-            total,
+            top,
+            mass,
             ranks,
             VOCAB=vocab,
             SPLITS=splits,
@@ -40,8 +41,9 @@ def kernel(logits, targets, best, normalise):
             num_warps=JOIN_WARPS,
         )
     values, ids = logits.topk(best, dim=-1)
-    values = torch.cat([own, values], 1)
-    return torch.cat([targets[:, None], ids.to(torch.int32)], 1), values - total if normalise else values, ranks
+    ids, values = torch.cat([targets[:, None], ids.to(torch.int32)], 1), torch.cat([own, values], 1)
+    # In this order: logits may be far larger than their differences.
+    return ids, (values - top) - mass.log() if normalise else values, ranks
 
 
 @triton.jit
@@ -68,19 +70,20 @@ def join(
     masses,
     better,
     own,
-    total,
+    top,
+    mass,
     ranks,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Of a row: the target's logit, log of the sum of exp of all, and the target's rank."""
+    """Of a row: the target's logit, the largest, the sum of exp(logit - largest), and the target's rank."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     here, at = split < SPLITS, row * SPLITS + split
     peak = tl.load(peaks + at, mask=here, other=float("-inf"))
-    mass = tl.load(masses + at, mask=here, other=0.0)
     best = tl.max(peak, 0)
-    tl.store(total + row, best + tl.log(tl.sum(mass * tl.exp(peak - best), 0)))
+    tl.store(top + row, best)
+    tl.store(mass + row, tl.sum(tl.load(masses + at, mask=here, other=0.0) * tl.exp(peak - best), 0))
     tl.store(own + row, tl.load(logits + row * VOCAB + tl.load(targets + row)))
     tl.store(ranks + row, 1 + tl.sum(tl.load(better + at, mask=here, other=0), 0))

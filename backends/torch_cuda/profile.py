@@ -1,0 +1,84 @@
+"""What a GPU's memory is taken by, measured: the largest steps are run and two graphs captured over a tiny cache."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+import torch
+
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.memory import Usage, too_large
+from pagoda.backends.torch_cuda.runner import Runner
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.engine.step import StepPlan
+from pagoda.common.errors import ConfigError
+
+
+def check_weights(device: Device, cache: CacheConfig, weights: int) -> None:
+    """Before they are loaded. Raises ConfigError when there is no memory for them."""
+    free, total = torch.cuda.mem_get_info(device.torch)
+    usable = int(total * cache.gpu_memory_utilization)
+    usage = Usage(device.name, total, usable, weights, buffers=0, activations=0, graphs=0, other=total - free)
+    if weights > free:
+        raise ConfigError("--gpu-memory-utilization", too_large(usage, None, weights - free))
+
+
+def measure(
+    make_runner: Callable[[], Runner],
+    device: Device,
+    cache: CacheConfig,
+    weights: int,
+    largest: Iterable[StepPlan],
+    *,
+    apart: int = 0,
+) -> Usage:
+    """Bytes of everything but the KV cache. `weights`: bytes that are loaded, `apart` of them not in torch's memory.
+
+    `make_runner`: over a tiny cache. Raises ConfigError when the steps alone need more than there is.
+    """
+    gpu = device.torch
+    _give_back(gpu)
+    free, total = torch.cuda.mem_get_info(gpu)
+    held = torch.cuda.memory_reserved(gpu) + apart
+    usable = int(total * cache.gpu_memory_utilization)
+    before = Usage(device.name, total, usable, weights, held - weights, 0, 0, other=total - free - held)
+    try:
+        activations, graphs = _steps(make_runner(), gpu, largest)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            "--max-num-batched-tokens", f"the largest step does not fit: {before}; lower it, or --max-num-seqs"
+        ) from None
+    _give_back(gpu)
+    return Usage(device.name, total, usable, weights, before.buffers, activations, graphs, before.other)
+
+
+def _steps(runner: Runner, gpu: torch.device, largest: Iterable[StepPlan]) -> tuple[int, int]:
+    """Bytes that steps take for a while, and that all graphs take for good. The runner is of no use afterwards."""
+    torch.cuda.reset_peak_memory_stats(gpu)
+    before = torch.cuda.memory_reserved(gpu)
+    for plan in largest:
+        runner.run(plan).result()
+    return torch.cuda.max_memory_reserved(gpu) - before, _graphs(runner, gpu)
+
+
+def _graphs(runner: Runner, gpu: torch.device) -> int:
+    """The largest and the smallest are captured; those between take as much as the smallest, as all share a pool."""
+    sizes = runner.programs.ladder.captured
+    if not sizes:
+        return 0
+    taken = []
+    for size in dict.fromkeys((sizes[-1], sizes[0])):
+        _give_back(gpu)
+        free, _ = torch.cuda.mem_get_info(gpu)
+        runner.programs.capture((size,))
+        _give_back(gpu)
+        taken.append(max(free - torch.cuda.mem_get_info(gpu)[0], 0))
+    return taken[0] + (len(sizes) - 1) * taken[-1]
+
+
+def _give_back(gpu: torch.device) -> None:
+    """What torch keeps for later goes back to the driver, so that the driver's numbers mean something."""
+    gc.collect()
+    torch.cuda.synchronize(gpu)
+    torch.cuda.empty_cache()

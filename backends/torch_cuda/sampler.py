@@ -1,0 +1,169 @@
+"""Logits -> tokens and logprobs, by the order that common.engine.sampling defines: the host's half.
+
+Packs what a step needs of its rows' rules. Choosing is one program for all rows; edits and logprobs run beside it, only
+for the rows that ask. Nothing waits for the device but logits processors, which are the operator's Python: their rows
+go to the host and back, and the step after waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.choose import Rules, choose
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels import edit_logits
+from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
+from pagoda.common.engine.logit_edits import additions, allowed_bits, banned_words, penalties
+from pagoda.common.engine.sampling import USUAL, SamplerOptions
+from pagoda.common.engine.sampling_rows import Chosen, RowTable
+from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
+
+
+class Departure(Protocol):
+    """A tensor on its way to the host."""
+
+    def array(self) -> npt.NDArray[Any]:
+        """Wait for it."""
+        ...
+
+
+class Stream(Protocol):
+    """Where steps run."""
+
+    def fetch(self, tensor: Tensor) -> Departure:
+        """Send to the host what the tensor holds after the steps started until now. Returns at once."""
+        ...
+
+
+class Sampler:
+    """Chooses one token per sampling row; row s of a step's logits is sequence s's.
+
+    `rows`: what is known of each row on the host. On the device, with one row more for padding: `last` int32 [rows+1],
+    the token that each row sampled last; `history` int32 [rows+1, max_len+1], the tokens of rows that need it.
+    """
+
+    def __init__(
+        self, vocab: int, max_rows: int, max_len: int, device: Device, options: SamplerOptions = USUAL
+    ) -> None:
+        self.vocab, self.device, self.options = vocab, device, options
+        self.rows = RowTable(max_rows)
+        self.last = torch.zeros(max_rows + 1, dtype=torch.int32, device=device.torch)
+        self.history = torch.zeros((max_rows + 1, max_len + 1), dtype=torch.int32, device=device.torch)
+
+    def start(self, start: RowStart) -> None:
+        """A row begins anew. Its tokens go to the device only if somebody looks at them there."""
+        self.rows.start(start, self.vocab)
+        rules = start.rules
+        if rules.has_penalties or any(len(word) > 1 for word in rules.bad_words) or self.options.processors:
+            self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
+
+    def pack(self, plan: StepPlan, seqs: int) -> Int32:
+        """int32 [7, R] that `choose` reads. `seqs`: R, rows of the logits; at least the plan's sequences."""
+        return self._chosen(plan).pack(seqs, len(self.rows))
+
+    def choose(self, logits: Tensor, packed: Tensor) -> Tensor:
+        """Logits float32 [R, V], packed int32 [7, R] on the device -> tokens int32 [R], remembered. May be captured."""
+        return choose(logits, packed, self.last, self.history, use_kernel=self.device.use_kernels)
+
+    def edit(self, logits: Tensor, plan: StepPlan) -> Tensor | None:
+        """What the rows' rules do to logits float32 [R, V] before temperature, in place.
+
+        Returns the logits [n, V] that logprobs are taken of, one row for each sequence that asked; None if none did.
+        """
+        chosen = self._chosen(plan)
+        asked = [place.index for place in chosen.where("shown")]
+        processed = self.options.logprobs_mode.startswith("processed")
+        shown = logits[self._send(asked)] if asked and not processed else None
+        self._edit(logits, chosen)
+        if asked and processed:
+            rules = Rules.unpack(self._send(chosen.pack(len(logits), len(self.rows))[:, asked]))
+            shown = rules.drawn_from(logits[self._send(asked)], use_kernel=self.device.use_kernels)
+        return shown
+
+    def logprobs(
+        self, shown: Tensor | None, tokens: Tensor, plan: StepPlan, stream: Stream
+    ) -> Callable[[], dict[int, TokenLogprobs]]:
+        """Of every sequence that asked: its token and the best few; a function that waits for them.
+
+        shown: of `edit`; tokens int32 [R]: of `choose`.
+        """
+        if shown is None:
+            return dict
+        places = self._chosen(plan).where("shown")
+        wanted = [(place.index, self._best(place.state.rules.logprobs)) for place in places]
+        own = tokens[self._send([index for index, _ in wanted])]
+        fetch = self._fetch(shown, own, max(best for _, best in wanted), stream)
+
+        def found() -> dict[int, TokenLogprobs]:
+            every = fetch()
+            return {
+                index: TokenLogprobs(
+                    every.token_ids[at : at + 1, : 1 + best],
+                    every.logprobs[at : at + 1, : 1 + best],
+                    every.ranks[at : at + 1],
+                )
+                for at, (index, best) in enumerate(wanted)
+            }
+
+        return found
+
+    def score(self, logits: Tensor, targets: Int32, best: int, stream: Stream) -> Callable[[], TokenLogprobs]:
+        """Logprobs of given tokens int32 [n], those of a prompt: logits float32 [n, V]; `best` -1: all."""
+        return self._fetch(logits, self._send(targets), self._best(best), stream)
+
+    def _fetch(self, logits: Tensor, tokens: Tensor, best: int, stream: Stream) -> Callable[[], TokenLogprobs]:
+        normalise = not self.options.logprobs_mode.endswith("logits")
+        found = logprobs(logits, tokens, best, normalise=normalise, use_kernel=self.device.use_kernels)
+        ids, values, ranks = map(stream.fetch, found)
+        return lambda: TokenLogprobs(ids.array(), values.array(), ranks.array())
+
+    def _best(self, asked: int | None) -> int:
+        """How many best tokens that is."""
+        return self.vocab if asked is not None and asked < 0 else asked or 0
+
+    def _chosen(self, plan: StepPlan) -> Chosen:
+        return Chosen.of({0: plan}, plan.num_seqs, self.rows)
+
+    def _edit(self, logits: Tensor, chosen: Chosen) -> None:
+        seqs, use_kernel = len(logits), self.device.use_kernels
+        if penalised := chosen.where("penalised"):
+            packed = self._send(penalties(penalised, len(penalised)))
+            edit_logits.penalise(logits, self.history, packed, use_kernel=use_kernel)
+        if edited := chosen.where("edited"):
+            for entries in additions(edited, seqs):
+                edit_logits.add(logits, self._send(entries), use_kernel=use_kernel)
+            for words, heads in banned_words(edited, seqs):
+                sent = self._send(words), self._send(heads)
+                edit_logits.ban_words(logits, self.history, *sent, use_kernel=use_kernel)
+        if masked := chosen.where("masked"):
+            allowed = {at: place.state.rules.allowed_token_ids or () for at, place in enumerate(masked)}
+            bits = self._send(allowed_bits(allowed, len(masked), self.vocab).view(np.int32))
+            sequences = self._send(np.array([place.index for place in masked], np.int32))
+            edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
+        if self.options.processors:
+            self._process(logits, chosen)
+
+    def _process(self, logits: Tensor, chosen: Chosen) -> None:
+        """The operator's edits, on a copy in the host's memory."""
+        at = self._send(chosen.indices)
+        edited = logits[at].cpu()
+        tokens = self.history[self._send(chosen.rows), : int(chosen.ends.max())].cpu()
+        for row, number, known, values in zip(chosen.rows.tolist(), tokens, chosen.ends.tolist(), edited.numpy()):
+            state = self.rows[row]
+            for processor in self.options.processors:
+                extra = state.rules.extra_args or {}
+                processor.apply(values, number[:known].tolist(), len(state.prompt), extra)
+        logits[at] = edited.to(logits.device)
+
+    def _send(self, numbers: npt.ArrayLike) -> Tensor:
+        """A copy on the device; the host goes on."""
+        array = torch.from_numpy(np.array(numbers, order="C"))
+        if self.device.torch.type == "cuda":
+            return array.pin_memory().to(self.device.torch, non_blocking=True)
+        return array

@@ -1,0 +1,312 @@
+"""The NVIDIA backend on CPU tensors: against the naive oracle, and token by token against `reference`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+from support.jax_requests import requests
+from support.reference_driver import Driver, random_weights, tiny_spec
+
+from pagoda.backends.reference.naive import NaiveModel
+from pagoda.backends.registry import load_backend
+from pagoda.backends.torch_cuda.backend import create
+from pagoda.backends.torch_cuda.buffers import Buffers
+from pagoda.backends.torch_cuda.device import CPU
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.compilation import CompilationConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import PREVIOUS
+from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.spec import ModelSpec
+
+SPECS = {
+    "full": tiny_spec(),
+    "window": tiny_spec(window=6),
+    "softcap": tiny_spec(window=6, softcap=2.0),
+    "moe": tiny_spec(moe=True),
+}
+PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
+EVERYTHING = SamplingRules(logprobs=-1, prompt_logprobs=-1)
+
+
+def driver(spec: ModelSpec, order: str = "scattered", **make) -> Driver:
+    return Driver(spec, order, backend="torch_cuda", device=CPU, **make)
+
+
+def by_token(found) -> np.ndarray:
+    """[n, V] logprobs in vocabulary order."""
+    out = np.full((len(found.ranks), 96), np.nan, np.float32)
+    np.put_along_axis(out, found.token_ids[:, 1:], found.logprobs[:, 1:], 1)
+    return out
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("order", ["consecutive", "scattered"])
+def test_logprobs_equal_the_naive_model(kind: str, order: str) -> None:
+    spec = SPECS[kind]
+    naive = NaiveModel(spec, random_weights(spec))
+    d = driver(spec, order)
+    want = naive.logits(PROMPT).log_softmax(-1).numpy()
+    _, first = d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
+    _, second = d.step({3: PROMPT[6:7]}, samples={3: False})  # a single token of a prompt
+    _, result = d.step({3: PROMPT[7:]})
+    found = [by_token(part.prompt_logprobs[0]) for part in (first, second, result)]
+    np.testing.assert_allclose(np.concatenate(found), want[:-1], atol=3e-5)
+    tokens = list(PROMPT)
+    for _ in range(6):
+        want = naive.logits(tokens).log_softmax(-1)[-1].numpy()
+        np.testing.assert_allclose(by_token(result.logprobs[0])[0], want, atol=3e-5)
+        assert result.token_ids[0] == want.argmax()
+        tokens.append(int(result.token_ids[0]))
+        _, result = d.step({3: [PREVIOUS]})
+
+
+def test_a_mixed_batch_answers_like_one_at_a_time() -> None:
+    prompts = [[(7 * i + j * j) % 96 for j in range(2 + 3 * i)] for i in range(4)]
+    one = driver(SPECS["window"])
+    alone = [one.generate(prompt, 8, row=row) for row, prompt in enumerate(prompts)]
+    d = driver(SPECS["window"])
+    outputs: dict[int, list[int]] = {i: [] for i in range(4)}
+    waiting = dict(enumerate(prompts))
+    while any(len(tokens) < 8 for tokens in outputs.values()):
+        pieces = {row: [PREVIOUS] for row, tokens in outputs.items() if tokens and len(tokens) < 8}
+        starts = []
+        if waiting:  # one prompt joins per step, beside the rows already decoding
+            row, prompt = waiting.popitem()
+            pieces[row] = prompt
+            starts.append(d.start(row, prompt))
+        rows, result = d.step(pieces, starts)
+        for row, token in zip(rows, result.token_ids):
+            outputs[row].append(int(token))
+    assert [outputs[i] for i in range(4)] == alone
+
+
+def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
+    alone = driver(SPECS["full"]).generate(PROMPT, 1)
+    d = driver(SPECS["full"])
+    d.tables[0][1, :3] = d.tables[0][0, :3]  # row 1 reuses row 0's first twelve tokens, filled in this step
+    starts = [d.start(0, PROMPT), d.start(1, PROMPT)]
+    d.context[1] = 12
+    rows, result = d.step({0: PROMPT, 1: PROMPT[12:]}, starts)
+    assert rows == [1, 0]
+    assert result.token_ids.tolist() == alone * 2
+
+
+def engine(backend: str, spec: ModelSpec, *, blocks: int, warm: bool = False, limits: dict | None = None, **make):
+    """A step loop over that backend, small enough that requests wait and are preempted."""
+    chosen = Limits(
+        **{"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 6, "block_size": 4, **(limits or {})}
+    )
+    layout = kv_layout(spec, chosen.block_size)
+    made = load_backend(backend).create(
+        spec, limits=chosen, layout=layout, cache=CacheConfig(), dtype="float32", **make
+    )
+    made.load(random_weights(spec))
+    made.init_cache(blocks)
+    if warm:
+        made.warmup()
+    return EngineCore(made, layout, chosen, blocks)
+
+
+def answers(core: EngineCore, asked: list[EngineRequest]) -> dict[str, list[EngineOutput]]:
+    """Request -> its outputs; two requests join per step."""
+    found: dict[str, list[EngineOutput]] = {each.request_id: [] for each in asked}
+    waiting, finished = list(reversed(asked)), 0
+    while finished < len(asked):
+        for _ in range(min(2, len(waiting))):
+            core.add_request(waiting.pop())
+        for output in core.step().outputs:
+            found[output.request_id].append(output)
+            finished += output.finish_reason is not None
+    core.check_integrity()
+    return found
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def logprobs_of(outputs: list[EngineOutput]) -> list[tuple[list[int], list[float], int]]:
+    """Every position's ids, logprobs and rank, those of the prompt first."""
+    positions = [one for output in outputs for one in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))]
+    return [(one.token_ids, one.logprobs, one.rank) for one in positions]
+
+
+def asked_for(seed: int) -> list[EngineRequest]:
+    """Requests of every kind, every third beginning like the others of those."""
+    return [
+        replace(each, prompt_token_ids=PROMPT + each.prompt_token_ids) if number % 3 == 0 else each
+        for number, each in enumerate(requests(24, seed))
+    ]
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
+def test_an_engine_answers_like_reference(kind: str, plain: bool) -> None:
+    """Chunked prefill, shared prefixes, preemption, every kind of rule: the same tokens and logprobs."""
+    limits = {"async_scheduling": False, "prefix_caching": False} if plain else {}
+    asked = asked_for(seed=len(kind))
+    groups = len(kv_layout(SPECS[kind], 4).groups)
+    cores = [
+        engine(name, SPECS[kind], blocks=1 + 30 * groups, limits=limits, **make)
+        for name, make in (("reference", {}), ("torch_cuda", {"device": CPU}))
+    ]
+    theirs, ours = (answers(core, asked) for core in cores)
+    for each in asked:
+        mine, other = ours[each.request_id], theirs[each.request_id]
+        assert tokens_of(mine) == tokens_of(other), each
+        for (ids, values, rank), (their_ids, their_values, their_rank) in zip(
+            logprobs_of(mine), logprobs_of(other), strict=True
+        ):
+            assert (ids[0], rank) == (their_ids[0], their_rank)
+            np.testing.assert_allclose(values, their_values, atol=1e-4)
+    assert cores[1].stats.preemptions > 0
+    assert plain or cores[1].stats.prefix_hits > 0
+
+
+def test_200_random_requests_capture_and_compile_nothing() -> None:
+    core = engine("torch_cuda", SPECS["window"], blocks=200, warm=True, limits={"max_num_seqs": 12}, device=CPU)
+    backend = core._backend
+    assert backend._stream.captures == 2 * len(backend.ladder.sizes) > 8
+    answers(core, list(requests(200, seed=1)))
+    assert core.stats.recompiles == 0
+    with backend._stream.running():
+        backend._runner.programs.capture((1,))
+    assert backend._stream.captures == 2 * len(backend.ladder.sizes) + 2, "the count counts"
+
+
+def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = driver(SPECS["full"])
+    backend, run = d.backend, d.backend._runner.run
+
+    def late(plan):
+        triton.knobs.runtime.jit_post_compile_hook(repr="kernel", fn=None, compile={}, key="")
+        backend._runner.programs.capture((4, 1))
+        return run(plan)
+
+    monkeypatch.setattr(backend._runner, "run", late)
+    _, result = d.step({0: PROMPT}, [d.start(0, PROMPT)])
+    assert result.recompiles == 5
+    backend.close()
+    assert triton.knobs.runtime.jit_post_compile_hook != backend._compiles._compiled
+
+
+def test_warm_up_runs_every_kind_of_step() -> None:
+    """On a GPU all of these compile something; here they have to go through."""
+    d = driver(SPECS["window"])
+    plans = list(d.backend._plans.every(d.backend.ladder.sizes))
+    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(d.backend.ladder.sizes)
+    assert max(plan.num_tokens for plan in plans) == 256
+    for plan in plans:
+        d.backend.execute(plan).result()
+    fresh = driver(SPECS["window"])
+    assert d.generate(PROMPT, 6) == fresh.generate(PROMPT, 6)
+
+
+GARBAGE = 2**30
+
+
+def test_a_replay_depends_on_the_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else a step touches holds garbage by the time it runs: what was sent, tables of nobody, old logits."""
+    d = driver(SPECS["window"])
+    want = [driver(SPECS["window"]).generate(prompt, 8, row=0) for prompt in (PROMPT, PROMPT[:4], PROMPT[2:])]
+    d.backend.warmup()
+    fill = Buffers.fill
+
+    def poisoned(self, shape, sent, seqs):
+        self._tables[:] = GARBAGE
+        self._numbers[:] = GARBAGE
+        self.logits[:] = torch.nan
+        fill(self, shape, sent, seqs)
+        sent[:] = GARBAGE
+
+    monkeypatch.setattr(Buffers, "fill", poisoned)
+    starts = [d.start(0, PROMPT), d.start(1, PROMPT[:4]), d.start(2, PROMPT[2:])]
+    rows, result = d.step({0: PROMPT, 1: PROMPT[:4], 2: PROMPT[2:]}, starts)
+    found = {row: [token] for row, token in zip(rows, result.token_ids.tolist())}
+    for _ in range(7):
+        rows, result = d.step({row: [PREVIOUS] for row in found})
+        for row, token in zip(rows, result.token_ids.tolist()):
+            found[row].append(token)
+    assert [found[row] for row in range(3)] == want
+
+
+@pytest.mark.parametrize("said", [{"enforce_eager": True}, {"cudagraph_capture_sizes": (3,)}])
+def test_steps_that_are_not_captured_answer_alike(said: dict) -> None:
+    asked = list(requests(12, seed=5))
+    usual = engine("torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU)
+    other = engine("torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU, compilation=CompilationConfig(**said))
+    assert other._backend._stream.captures == 2 * len(said.get("cudagraph_capture_sizes", ()))
+    found = [{key: tokens_of(each) for key, each in answers(core, asked).items()} for core in (usual, other)]
+    assert found[0] == found[1]
+
+
+def test_an_8_bit_cache_stays_close() -> None:
+    spec = SPECS["window"]
+    want = NaiveModel(spec, random_weights(spec)).logits(PROMPT).log_softmax(-1).numpy()
+    for name, scaled in (("fp8", False), ("fp8_e4m3", False), ("fp8", True)):
+        d = driver(spec, cache=CacheConfig(cache_dtype=name, calculate_kv_scales=scaled))
+        for cache in d.backend._runner.programs.parts.caches.values():
+            assert cache.keys.dtype == torch.float8_e4m3fn
+            assert (cache.k_scale.item() == cache.v_scale.item() == 1) is not scaled
+        _, result = d.step({3: PROMPT}, [d.start(3, PROMPT, EVERYTHING)])
+        error = np.abs(by_token(result.prompt_logprobs[0]) - want[:-1]).max()
+        assert 1e-3 < error < 0.5
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
+    d = driver(SPECS["window"], sleep_mode=True)
+    d.backend.warmup()
+    before = d.generate(PROMPT, 6)
+    parts, read = d.backend._runner.programs.parts, []
+    d.backend.sleep(level)
+    tensors = [next(iter(parts.caches.values())).keys, *d.backend._held.loader.params.tensors().values()]
+    assert not any(tensor.view(torch.uint8).any() for tensor in tensors), "the memory is away"
+
+    def weights():
+        read.append(level)
+        return random_weights(SPECS["window"])
+
+    d.backend.wake_weights(weights)
+    d.backend.wake_kv_cache()
+    assert len(read) == level - 1
+    assert d.generate(PROMPT, 6) == before
+    d.backend.close()
+    d.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("cache", "error"),
+    [
+        (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: fp8_e5m2 is not stored by torch_cuda; use auto, fp8"),
+        (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: bfloat16 is not stored"),
+        (CacheConfig(cache_dtype="int8"), "--kv-cache-dtype: int8 holds nothing of use without scales"),
+        (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a cache of auto numbers has no scales"),
+    ],
+)
+def test_a_cache_that_cannot_be_had(cache: CacheConfig, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        driver(SPECS["full"], cache=cache)
+
+
+def test_weights_are_strict_both_ways() -> None:
+    spec = tiny_spec()
+    weights = dict(random_weights(spec))
+    limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
+    make = {"limits": limits, "layout": kv_layout(spec, 8), "cache": CacheConfig(), "dtype": "float32", "device": CPU}
+    missing = dict(list(weights.items())[:-1])
+    with pytest.raises(WeightError, match="lacks 1 parameters, first head"):
+        create(spec, **make).load(missing.items())
+    with pytest.raises(WeightError, match="stray is unknown"):
+        create(spec, **make).load({**weights, "stray": np.zeros(3, np.float32)}.items())
+    with pytest.raises(ConfigError, match="--dtype: int8 is not one of auto, float32, bfloat16, float16"):
+        create(spec, **{**make, "dtype": "int8"})

@@ -1,0 +1,63 @@
+"""Which decode steps are captured: the sizes, and the flags that choose them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.backends.torch_cuda.ladder import make_ladder, usual_sizes
+from pagoda.common.config.compilation import CompilationConfig
+from pagoda.common.errors import ConfigError
+
+
+def test_at_most_a_third_of_a_step_is_padding_from_16_on() -> None:
+    sizes = list(usual_sizes(1024))
+    assert sizes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    ladder = make_ladder(CompilationConfig(), 1024)
+    assert all((ladder.fit(n) - n) / ladder.fit(n) <= 1 / 3 for n in range(16, 1025))
+    assert all(ladder.fit(n) >= n for n in range(1, 1025))
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 100, 256])
+def test_the_largest_step_has_its_own_size(largest: int) -> None:
+    ladder = make_ladder(CompilationConfig(), largest)
+    assert ladder.sizes == ladder.captured == tuple(sorted(set(ladder.sizes)))
+    assert ladder.sizes[-1] == largest
+
+
+@pytest.mark.setting("--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
+@pytest.mark.setting("--compilation-config")
+@pytest.mark.parametrize(
+    ("said", "captured"),
+    [
+        ({}, (1, 2, 4, 8, 16, 20)),
+        ({"enforce_eager": True}, ()),
+        ({"cudagraph_capture_sizes": (8, 3, 64)}, (3, 8)),
+        ({"max_cudagraph_capture_size": 8}, (1, 2, 4, 8)),
+        ({"compilation_config": {"cudagraph_capture_sizes": [5, 1]}}, (1, 5)),
+        ({"compilation_config": {"max_cudagraph_capture_size": 2}}, (1, 2)),
+        ({"compilation_config": {"cudagraph_mode": "none"}}, ()),
+        ({"compilation_config": {"use_cudagraph": False}}, ()),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, (1, 2, 4, 8, 16, 20)),
+    ],
+)
+def test_flags_choose_what_is_captured(said: dict, captured: tuple[int, ...]) -> None:
+    ladder = make_ladder(CompilationConfig(**said), 20)
+    assert ladder.captured == captured
+    assert ladder.sizes[: len(captured)] == captured
+    assert ladder.sizes[-1] == 20
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"cudagraph_capture_sizes": (0,)}, "--cudagraph-capture-sizes: .* is no list of positive numbers"),
+        ({"max_cudagraph_capture_size": 0}, "--max-cudagraph-capture-size: 0 is not positive"),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "PIECEWISE is not supported: .*; use NONE, FULL"),
+        ({"compilation_config": {"cudagraph_capture_size": [1]}}, "unknown; did you mean cudagraph_capture_sizes"),
+        ({"compilation_config": {"max_cudagraph_capture_size": "8"}}, "--compilation-config: 8 is not positive"),
+        ({"cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8}, "8 is not the largest of the sizes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(said: dict, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        CompilationConfig(**said)

@@ -1,0 +1,88 @@
+"""The budget of a GPU's memory, and what is said when it is too small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.reference_driver import tiny_spec
+
+from pagoda.backends.torch_cuda.cache import allocate, block_bytes
+from pagoda.backends.torch_cuda.memory import GIB, Usage, plan_blocks
+from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.errors import ConfigError
+
+LIMITS = Limits(max_model_len=1 << 17, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)
+LAYOUT = kv_layout(tiny_spec(window=6), 16)
+BLOCK = 1 << 20
+
+
+def usage(share: float = 0.9, weights: int = 15 * GIB) -> Usage:
+    return Usage(
+        "NVIDIA L4",
+        total=22 * GIB,
+        usable=int(22 * GIB * share),
+        weights=weights,
+        buffers=GIB // 4,
+        activations=GIB,
+        graphs=GIB // 2,
+        other=GIB // 4,
+    )
+
+
+@pytest.mark.setting("--gpu-memory-utilization")
+def test_what_is_left_holds_keys_and_values() -> None:
+    plans = [plan_blocks(usage(share), LIMITS, LAYOUT, CacheConfig(), BLOCK) for share in (0.9, 1.0)]
+    assert [plan.num_blocks for plan in plans] == [int((22 * share - 17) * 1024) for share in (0.9, 1.0)]
+    assert plans[0].kv_cache == plans[0].num_blocks * BLOCK
+    assert str(plans[0]).startswith("weights 15.00 GiB, activations 1.25 GiB, graphs 0.50 GiB, KV cache 2.80 GiB in ")
+
+
+def test_no_more_blocks_than_requests_can_use() -> None:
+    small = replace(LIMITS, max_model_len=32, max_num_seqs=4)
+    assert plan_blocks(usage(), small, LAYOUT, CacheConfig(), BLOCK).num_blocks == 1 + 4 * 2 * 2
+
+
+def test_stated_sizes_count() -> None:
+    stated = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 1), BLOCK)
+    assert stated.num_blocks == 100
+    assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == 7
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes: 2 KV blocks .* use 3145728 or more"):
+        plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=2 * BLOCK), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("weights", "missing", "remedies"),
+    [
+        (18, "0.20", "--gpu-memory-utilization 0.91 or --max-num-batched-tokens 6656 with --max-num-seqs 208 or "
+         "--enforce-eager or --quantization int8 or --tensor-parallel-size 2"),
+        (26, "8.20", "--quantization int8 or --tensor-parallel-size 2"),
+        (34, "16.20", "--quantization int4 or --tensor-parallel-size 2"),
+        (140, "122.20", "--tensor-parallel-size 8"),
+    ],
+)  # fmt: skip
+def test_too_little_memory_says_how_much_and_what_would_do(weights: int, missing: str, remedies: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_blocks(usage(weights=weights * GIB), LIMITS, LAYOUT, CacheConfig(), BLOCK)
+    assert str(caught.value) == (
+        "--gpu-memory-utilization: of 22.00 GiB of NVIDIA L4 19.80 may be used: "
+        f"weights {weights}.00, graphs 0.50, activations 1.00, buffers 0.25, other 0.25; "
+        f"{missing} GiB are missing; use {remedies}"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_costs_what_is_allocated(ranks: int) -> None:
+    shard = Shard(0, ranks)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        caches = allocate(LAYOUT, 5, dtype, shard, empty)
+        arrays = {array.data_ptr(): array.nbytes for cache in caches.values() for array in (cache.keys, cache.values)}
+        assert 5 * block_bytes(LAYOUT, dtype, shard) == sum(arrays.values())

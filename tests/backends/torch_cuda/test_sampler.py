@@ -1,0 +1,185 @@
+"""torch_cuda's sampling against the definition and against the reference backend's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.sampling_definition import ROWS, VOCAB, define
+from support.torch_sampling import Now, decode_step, follows_the_definition, run
+
+from pagoda.backends.reference.sampler import Sampler as ReferenceSampler
+from pagoda.backends.reference.sampler import token_logprobs
+from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.sampler import Sampler
+from pagoda.common.engine import logit_edits
+from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
+from pagoda.common.engine.step import RowStart
+
+ROOM = 8
+LENGTH = 32
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+def make(options: SamplerOptions = USUAL) -> Sampler:
+    return Sampler(VOCAB, ROOM, LENGTH, CPU, options)
+
+
+def noisy(seed: int, rows: int, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * spread).astype(np.float32)
+
+
+@settings(max_examples=60, **QUIET)
+@given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
+def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
+    follows_the_definition(CPU, rows, seed, spread)
+
+
+@settings(max_examples=25, **QUIET)
+@given(ROWS, st.integers(0, 2**31), st.sampled_from([0, 3, -1]), st.booleans())
+def test_several_steps_are_those_of_the_reference_backend(rows, seed: int, best: int, processed: bool) -> None:
+    """Tokens and logprobs; the device is told no token that it sampled."""
+    options = SamplerOptions("processed_logprobs" if processed else "raw_logprobs")
+    sampler, reference = make(options), ReferenceSampler(ROOM, options)
+    ends = []
+    for row, (rules, history, prompt) in enumerate(rows):
+        asking = replace(rules, logprobs=best if row % 2 else None)
+        start = RowStart(row, np.array(history, np.int32), min(prompt, len(history)), asking)
+        sampler.start(start)
+        reference.start(start)
+        ends.append(len(history))
+    for step in range(3):
+        logits = noisy(seed + step, len(rows))
+        want, want_logprobs = reference.sample(torch.from_numpy(logits.copy()), list(range(len(rows))))
+        tokens, logprobs = run(sampler, logits, decode_step(ends), ROOM)
+        assert tokens.tolist() == want.tolist()
+        assert sampler.last[: len(rows)].tolist() == want.tolist()
+        assert logprobs.keys() == want_logprobs.keys()
+        for index, found in logprobs.items():
+            theirs = want_logprobs[index]
+            np.testing.assert_allclose(found.logprobs, theirs.logprobs, atol=2e-5)
+            np.testing.assert_array_equal(found.token_ids[:, 0], theirs.token_ids[:, 0])
+            if not processed:
+                np.testing.assert_array_equal(found.ranks, theirs.ranks)
+                np.testing.assert_array_equal(found.token_ids[:, :5], theirs.token_ids[:, :5])
+        ends = [end + 1 for end in ends]
+
+
+def test_a_seed_gives_the_same_token_in_any_batch() -> None:
+    logits = noisy(3, 4)
+    rules = [SamplingRules(temperature=1.0, seed=s, top_k=k, top_p=0.9) for s, k in ((1, 0), (2, 40), (3, 0), (4, 7))]
+    sampler = make()
+    for row, rule in enumerate(rules):
+        sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rule))
+    together, _ = run(sampler, logits, decode_step([3] * 4), ROOM)
+    for row in range(4):
+        alone, _ = run(sampler, logits[row : row + 1], decode_step([3], [row]))
+        assert alone.tolist() == [together[row]]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.999])
+def test_frequencies_follow_the_distribution(top_p: float) -> None:
+    wanted = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
+    draws = 2_000
+    sampler = Sampler(4, draws, 4, CPU)
+    for row in range(draws):
+        rules = SamplingRules(temperature=1.0, top_p=top_p, seed=row)
+        sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))
+    tokens, _ = run(sampler, np.tile(np.log(wanted), (draws, 1)), decode_step([1] * draws))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / draws, wanted, atol=0.05)
+
+
+def test_penalties_and_words_see_what_the_device_sampled() -> None:
+    """Four steps without the host telling the device any token."""
+    rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
+    logits = np.full(VOCAB, -5.0, np.float32)
+    logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
+    sampler, history = make(), [9, 1]
+    sampler.start(RowStart(0, np.array(history, np.int32), 2, rules))
+    for _ in range(4):
+        want = define(logits.copy(), rules, history, 2)
+        tokens, _ = run(sampler, logits[None], decode_step([len(history)]), ROOM)
+        history.append(int(tokens[0]))
+        assert history[-1] == want
+
+
+def test_a_row_taken_again_forgets_what_it_held() -> None:
+    """After preemption a request comes back, here to a row that another held meanwhile."""
+    rules = SamplingRules(repetition_penalty=3.0, presence_penalty=1.0)
+    sampler, logits = make(), noisy(5, 2)
+    sampler.start(RowStart(0, np.arange(20, dtype=np.int32), 20, SamplingRules(presence_penalty=1.0)))
+    run(sampler, logits[:1], decode_step([20]), ROOM)
+    history = [50, 51, 50, 52]
+    sampler.start(RowStart(0, np.array(history, np.int32), 2, rules))
+    for _ in range(2):
+        want = define(logits[1].copy(), rules, history, 2)
+        tokens, _ = run(sampler, logits[1:], decode_step([len(history)]), ROOM)
+        assert tokens.tolist() == [want]
+        history.append(want)
+    assert sampler.history[0, : len(history)].tolist() == history
+
+
+def test_lists_longer_than_an_array_go_in_pieces() -> None:
+    count = logit_edits.ENTRIES + 5
+    words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
+    rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
+    sampler = make()
+    sampler.start(RowStart(0, np.array([0, len(words) - 1, len(words)], np.int32), 1, rules))
+    logits = np.zeros(VOCAB, np.float32)
+    logits[5] = 1e6
+    tokens, _ = run(sampler, logits[None], decode_step([3]))
+    assert tokens.tolist() == [count - 1]
+
+
+def test_rows_that_do_not_sample_leave_no_trace() -> None:
+    sampler = make()
+    sampler.start(RowStart(0, np.array([4, 5], np.int32), 2, SamplingRules(presence_penalty=1.0, logprobs=1)))
+    sampler.start(RowStart(1, np.array([4, 5], np.int32), 2, SamplingRules()))
+    history, last = sampler.history[:ROOM].clone(), sampler.last[:ROOM].clone()
+    logits = noisy(1, 2)
+    _, logprobs = run(sampler, logits, decode_step([2, 2], samples=[False, True]), ROOM)
+    assert not logprobs
+    history[1, 2] = last[1] = int(logits[1].argmax())
+    torch.testing.assert_close(sampler.history[:ROOM], history)
+    torch.testing.assert_close(sampler.last[:ROOM], last)
+
+
+@pytest.mark.parametrize(("mode", "normal"), [("raw_logprobs", True), ("raw_logits", False)])
+def test_prompt_tokens_are_scored_raw(mode: str, normal: bool) -> None:
+    sampler = make(SamplerOptions(mode))
+    logits, targets = noisy(4, 3), np.array([5, 0, 599], np.int32)
+    for best in (0, 2, -1):
+        found = sampler.score(torch.from_numpy(logits), targets, best, Now())()
+        want = token_logprobs(torch.from_numpy(logits), torch.from_numpy(targets).long(), best, mode)
+        np.testing.assert_array_equal(found.token_ids, want.token_ids)
+        np.testing.assert_allclose(found.logprobs, want.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(found.ranks, want.ranks)
+        assert best == 0 or (found.logprobs > 0).any() != normal
+
+
+class OnlyTheNewest:
+    """Allows only one more than the newest token, and tells what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def apply(self, logits, token_ids, num_prompt, extra_args) -> None:
+        self.seen.append((list(token_ids), num_prompt, dict(extra_args)))
+        kept = token_ids[-1] + 1
+        logits[:kept] = logits[kept + 1 :] = -np.inf
+
+
+def test_logits_processors_see_every_token_and_edit_their_row() -> None:
+    processor = OnlyTheNewest()
+    sampler = make(SamplerOptions("processed_logprobs", (processor,)))
+    sampler.start(RowStart(2, np.array([7, 30], np.int32), 1, SamplingRules(extra_args={"a": 1})))
+    sampler.start(RowStart(0, np.array([40], np.int32), 1, SamplingRules(temperature=1.0, logprobs=1)))
+    for step in range(2):
+        tokens, logprobs = run(sampler, noisy(step, 2), decode_step([2 + step, 1 + step], [2, 0]), ROOM)
+        assert tokens.tolist() == [31 + step, 41 + step]
+        assert logprobs[1].logprobs[0].tolist() == [0.0, 0.0], "only one token was left"
+    assert processor.seen[2:] == [([7, 30, 31], 1, {"a": 1}), ([40, 41], 1, {})]

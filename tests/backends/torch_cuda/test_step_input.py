@@ -1,0 +1,88 @@
+"""A plan as one array: what is in it, and how it is aligned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.backends.torch_cuda.buffers import Buffers, decode_shape, make_batch, tables
+from pagoda.backends.torch_cuda.step_input import ALIGN, TABLE_ALIGN, StepShape, pack, width_of
+from pagoda.common.engine.step import PREVIOUS, StepPlan
+
+BLOCK = 4
+
+
+def plan(lengths: list[int], context: list[int], groups: int = 2) -> StepPlan:
+    """Sequences in rows 5, 6, ..; the table of group g, sequence s has blocks 100 g + 10 s + 1, 2, ..."""
+    total = sum(lengths)
+    pages = max(-(-(c + n) // BLOCK) for c, n in zip(context, lengths))
+    table = [[[100 * g + 10 * s + p + 1 for p in range(pages)] for s in range(len(lengths))] for g in range(groups)]
+    tokens = np.arange(1000, 1000 + total, dtype=np.int32)
+    tokens[0] = PREVIOUS
+    return StepPlan(
+        step=0,
+        starts=(),
+        rows=np.arange(5, 5 + len(lengths), dtype=np.int32),
+        query_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        context=np.array(context, np.int32),
+        token_ids=tokens,
+        block_tables=tuple(np.array(one, np.int32) for one in table),
+        samples=np.ones(len(lengths), np.bool_),
+    )
+
+
+def packed(plan: StepPlan, shape: StepShape) -> np.ndarray:
+    flat = np.full(shape.size, -7, np.int32)  # what the last step left
+    pack(flat, shape, plan, BLOCK)
+    return flat
+
+
+@pytest.mark.parametrize(("lengths", "context"), [([1, 1, 1], [9, 0, 6]), ([1, 3, 6], [9, 2, 0])])
+def test_every_token_has_its_place(lengths: list[int], context: list[int]) -> None:
+    asked = plan(lengths, context)
+    total = sum(lengths)
+    shape = StepShape(tokens=16, seqs=4, rows=4, groups=2, width=width_of(asked))
+    numbers = torch.from_numpy(packed(asked, shape))
+    last = torch.arange(500, 520, dtype=torch.int32)
+    batch = make_batch(shape, numbers, tables(shape, numbers), last, num_decodes=1, splits=1)
+    positions = [c + at for c, n in zip(context, lengths) for at in range(n)]
+    owners = [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert batch.token_ids.tolist() == [505, *range(1001, 1000 + total)] + [0] * (16 - total)
+    assert batch.positions.tolist() == positions + [0] * (16 - total)
+    assert batch.query_start.tolist() == [*np.cumsum([0, *lengths]).tolist(), total]
+    assert batch.kv_lens.tolist() == [c + n for c, n in zip(context, lengths)] + [0]
+    for number, group in enumerate(batch.groups):
+        blocks = [100 * number + 10 * s + p // BLOCK + 1 for s, p in zip(owners, positions)]
+        want = [block * BLOCK + p % BLOCK for block, p in zip(blocks, positions)]
+        assert group.slots.tolist() == want + [0] * (16 - total)
+        assert group.tables[:3, : asked.block_tables[0].shape[1]].tolist() == asked.block_tables[number].tolist()
+        assert not group.tables[:3, asked.block_tables[0].shape[1] :].any()
+
+
+@pytest.mark.parametrize("seqs", [1, 3, 24, 33])
+def test_parts_are_aligned_and_do_not_overlap(seqs: int) -> None:
+    """Triton compiles anew for a pointer that is less aligned than the one before."""
+    shape = StepShape(tokens=seqs, seqs=seqs, rows=seqs, groups=3, width=TABLE_ALIGN, tiles=5)
+    flat = np.zeros(shape.size, np.int32)
+    for part in shape.parts.values():
+        assert part.begin % ALIGN == 0
+        view = part.of(flat)
+        assert view.base is not None
+        assert not view.any()
+        view += 1
+    slots = torch.from_numpy(flat)
+    assert all(row.data_ptr() % 64 == slots.data_ptr() % 64 for row in shape.parts["slots"].of(slots))
+    assert shape.parts["tables"].stride % TABLE_ALIGN == 0
+
+
+def test_a_size_reads_the_same_addresses_whatever_the_width() -> None:
+    buffers = Buffers(seqs=8, groups=2, width=40, vocab=16, device=torch.device("cpu"))
+    before = buffers.batch(4, torch.zeros(20, dtype=torch.int32), splits=1)
+    for asked in (plan([1, 1, 1], [9, 0, 6]), plan([1, 1], [150, 0])):
+        shape = decode_shape(4, 2, width_of(asked))
+        buffers.fill(shape, torch.from_numpy(packed(asked, shape)), asked.num_seqs)
+        assert before.kv_lens.tolist()[: asked.num_seqs] == (asked.context + 1).tolist()
+        assert before.kv_lens[asked.num_seqs :].tolist() == [0] * (4 - asked.num_seqs)
+        for group, table in zip(before.groups, asked.block_tables):
+            assert group.tables[: asked.num_seqs, : table.shape[1]].tolist() == table.tolist()
