@@ -203,6 +203,7 @@ class Entry:
     one process drives them all.
     `hosts`: what it needs of several hosts, None where it runs on one.
     `checkpoints`: it implements CheckpointBackend. `remedy`: what to do without the device.
+    `moves_weights`: it implements SleepingBackend, its `create` takes `sleep_mode`; weights may stay in host memory.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Entry:
     hosts: str | None = None
     checkpoints: bool = False
     remedy: str = ""
+    moves_weights: bool = False
 
     def obstacle(self, named: bool = False) -> str | None:
         """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
@@ -268,6 +270,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         ranks="pagoda.backends.torch_cuda.ranks",
         without_device=TORCH_CUDA_DEVICE.is_on,
         remedy=": install its driver, or use --backend reference",
+        moves_weights=True,
     ),
     Entry("reference", "pagoda.backends.reference.backend", ("torch",), "CPU", "pip install 'pagoda[cpu]'"),
     Entry("simulated", None, (), "device", "", lambda: True),
@@ -355,6 +358,15 @@ def check_checkpoints(name: str) -> None:
             "--load-format",
             f"sharded_state is not read by {name}; use --backend {able}, or serve the model that was converted",
         )
+
+
+def check_moves(name: str, *, sleep_mode: bool, cpu_offload_gb: float) -> dict[str, bool]:
+    """What the backend's `create` is told about sleep. Raises ConfigError for a backend whose weights stay in place."""
+    for flag, asked in (("--enable-sleep-mode", sleep_mode), ("--cpu-offload-gb", cpu_offload_gb > 0)):
+        if asked and not _entry(name).moves_weights:
+            able = " or ".join(entry.name for entry in BACKENDS if entry.moves_weights)
+            raise ConfigError(flag, f"{name} leaves its memory where it is; drop it, or use --backend {able}")
+    return {"sleep_mode": True} if sleep_mode else {}
 
 
 def load_backend(name: str) -> BackendModule:

@@ -5,7 +5,7 @@ A backend gets a model spec, a stream of named weights and step plans. It never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +114,29 @@ class ShardedBackend(Backend, Protocol):
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """Start a step of every shard and return at once; None: nothing to compute, but not for all of them."""
+        ...
+
+
+class SleepingBackend(Backend, Protocol):
+    """A backend that gives its device's memory back while there is no work; `backends.registry` says which do.
+
+    Nothing is executed from `sleep` until weights and KV cache are both awake. Captured programs stay: memory comes
+    back at the addresses it had.
+    """
+
+    def sleep(self, level: int) -> None:
+        """Give weights and KV cache back, where they are not away yet. Level 1 keeps the weights in host memory.
+
+        Raises MemoryError, and nothing is away, when the host has no room for them.
+        """
+        ...
+
+    def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
+        """Have the weights again; after level 2 from `read`, as in `load`. Raises MemoryError, or WeightError."""
+        ...
+
+    def wake_kv_cache(self) -> None:
+        """Have the memory of the KV cache again, holding nothing of use. Raises MemoryError."""
         ...
 
 

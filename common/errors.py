@@ -35,5 +35,9 @@ class QueueFullError(PagodaError):
     """More work than the engine may have in hand: HTTP 429. The same request may be taken later."""
 
 
+class SleepError(PagodaError):
+    """The engine sleeps, or cannot fall asleep or wake up: HTTP 503. It goes on as it is; the message has a remedy."""
+
+
 class EngineDeadError(PagodaError, RuntimeError):
     """The engine stopped; the message carries the cause."""

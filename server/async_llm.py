@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineStats, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from pagoda.common.engine.sleep import ASLEEP, TAGS
+from pagoda.common.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from pagoda.server.engine_client import EngineClient, start_engine
 from pagoda.server.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
 from pagoda.server.output_processor import OutputProcessor
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.sleeping import check_sleep, check_wake_up
 from pagoda.server.wire import (
     Abort,
     AddRequest,
@@ -30,7 +32,10 @@ from pagoda.server.wire import (
     Refused,
     ResetDone,
     ResetPrefixCache,
+    Sleep,
+    SleepState,
     Step,
+    WakeUp,
 )
 
 LONG_TEXT: Final = 16_384
@@ -103,6 +108,8 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._streams: dict[str, RequestStream] = {}
         self._resets: dict[int, asyncio.Future[bool]] = {}
+        self._changes: dict[int, asyncio.Future[SleepState]] = {}
+        self._asleep: tuple[str, ...] = ()
         self._tickets = itertools.count()
         if wait:
             self._finish_start()
@@ -197,9 +204,11 @@ class AsyncLLM:
         """Queue a prompt. Whoever leaves the stream before its end must abort the request. Raises as generate does."""
         self._attach()
         self._raise_if_dead()
+        self._raise_if_asleep()
         self._raise_if_full(params.n)
         prepared = await self._prepare(request_id, prompt, params, priority)
-        self._raise_if_full(params.n)  # others may have come while a long prompt was tokenised
+        self._raise_if_asleep()  # others may have come while a long prompt was tokenised
+        self._raise_if_full(params.n)
         self._outputs.add(prepared)
         stream = self._streams[request_id] = RequestStream(params.output_kind)
         try:
@@ -232,6 +241,40 @@ class AsyncLLM:
         answer = self._resets[ticket] = asyncio.get_running_loop().create_future()
         self._client.send(ResetPrefixCache(ticket))
         return await answer
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the device's memory back; the KV cache, prefixes included, is forgotten. Requests are refused meanwhile.
+
+        `level` 1 keeps the weights in host memory, 2 reads them again from the checkpoint on waking up. Requests under
+        way end with finish_reason "abort", or are waited for with `mode` "wait". Raises RequestError, ConfigError
+        without --enable-sleep-mode, SleepError when the host has no room for the weights.
+        """
+        check_sleep(self.config.model, level, mode)
+        self._asleep = TAGS
+        if mode == "abort":
+            await self.abort(list(self._streams))
+        await self._change(Sleep(next(self._tickets), level))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have the memory again, or only the parts named of `weights` and `kv_cache`; requests need both.
+
+        Raises RequestError, ConfigError without --enable-sleep-mode, SleepError when there is not enough memory: the
+        part stays asleep, and may be woken up later.
+        """
+        await self._change(WakeUp(next(self._tickets), check_wake_up(self.config.model, tags)))
+
+    async def is_sleeping(self) -> bool:
+        """True while a part of the memory is away."""
+        return bool(self._asleep)
+
+    async def _change(self, command: Sleep | WakeUp) -> None:
+        self._attach()
+        self._raise_if_dead()
+        answer = self._changes[command.ticket] = asyncio.get_running_loop().create_future()
+        self._client.send(command)
+        found = await answer
+        if found.error:
+            raise SleepError(found.error)
 
     @property
     def num_unfinished(self) -> int:
@@ -268,6 +311,11 @@ class AsyncLLM:
                 self._refuse(child_id, RequestError(field, text))
             case ResetDone(ticket):
                 self._resets.pop(ticket).set_result(True)
+            case SleepState(ticket, asleep):
+                self._asleep = asleep
+                answer = self._changes.pop(ticket)
+                if not answer.cancelled():
+                    answer.set_result(message)
             case Failed():
                 self._die(EngineDeadError(message.message))
             case _:
@@ -324,6 +372,10 @@ class AsyncLLM:
         if self._outputs.num_sequences + more > most:
             raise QueueFullError(f"the server has {self._outputs.num_sequences} of {most} answers under way; try again")
 
+    def _raise_if_asleep(self) -> None:
+        if self._asleep:
+            raise SleepError(ASLEEP)
+
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
@@ -335,7 +387,9 @@ class AsyncLLM:
         self._dead = error
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
-        for answer in self._resets.values():
+        waiting: list[asyncio.Future[Any]] = [*self._resets.values(), *self._changes.values()]
+        for answer in waiting:
             answer.set_exception(EngineDeadError(str(error)))
         self._streams.clear()
         self._resets.clear()
+        self._changes.clear()

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend, runs_ranks
-from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, Weight
+from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, SleepingBackend, Weight
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
@@ -28,6 +28,7 @@ from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.engine.core import EngineCore, MakeScheduler
 from pagoda.common.engine.kv_spec import FullCache, KvLayout, LatentCache
 from pagoda.common.engine.sharded import Engine, ShardedCore
+from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.errors import ConfigError
 from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.hosts.leading import LeadingBackend
@@ -43,7 +44,7 @@ from pagoda.server.hosts import meeting
 from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.prefetch import Prefetch
 from pagoda.server.ranks import leading
-from pagoda.server.resolve import Resolved, open_model, resolve
+from pagoda.server.resolve import Resolved, moves_of, open_model, resolve
 from pagoda.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,14 @@ Gather = Callable[[Resolved, Usage], AbstractContextManager[Company | None]]
 class BuiltEngine:
     """A warm engine and what is known about it. `backend` is closed by whoever ends the engine.
 
-    `hosts`: the backend again where it works together with other hosts' or ranks'.
+    `hosts`: the backend again where it works together with other hosts' or ranks'. `sleeper`: with --enable-sleep-mode.
     """
 
     core: Engine
     backend: Backend
     info: EngineInfo
     hosts: LeadingBackend | FollowingBackend | None = None
+    sleeper: Sleeper | None = None
 
 
 class _Phases:
@@ -146,6 +148,7 @@ def _assemble(
     sampling, make_scheduler = sampler_options(config), scheduler_of(config)
     copies = config.parallel.data_parallel_size
     _check_memory_share(config, resolved.backend)
+    others = {} if company is None else _meet(company, checkpoint, phases)
     own = module.create(
         spec,
         limits=limits,
@@ -155,7 +158,8 @@ def _assemble(
         sampling=sampling,
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
-        **({} if company is None else company.arrive(checkpoint)),
+        **others,
+        **moves_of(config, resolved.backend),
         **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
     )
     together = None if company is None else company.joined(own)
@@ -190,7 +194,23 @@ def _assemble(
         phases=tuple(phases.seconds),
     )
     core = _core(backend, layout, limits, num_blocks, copies, make_scheduler)
-    return BuiltEngine(core, backend, info, together)
+    sleeper = _sleeper(config, own, core, resolved) if config.model.enable_sleep_mode else None
+    return BuiltEngine(core, backend, info, together, sleeper)
+
+
+def _sleeper(config: EngineConfig, backend: Backend, core: Engine, resolved: Resolved) -> Sleeper:
+    """What puts the engine to sleep; weights that were not kept come from the checkpoint again."""
+
+    def weights() -> Iterator[Weight]:
+        return read_weights(config, open_model(config, weights=True), resolved)
+
+    return Sleeper(cast(SleepingBackend, backend), core, weights)
+
+
+def _meet(company: Company, checkpoint: Checkpoint, phases: _Phases) -> Mapping[str, Any]:
+    """What the backend is told about the others."""
+    with phases("meet the others"):
+        return company.arrive(checkpoint)
 
 
 def _core(

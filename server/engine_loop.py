@@ -7,7 +7,8 @@ from typing import Protocol
 
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.sharded import Engine
-from pagoda.common.errors import RequestError
+from pagoda.common.engine.sleep import Sleeper
+from pagoda.common.errors import RequestError, SleepError
 from pagoda.server.wire import (
     Abort,
     AddRequest,
@@ -16,8 +17,11 @@ from pagoda.server.wire import (
     ResetDone,
     ResetPrefixCache,
     Shutdown,
+    Sleep,
+    SleepState,
     Step,
     ToEngine,
+    WakeUp,
 )
 
 Send = Callable[[FromEngine], None]
@@ -39,8 +43,11 @@ class Progress:
         self.busy = False
 
 
-def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress) -> None:
-    """Serve until Shutdown: take all commands, run one step, send what it brought; sleep when there is no work."""
+def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
+    """Serve until Shutdown: take all commands, run one step, send what it brought; wait when there is no work.
+
+    `sleeper`: of an engine that can be put to sleep; only such a one is asked to.
+    """
     while True:
         progress.busy = core.has_work
         for command in inbox.receive(wait=not progress.busy):
@@ -52,14 +59,37 @@ def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress) -> No
                 case ResetPrefixCache(ticket):
                     core.reset_prefix_cache()
                     send(ResetDone(ticket))
+                case Sleep() | WakeUp():
+                    while core.has_work:
+                        _step(core, send, progress)
+                    progress.busy = False
+                    send(_changed(sleeper, command))
                 case Shutdown():
                     return
         if core.has_work:
             progress.busy = True
-            send(Step(core.step()))
-            progress.steps += 1
+            _step(core, send, progress)
         else:
             send(Step(StepOutputs(stats=core.stats)))
+
+
+def _step(core: Engine, send: Send, progress: Progress) -> None:
+    send(Step(core.step()))
+    progress.steps += 1
+
+
+def _changed(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
+    """Fall asleep or wake up; how it went."""
+    assert sleeper is not None, "only an engine that can is asked to"
+    error = ""
+    try:
+        if isinstance(command, Sleep):
+            sleeper.sleep(command.level)
+        else:
+            sleeper.wake_up(command.tags)
+    except SleepError as failure:
+        error = str(failure)
+    return SleepState(command.ticket, sleeper.asleep, error)
 
 
 def _add(core: Engine, request: EngineRequest, send: Send) -> None:

@@ -78,7 +78,7 @@ def serve(address: str, build: Build = build_engine) -> int:
             if isinstance(built.hosts, FollowingBackend):
                 built.hosts.follow()
             else:
-                run_engine(built.core, _SocketInbox(commands), send, progress)
+                run_engine(built.core, _SocketInbox(commands), send, progress, built.sleeper)
         finally:
             built.backend.close()
     except BaseException as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
 from pagoda.common.errors import ConfigError, RequestError
@@ -120,6 +120,16 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True."""
         return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the device's memory back until wake_up(); generate() raises SleepError meanwhile. Needs
+        enable_sleep_mode=True. See LLMEngine.sleep.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have the memory again, or only the parts named of `weights` and `kv_cache`. See LLMEngine.wake_up."""
+        self.llm_engine.wake_up(tags)
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""

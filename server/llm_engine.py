@@ -12,7 +12,8 @@ from typing import Self
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineStats
-from pagoda.common.errors import ConfigError
+from pagoda.common.engine.sleep import ASLEEP
+from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from pagoda.server.engine_client import only_first_host
 from pagoda.server.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
 from pagoda.server.output_processor import OutputProcessor
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.sleeping import check_sleep, check_wake_up
 from pagoda.server.wire import EngineInfo
 
 
@@ -49,6 +51,7 @@ class LLMEngine:
             self.tokenizer = reading.result()
         self.info: EngineInfo = self._built.info
         self._core = self._built.core
+        self._sleeper = self._built.sleeper
         self.inputs = InputProcessor(config.model, self.info, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, config.scheduler.stream_interval)
 
@@ -77,7 +80,12 @@ class LLMEngine:
         self.add_prepared(self.inputs.prepare(request_id, prompt, params, priority))
 
     def add_prepared(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
-        """Queue a request that `inputs` prepared; `kind` overrides its params' output_kind. Raises RequestError."""
+        """Queue a request that `inputs` prepared; `kind` overrides its params' output_kind.
+
+        Raises RequestError, or SleepError while the engine is asleep.
+        """
+        if self.is_sleeping():
+            raise SleepError(ASLEEP)
         self._outputs.add(prepared, kind)
         added: list[str] = []
         try:
@@ -121,6 +129,36 @@ class LLMEngine:
         """Forget all cached prefixes; running requests keep their blocks. Returns True."""
         self._core.reset_prefix_cache()
         return True
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the device's memory back; the KV cache, prefixes included, is forgotten.
+
+        `level` 1 keeps the weights in host memory, 2 reads them again from the checkpoint on waking up. Requests under
+        way end; with `mode` "wait" that is an error if there are any: their outputs come from step(). Raises
+        RequestError, ConfigError without enable_sleep_mode, SleepError when the host has no room for the weights.
+        """
+        check_sleep(self.config.model, level, mode)
+        assert self._sleeper is not None, "the engine was built with it"
+        if mode == "wait" and self.has_unfinished_requests():
+            raise RequestError("mode", "requests are under way; step() until they end, or use mode abort")
+        self.abort_all()
+        while self._core.has_work:
+            self._core.step()
+        self._sleeper.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have the memory again, or only the parts named of `weights` and `kv_cache`; requests need both.
+
+        Raises RequestError, ConfigError without enable_sleep_mode, SleepError when there is not enough memory: the
+        part stays asleep, and may be woken up later.
+        """
+        named = check_wake_up(self.config.model, tags)
+        assert self._sleeper is not None, "the engine was built with it"
+        self._sleeper.wake_up(named)
+
+    def is_sleeping(self) -> bool:
+        """True while a part of the memory is away."""
+        return self._sleeper is not None and bool(self._sleeper.asleep)
 
     def shutdown(self) -> None:
         """End all requests and release the device. Idempotent."""

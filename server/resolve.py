@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagoda.backends.registry import check_checkpoints, choose_backend, spread
+from pagoda.backends.registry import check_checkpoints, check_moves, choose_backend, spread
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
@@ -93,6 +93,7 @@ def resolve(
     """
     backend = choose_backend(config.model.backend)
     spread_over = spread(backend, config.parallel)
+    moves_of(config, backend)
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
@@ -130,6 +131,11 @@ def resolve(
             *_model_rows(config, checkpoint, generation),
         ),
     )
+
+
+def moves_of(config: EngineConfig, backend: str) -> dict[str, bool]:
+    """What the backend is told about memory that goes and comes back. Raises ConfigError for one that cannot do it."""
+    return check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
 
 
 def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from pagoda.common.config.server import ServerConfig
-from pagoda.common.errors import ConfigError, EngineDeadError
+from pagoda.common.engine.sleep import ASLEEP
+from pagoda.common.errors import ConfigError, EngineDeadError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.tokenizer import Tokenizer
@@ -76,10 +77,24 @@ class ServerState:
         await self._llm.check_health()
 
     async def check_ready(self) -> None:
-        """As check_health, and new requests are welcome."""
+        """As check_health, and new requests are welcome: not while the engine sleeps."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         await self.check_health()
+        if await self._llm.is_sleeping():
+            raise SleepError(ASLEEP)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Put the engine to sleep. Raises what AsyncLLM.sleep raises."""
+        await self.llm().sleep(level, mode)
+        self.metrics.sleep_level = level
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Wake the engine, or parts of it, up; none named: all. Raises what AsyncLLM.wake_up raises."""
+        llm = self.llm()
+        await llm.wake_up(tags)
+        if not await llm.is_sleeping():
+            self.metrics.sleep_level = 0
 
     async def wait_until_ready(self) -> None:
         """Wait for the engine, then publish what is known about it. Raises what kept it from starting."""

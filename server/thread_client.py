@@ -92,7 +92,7 @@ class ThreadClient:
         self._tell(Ready(built.info))
         self._started.put(built.info)
         try:
-            run_engine(built.core, self, self._tell, self._progress)
+            run_engine(built.core, self, self._tell, self._progress, built.sleeper)
         except BaseException as error:
             traceback.print_exc()
             self._tell(failure(error))

@@ -64,6 +64,20 @@ class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
     ticket: int
 
 
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """Finish the requests under way, then give the device's memory back; answered by SleepState."""
+
+    ticket: int
+    level: int
+
+
+class WakeUp(msgspec.Struct, tag="wake", frozen=True):
+    """Have these parts of the memory again; answered by SleepState."""
+
+    ticket: int
+    tags: tuple[str, ...]
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """End the engine in good order."""
 
@@ -102,6 +116,14 @@ class ResetDone(msgspec.Struct, tag="reset_done", frozen=True):
     ticket: int
 
 
+class SleepState(msgspec.Struct, tag="sleep_state", frozen=True):
+    """Answer to Sleep and WakeUp. `asleep`: the parts that are away now. `error`: why not as asked."""
+
+    ticket: int
+    asleep: tuple[str, ...]
+    error: str = ""
+
+
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     """Sent every second. `steps`: finished so far. `busy`: there is work."""
 
@@ -109,8 +131,8 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool
 
 
-ToEngine = AddRequest | Abort | ResetPrefixCache | Shutdown
-FromEngine = Ready | Failed | Step | Refused | ResetDone | Heartbeat
+ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | Shutdown
+FromEngine = Ready | Failed | Step | Refused | ResetDone | SleepState | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(ToEngine)

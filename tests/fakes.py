@@ -115,6 +115,10 @@ class FakeBackend:
         self.plans: list[StepPlan] = []
         self.rows: dict[int, FakeRow] = {}
         self.closed = False
+        self.weights = "loaded"
+        self.cache_away = False
+        self.full = False
+        """No memory is left on the device."""
         self.init_cache(num_blocks)
 
     def load(self, weights: Iterable[Weight]) -> None:
@@ -135,9 +139,28 @@ class FakeBackend:
     def close(self) -> None:
         self.closed = True
 
+    def sleep(self, level: int) -> None:
+        self.weights = "on the host" if level == 1 else "gone"
+        self.cache_away = True
+
+    def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
+        self._need_room()
+        self.weights = "loaded" if self.weights == "on the host" else f"read {len(list(read()))}"
+
+    def wake_kv_cache(self) -> None:
+        self._need_room()
+        self.cache_away = False
+        self.init_cache(self.num_blocks)
+
+    def _need_room(self) -> None:
+        if self.full:
+            raise MemoryError("the device is out of memory")
+
     def execute(self, plan: StepPlan) -> FakePending:
         """Runs at once; steps come in order, so that is what a device does as well."""
         assert plan.step == len(self.plans), "steps must be numbered in order"
+        assert not self.cache_away, "the KV cache is asleep"
+        assert self.weights not in ("on the host", "gone"), "the weights are asleep"
         self.plans.append(plan)
         if plan.step == self.fail_at:
             raise RuntimeError("the device is gone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -45,22 +46,16 @@ class Build:
         """The norm of that name; without one only the sum."""
         if spec is None:
             return _add
-        kind, eps, unit_offset, use_kernel = spec.kind, spec.eps, spec.unit_offset, self.device.use_kernels
-        weight, bias = self.params[name], self.params.get(f"{name}_bias")
-
-        def step(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            return norm(
-                update,
-                weight,
-                bias,
-                eps=eps,
-                kind=kind,
-                unit_offset=unit_offset,
-                residual=residual,
-                use_kernel=use_kernel,
-            )
-
-        return step
+        normalise = partial(
+            norm,
+            weight=self.params[name],
+            bias=self.params.get(f"{name}_bias"),
+            eps=spec.eps,
+            kind=spec.kind,
+            unit_offset=spec.unit_offset,
+            use_kernel=self.device.use_kernels,
+        )
+        return lambda update, residual: normalise(update, residual=residual)
 
 
 def _add(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -43,8 +43,9 @@ def allocate(
             key = (index, heads, dim)
             if key not in arrays:
                 arrays[key] = empty(shape, dtype), empty(shape, dtype)
-            scales = (_one(empty), _one(empty)) if dtype.itemsize == 1 else (None, None)
-            caches[layer] = LayerCache(*arrays[key], number, *scales)
+            keys, values = arrays[key]
+            scales = (_one(keys), _one(values)) if dtype.itemsize == 1 else (None, None)
+            caches[layer] = LayerCache(keys, values, number, *scales)
     return caches
 
 
@@ -64,5 +65,6 @@ def head_shape(spec: CacheSpec, shard: Shard) -> tuple[int, int]:
             raise ModelError(f"the torch_cuda backend has no cache for {type(spec).__name__}")
 
 
-def _one(empty: Empty) -> Tensor:
-    return empty((1,), torch.float32).fill_(1.0)
+def _one(beside: Tensor) -> Tensor:
+    """Not from `empty`: scales outlive what the cache holds."""
+    return torch.ones(1, dtype=torch.float32, device=beside.device)

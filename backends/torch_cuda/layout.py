@@ -18,8 +18,8 @@ _FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "inner", "up": "inn
 _ONCE: Final = ("out_bias", "down_bias")
 """Biases of products whose sum over the ranks is the result: the first rank has them."""
 
-
 _MATRICES: Final = (".qkv", ".out", ".inner", ".down")
+"""Last parts of the names of products within layers, but for the router's, which is small and decides much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def make_layout(spec: ModelSpec, shard: Shard) -> Layout:
     """The layout of the rank; `sharding.check` holds."""
     layout = Layout()
     for param in params(spec).values():
-        name = fused(param.name)
+        name = _fused(param.name)
         if not shard.first and name.endswith(_ONCE):
             layout.places[param.name] = None
             continue
@@ -63,7 +63,7 @@ def make_layout(spec: ModelSpec, shard: Shard) -> Layout:
     return layout
 
 
-def fused(name: str) -> str:
+def _fused(name: str) -> str:
     """The tensor that a canonical parameter lies in."""
     stem, _, last = name.rpartition(".")
     matrix, bias = last.removesuffix("_bias"), "_bias" if last.endswith("_bias") else ""

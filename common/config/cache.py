@@ -45,7 +45,7 @@ class CacheConfig:
         no_effect="blocks are always named by SHA-256 over a fixed byte form, the same in every process",
     )
     cpu_offload_gb: float = option(
-        0.0, "GiB of weights kept in host memory.", refused="the CPU backend's weights are in host memory; use 0"
+        0.0, "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step."
     )
     calculate_kv_scales: bool = option(
         False, "Find a scale for K and for V of each layer of an 8-bit KV cache at start-up; without it they are 1."
@@ -72,6 +72,8 @@ class CacheConfig:
             raise ConfigError("--block-size", f"{self.block_size} is not a power of two")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("--gpu-memory-utilization", f"{self.gpu_memory_utilization} is not in (0, 1]")
+        if not 0.0 <= self.cpu_offload_gb < 1 << 20:
+            raise ConfigError("--cpu-offload-gb", f"{self.cpu_offload_gb} is not a number of GiB; use 0 or more")
         for flag, value in (
             ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override),

@@ -97,7 +97,9 @@ ENGINE_ITERATION_TIMEOUT_S: Final = _ours(
 KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
     "KEEP_ALIVE_ON_ENGINE_DEATH", "1: `serve` stays up when its engine dies.", "keep_alive_on_engine_death"
 )
-SERVER_DEV_MODE: Final = _ours("SERVER_DEV_MODE", "1: answer POST /reset_prefix_cache.", "server_dev_mode")
+SERVER_DEV_MODE: Final = _ours(
+    "SERVER_DEV_MODE", "1: answer /reset_prefix_cache, /sleep and /wake_up.", "server_dev_mode"
+)
 
 VARIABLES: Final = (
     *(API_KEY, CLIENT_API_KEY, HF_TOKEN, HF_HUB_OFFLINE, ALLOW_LONG_MAX_MODEL_LEN, TEST_FORCE_LOAD_FORMAT, PLUGINS),

@@ -104,7 +104,8 @@ class ModelConfig:
         {}, "JSON over the generation config (auto, or a folder), or in place of it (vllm).", parse=json_object
     )
     enable_sleep_mode: bool = option(
-        False, "Let the engine free its memory on request.", refused="the CPU backend cannot sleep; drop it"
+        False,
+        "Let the engine give its GPU memory back and wake up again: LLM.sleep, POST /sleep with --server-dev-mode.",
     )
     model_impl: str = option(
         "auto",

@@ -98,7 +98,7 @@ class ServerConfig:
     )
     shutdown_timeout: float = option(0.0, "Seconds that running requests get to finish after SIGTERM; 0: none.")
     keep_alive_on_engine_death: bool = option(False, "Stay up when the engine dies, and answer every request with 503.")
-    server_dev_mode: bool = option(False, "Answer POST /reset_prefix_cache, for development.")
+    server_dev_mode: bool = option(False, "Answer POST /reset_prefix_cache, /sleep and /wake_up, and GET /is_sleeping.")
     max_body_bytes: int = option(32 * 2**20, "Largest request body.")
 
     def __post_init__(self) -> None:

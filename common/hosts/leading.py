@@ -93,12 +93,13 @@ class LeadingBackend:
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step on every host. Raises EngineDeadError when one is gone."""
         self._tell(Execute((plan,)))
-        return _Together(self._backend.execute(plan), self._loss, self._patience)
+        return _Together(self._together(lambda: self._backend.execute(plan)), self._loss, self._patience)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """The same where the model has several copies."""
         self._tell(Execute(plans))
-        return _Together(cast(ShardedBackend, self._backend).execute_shards(plans), self._loss, self._patience)
+        backend = cast(ShardedBackend, self._backend)
+        return _Together(self._together(lambda: backend.execute_shards(plans)), self._loss, self._patience)
 
     def close(self) -> None:
         """Let the other hosts go, then this host's devices. Idempotent.

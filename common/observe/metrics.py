@@ -23,6 +23,9 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
 
+SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
+"""By level of sleep, 0: none."""
+
 _LABELS: Final = ("model_name", "engine")
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _FIRST_TOKEN_SECONDS: Final = (*_FIRST_TOKEN, 80.0, 160.0, 640.0, 2560.0)
@@ -64,6 +67,7 @@ class Metrics:
     def __init__(self, model_name: str, engine: str = "0") -> None:
         self.registry = CollectorRegistry()
         self.stats = EngineStats()
+        self.sleep_level = 0
         self._model_name, self._engine = model_name, engine
         self._last_tokens: dict[str, float] = {}
         self._generated = self._prompted = 0
@@ -190,6 +194,12 @@ class _StatsCollector(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=_LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
+        asleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
+        )
+        for level, state in enumerate(SLEEP_STATES):
+            asleep.add_metric((*self._labels, state), float(self._metrics.sleep_level == level))
+        yield asleep
         for name, help, total in (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),

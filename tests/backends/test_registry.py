@@ -1,9 +1,12 @@
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from pagoda.backends import registry
+from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
 
 
@@ -48,3 +51,52 @@ def test_no_framework_is_imported_before_a_backend_is_loaded() -> None:
         "sys.exit(','.join({'torch', 'jax'} & set(sys.modules)) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def parallel(**settings: Any) -> ParallelConfig:
+    return ParallelConfig(**settings)
+
+
+def test_what_create_is_told_about_devices() -> None:
+    assert registry.spread("jax_tpu", parallel(tensor_parallel_size=4)) == {"tensor": 4, "data": 1}
+    assert registry.spread("torch_cuda", parallel(tensor_parallel_size=2)) == {"tensor": 2}
+    assert registry.spread("reference", parallel()) == {}
+
+
+@pytest.mark.setting("--distributed-executor-backend")
+def test_ranks_are_of_one_backend_and_more_than_one_device() -> None:
+    assert registry.runs_ranks("torch_cuda", parallel(tensor_parallel_size=2))
+    assert not registry.runs_ranks("torch_cuda", parallel(distributed_executor_backend="ray"))
+    assert not registry.runs_ranks("jax_tpu", parallel(tensor_parallel_size=2, distributed_executor_backend="mp"))
+
+
+@pytest.mark.setting("--distributed-executor-backend", "--data-parallel-size")
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "torch_cuda",
+            {"data_parallel_size": 2},
+            "--data-parallel-size: torch_cuda runs one copy of a model per server",
+        ),
+        ("torch_cuda", {"nnodes": 2}, "--nnodes: torch_cuda runs a model on one host; use 1, or --backend jax_tpu on"),
+        (
+            "torch_cuda",
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
+            "--distributed-executor-backend: uni is one process, torch_cuda needs 2 for 2 GPUs; use mp, or drop it",
+        ),
+        (
+            "jax_tpu",
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "--distributed-executor-backend: jax_tpu drives all devices of a host from one process; use uni",
+        ),
+    ],
+)
+def test_what_a_backend_does_not_spread(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        registry.spread(name, parallel(**settings))
+
+
+def test_an_external_launcher_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^--distributed-executor-backend: external_launcher is not supported: t"):
+        parallel(distributed_executor_backend="external_launcher")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 from fakes import FakeBackend, full_layout
 from support.byte_text import EOS
 
@@ -19,6 +20,7 @@ from pagoda.common.config.defaults import ModelLimits, resolve_limits
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.platform import Platform
 from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.errors import ConfigError
 from pagoda.server.engine_build import BuiltEngine
 from pagoda.server.wire import EngineInfo
@@ -54,7 +56,9 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         memory="",
         phases=(("pretend", 0.0),),
     )
-    return BuiltEngine(EngineCore(backend, layout, limits, num_blocks), backend, info)
+    core = EngineCore(backend, layout, limits, num_blocks)
+    sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
+    return BuiltEngine(core, backend, info, sleeper=sleeper)
 
 
 def alphabet(history: list[int]) -> int:

@@ -25,6 +25,8 @@ from pagoda.common.models.spec import ModelSpec
 BLOCK = 4
 TILE = 3
 CHUNK = 6
+SINGLE = 9
+"""Tokens at the end that come one by one, the last of them after the other sequence has ended."""
 PADDING = 2
 """Sequences of no one in a step of decodes, tokens of no one in any other."""
 
@@ -69,7 +71,7 @@ class TorchCudaModel:
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:
-        """One row per token: half of the sequence as one chunk, then token by token.
+        """One row per token: half of the sequence as one chunk, most of the rest as another, the last token by token.
 
         Another sequence is prefilled beside it chunk by chunk, so that steps are prefill, then mixed, then decode.
         """
@@ -79,7 +81,8 @@ class TorchCudaModel:
         pages = 1 + np.random.default_rng(0).permutation(count).reshape(2, groups, width)
         other, found = token_ids[::-1], []
         begin, half, otherwise = 0, len(token_ids) // 2, 0
-        for end in [half, *range(half + 1, len(token_ids) + 1)]:
+        most = max(half, len(token_ids) - SINGLE)
+        for end in sorted({half, most, *range(most + 1, len(token_ids) + 1)}):
             chunks = [Chunk(token_ids, begin, end, pages[0])]
             if otherwise < len(other):
                 chunks.append(Chunk(other, otherwise, min(otherwise + CHUNK, len(other)), pages[1]))

@@ -30,6 +30,10 @@ def hidden(model: TorchCudaModel, dtype: torch.dtype, scaled: bool = False) -> t
     caches = cache.allocate(model.layout, 8, dtype, Shard(), poisoned)
     if scaled:
         find_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
+    return hidden_in(model, caches)
+
+
+def hidden_in(model: TorchCudaModel, caches: dict[int, cache.LayerCache]) -> torch.Tensor:
     chunk = Chunk(TOKENS, 0, len(TOKENS), np.array([[3, 1, 6], [2, 5, 4]]))
     return model.decoder.hidden(model.batch([chunk]), caches)[: len(TOKENS)]
 
@@ -41,3 +45,12 @@ def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
     plain, scaled = ((hidden(model, FLOAT8, found) - want).norm() / want.norm() for found in (False, True))
     assert scaled < 0.05
     assert plain > 3 * scaled
+
+
+def test_the_largest_number_lies_below_the_largest_there_is_with_some_room() -> None:
+    model = TorchCudaModel(SPEC, loud(1e5).items(), 32)
+    caches = cache.allocate(model.layout, 8, FLOAT8, Shard(), poisoned)
+    find_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
+    hidden_in(model, caches)
+    for held, page in (caches[0].keys, 3), (caches[0].values, 3), (caches[1].keys, 2), (caches[1].values, 2):
+        assert 150 < held[page].float().abs().max() < torch.finfo(FLOAT8).max

@@ -100,7 +100,14 @@ def _scores(q, k, pos, last, scale, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr)
     return tl.where(seen, s, NOTHING)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
+def _inverse(weight):
+    """1 / weight; zero where nothing was seen. Else the highest score weighs one."""
+    return tl.where(weight > 0, 1 / tl.maximum(weight, 1.0), 0.0)
+
+
+# What varies from step to step, or sits anywhere in a larger tensor, must not be compiled for by its alignment.
+@triton.jit(do_not_specialize=["tables", "kv_lens", "tops", "sums", "k_scale", "v_scale", "table_stride"])
 def attend(
     q,
     keys,
@@ -139,7 +146,7 @@ def attend(
     start, _, share = _share(kv_len, splits, QUERY_LEN, WINDOW, RUN, TILE)
     begin = start + split * share * TILE
     end = tl.minimum(begin + share * TILE, kv_len)
-    if tops is not None:
+    if tops is not None:  # noqa: SIM102 - the compiler's question, then the program's
         if begin >= end:
             return
 
@@ -195,7 +202,7 @@ def attend(
             fade = tl.exp2(top - higher)
             weight = weight * fade + tl.exp2(sink - higher)
             acc *= fade[:, None]
-        result = acc * tl.where(weight > 0, 1 / weight, 0.0)[:, None]
+        result = acc * _inverse(weight)[:, None]
         tl.store(out + query[:, None] * H + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
     else:
         partial = query * splits + split
@@ -204,7 +211,7 @@ def attend(
         tl.store(sums + partial, weight, mask=real)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "splits"])
 def reduce(
     partial,
     tops,
@@ -249,7 +256,7 @@ def reduce(
         weight = weight * fade + tl.sum(sums_of * shares, 0)
         acc = acc * fade + tl.sum(x * shares[:, None], 0)
         top = higher
-    result = acc * tl.where(weight > 0, 1 / weight, 0.0)
+    result = acc * _inverse(weight)
     tl.store(out + query * H + dims, result.to(out.dtype.element_ty), mask=dims < H)
 
 

@@ -31,33 +31,35 @@ def tanh(x):
 
 
 @triton.jit
+def lookup(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of BLOCK_N positions from `start` on; of a position behind `last`, the page of that."""
+    at = tl.minimum(start + tl.arange(0, BLOCK_N), last)
+    return tl.load(table + at.to(tl.uint32) // PAGE)
+
+
+@triton.jit
 def attend(
-    carry, q, start, first, last, lowest, positions, keys, values, table, scale, softcap, page_stride,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
-    MASKED: tl.constexpr,
+    carry, q, start, pages, first, last, lowest, positions, keys, values, scale, softcap, page_stride,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A pass: `carry` (maximum, sum and weighted values of each row) after BLOCK_N more keys, from `start` on.
+    """A pass: `carry` (maximum, sum and weighted values of each row) after the keys from `start` on, in `pages`.
 
     Masked, only keys `first` to `last` are read, and a row sees those from `lowest` to its position.
     """
     top, total, acc = carry
-    at = start + tl.arange(0, BLOCK_N)
+    at = start + tl.arange(0, pages.shape[0])
     channels = tl.arange(0, q.shape[1])
-    offsets = (at % PAGE)[:, None] * HEAD_DIM + channels[None, :]
+    offsets = (pages.to(tl.int64) * page_stride + (at & (PAGE - 1)) * HEAD_DIM)[:, None] + channels[None, :]
     if MASKED:
-        readable = (at >= first) & (at <= last)
-        pages = tl.load(table + at // PAGE, mask=readable, other=0).to(tl.int64) * page_stride
-        mask = readable[:, None] & (channels < HEAD_DIM)[None, :]
-        k = tl.load(keys + (pages[:, None] + offsets), mask=mask, other=0)
-        v = tl.load(values + (pages[:, None] + offsets), mask=mask, other=0)
+        mask = ((at >= first) & (at <= last))[:, None] & (channels < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=mask, other=0)
+        v = tl.load(values + offsets, mask=mask, other=0)
+    elif q.shape[1] == HEAD_DIM:
+        k = tl.load(keys + offsets)
+        v = tl.load(values + offsets)
     else:
-        pages = tl.load(table + at // PAGE).to(tl.int64) * page_stride
-        if q.shape[1] == HEAD_DIM:
-            k = tl.load(keys + (pages[:, None] + offsets))
-            v = tl.load(values + (pages[:, None] + offsets))
-        else:
-            k = tl.load(keys + (pages[:, None] + offsets), mask=(channels < HEAD_DIM)[None, :], other=0)
-            v = tl.load(values + (pages[:, None] + offsets), mask=(channels < HEAD_DIM)[None, :], other=0)
+        k = tl.load(keys + offsets, mask=(channels < HEAD_DIM)[None, :], other=0)
+        v = tl.load(values + offsets, mask=(channels < HEAD_DIM)[None, :], other=0)
     if FLOAT8:
         k, v = decode(k, NATIVE).to(q.dtype), decode(v, NATIVE).to(q.dtype)
 
@@ -129,23 +131,36 @@ def prefill_attention(
     keys += kv_head * head_stride
     values += kv_head * head_stride
     table = tables + sequence.to(tl.int64) * table_stride
-    for i in tl.range(edges, edges + whole):
+    start = first + edges * BLOCK_N
+    pages = lookup(table, start, last_position, PAGE, BLOCK_N)
+    for _ in tl.range(0, whole):
+        following = lookup(table, start + BLOCK_N, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, first + i * BLOCK_N, first, last_position, lowest, positions, keys, values, table,
-            scale, softcap, page_stride, HEAD_DIM, PAGE, BLOCK_N, k_scale is not None, NATIVE, False,
+            carry, x, start, pages, first, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
+            HEAD_DIM, PAGE, k_scale is not None, NATIVE, False,
         )  # fmt: skip
-    for i in tl.range(0, passes - whole):
-        start = first + (i if i < edges else i + whole) * BLOCK_N
+        start, pages = start + BLOCK_N, following
+    start = first + (0 if edges > 0 else whole) * BLOCK_N
+    pages = lookup(table, start, last_position, PAGE, BLOCK_N)
+    for i in tl.range(1, passes - whole + 1):
+        then = first + (i if i < edges else i + whole) * BLOCK_N
+        following = lookup(table, then, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, first, last_position, lowest, positions, keys, values, table,
-            scale, softcap, page_stride, HEAD_DIM, PAGE, BLOCK_N, k_scale is not None, NATIVE, True,
+            carry, x, start, pages, first, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
+            HEAD_DIM, PAGE, k_scale is not None, NATIVE, True,
         )  # fmt: skip
+        start, pages = then, following
     _, total, acc = carry
     result = acc / total[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale)
-    target = out + (source * out_stride + head * HEAD_DIM)[:, None] + channels[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=where)
+    # A second look at the tile makes the compiler work out addresses anew, rather than keep them through the loops.
+    rows += tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True) - tile_start
+    token = rows // GROUP
+    real = (token < TILE) & (first_position + token <= last_position)
+    target = (begin + tile_start + token).to(tl.int64) * out_stride + (kv_head * GROUP + rows % GROUP) * HEAD_DIM
+    where = real[:, None] & (channels < HEAD_DIM)[None, :]
+    tl.store(out + target[:, None] + channels[None, :], result.to(out.dtype.element_ty), mask=where)
 
 
 def kernel(

@@ -2,8 +2,9 @@
 
 `int8` and `fp8` (e4m3) are symmetric with one scale per output channel, stored [O, I] as they are. `int4` is
 asymmetric, with a scale and a zero point for each group of inputs of a channel. Eight of its numbers make one int32
-word: word i of a block of 256 inputs holds inputs i, 32 + i, 64 + i, ... from its lowest bits up. So one shift of a
-tile of words gives the numbers of 32 consecutive inputs, and no thread needs what another has read.
+word: of a block of 4 n inputs, word i holds inputs 2 i, n + 2 i, 2 n + 2 i, 3 n + 2 i in its lower half, from the
+lowest bits up, and those after them in its upper half. So a shift and a mask over a tile of words leave two
+neighbouring inputs where two numbers of 16 bits lie in a register, and no thread needs what another has read.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from torch import Tensor
 
 Scheme = Literal["int8", "int4", "fp8"]
 
-BLOCK: Final = 256
-"""Inputs that int4 packs together; rows are filled up with zeros to a multiple of it."""
-
-WORDS: Final = 32
-"""int32 words of a block."""
-
 GROUPS: Final = (128, 64, 32)
 """Inputs that may share a scale and a zero point in int4."""
 
 _LARGEST: Final = {"int8": 127.0, "fp8": 448.0}
-_NIBBLES: Final = 8
+_PLACES: Final = 4
+_WIDEST_PLACE: Final = 64
+
+_AT_ONCE: Final = 1 << 25
+"""Numbers that are rounded together: it takes a dozen bytes of memory for each."""
+
+
+def block(group: int) -> int:
+    """Inputs that int4 packs together; rows are filled up with zeros to a multiple of it."""
+    return _PLACES * min(group, _WIDEST_PLACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Packed:
     """A matrix [..., O, I], or a stack of them, in few bits.
 
     int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn.
-    int4: `data` int32 [..., O, blocks * 32], `scale` int32 [..., groups, O]: the upper 16 bits are the scale as
+    int4: `data` int32 [..., O, I / 8], whole blocks of them; `scale` int32 [..., groups, O]: the upper 16 bits are the scale as
     bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
     """
 
@@ -71,8 +75,13 @@ def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> Packed:
     if scheme == "int4" and group not in GROUPS:
         raise ValueError(f"int4 groups have {', '.join(map(str, GROUPS))} inputs, not {group}")
     if weight.ndim > 2:
-        parts = [pack(part, scheme, group) for part in weight]  # one at a time: rounding needs float32 copies
+        parts = [pack(part, scheme, group) for part in weight]
         data, scale = torch.stack([part.data for part in parts]), torch.stack([part.scale for part in parts])
+        return replace(parts[0], data=data, scale=scale)
+    rows = max(1, _AT_ONCE // weight.shape[1])
+    if weight.shape[0] > rows:
+        parts = [pack(part, scheme, group) for part in weight.split(rows)]
+        data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts], -1)
         return replace(parts[0], data=data, scale=scale)
     return _pack_groups(weight, group) if scheme == "int4" else _pack_channels(weight, scheme)
 
@@ -88,27 +97,29 @@ def _pack_channels(weight: Tensor, scheme: Scheme) -> Packed:
 
 def _pack_groups(weight: Tensor, group: int) -> Packed:
     outputs, inputs = weight.shape
-    wide = torch.nn.functional.pad(weight.float(), (0, -inputs % BLOCK)).view(outputs, -1, group)
+    wide = torch.nn.functional.pad(weight.float(), (0, -inputs % block(group))).view(outputs, -1, group)
     low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
     step = ((high - low) / 15).to(torch.bfloat16)
     step = torch.where(step > 0, step, 1)
     zero = (-low / step).round().clamp(0, 15)
     numbers = (wide / step[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.int32)
-    numbers = numbers.view(outputs, -1, _NIBBLES, WORDS)
-    words = numbers[:, :, 0].clone()
-    for place in range(1, _NIBBLES):
-        words |= numbers[:, :, place] << 4 * place
+    words = (numbers.view(outputs, -1, _PLACES, block(group) // 8, 2) << _shifts(weight.device)).sum((2, 4))
     bits = step.view(torch.int16).to(torch.int32) << 16 | zero.to(torch.int32)
-    return Packed("int4", words.view(outputs, -1), bits.T.contiguous(), inputs, group)
+    return Packed("int4", words.to(torch.int32).view(outputs, -1), bits.T.contiguous(), inputs, group)
 
 
 def unpack(packed: Packed) -> Tensor:
     """What the numbers stand for, float32 [..., O, I]."""
     if packed.scheme != "int4":
         return packed.data.float() * packed.scale[..., None]
-    shifts = torch.arange(0, 4 * _NIBBLES, 4, device=packed.data.device)
-    words = packed.data.unflatten(-1, (-1, 1, WORDS))
-    numbers = (words >> shifts[:, None] & 15).flatten(-3).unflatten(-1, (-1, packed.group))
+    words = packed.data.unflatten(-1, (-1, 1, block(packed.group) // 8, 1))
+    numbers = (words >> _shifts(words.device) & 15).flatten(-4).unflatten(-1, (-1, packed.group))
     bits = packed.scale.transpose(-1, -2)[..., None]
     step = (bits & -65536).view(torch.float32)
     return ((numbers - (bits & 15)).float() * step).flatten(-2)[..., : packed.inputs]
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Where a word's numbers lie, int32 [4, 1, 2]."""
+    places = torch.arange(0, 4 * _PLACES, 4, dtype=torch.int32, device=device)
+    return torch.stack((places, places + 16), -1)[:, None]

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.compile_launches import programs
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import Shape, blocks, candidates, shared_bytes
+from pagoda.backends.torch_cuda.kernels.decode_attention.splits import PROGRAMS
 
 NATIVE, OLD = CHIPS["sm_90"], CHIPS["sm_80"]
 E4M3 = torch.float8_e4m3fn
@@ -81,6 +84,7 @@ CASES = {
     "window of one": Case([90, 1], options={"window": 1}),
     "soft cap": Case([40, 9], options={"softcap": 2.0}),
     "sinks": Case([40, 9, 0], options={"sinks": SINKS}),
+    "fewer tokens than asked": Case([1, 2, 5], query_len=3, options={"sinks": SINKS}),
     "large pages": Case([100, 129], page=128),
     "small pages": Case([35, 8], page=4),
     "scaled": Case([40, 9], options=SCALES),
@@ -95,3 +99,171 @@ CASES = {
 def test_kernel_is_the_reference(name: str, splits: int):
     case = CASES[name]
     torch.testing.assert_close(case.run(use_kernel=True, splits=splits), case.run(use_kernel=False), rtol=0, atol=3e-6)
+
+
+def test_half_precision():
+    case = Case([70, 9], heads=8, dim=64, query_len=2, dtype=torch.float16)
+    torch.testing.assert_close(case.run(use_kernel=True), case.run(use_kernel=False), rtol=ULP, atol=ULP)
+
+
+@pytest.mark.parametrize("chip", [NATIVE, OLD], ids=lambda chip: chip.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_float8_cache(chip, dtype: torch.dtype, splits: int):
+    case = Case([70, 9, 0], query_len=2, dtype=dtype, cache=E4M3, options=SCALES)
+    tolerance = 3e-6 if dtype == torch.float32 else 2 * ULP
+    expected = case.run(use_kernel=False)
+    torch.testing.assert_close(
+        case.run(use_kernel=True, chip=chip, splits=splits), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("chip", [NATIVE, OLD], ids=lambda chip: chip.name)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_float8_is_exact(chip, dtype: torch.dtype):
+    """Sixteen sequences of one token each, whose values are all bytes there are: attention gives them back."""
+    values = torch.arange(256, dtype=torch.uint8).view(16, 1, 1, 16).view(E4M3)
+    keys, expected = torch.zeros_like(values.float()).to(E4M3), values.float().view(16, 1, 16)
+    q, lens = torch.randn(16, 1, 16).to(dtype), torch.ones(16, dtype=torch.int32)
+    tables = torch.arange(16, dtype=torch.int32)[:, None]
+    out = decode_attention(q, keys, values, tables, lens, scale=1.0, splits=1, use_kernel=True, chip=chip)
+    numbers = ~expected.isnan()
+    assert numbers.sum() == 254
+    torch.testing.assert_close(out.float()[numbers], expected[numbers], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
+def test_bfloat16_queries_of_a_float8_cache_keep_their_range(size: float):
+    """Products with float8 run in float16, which has less range. The interpreter can do this, but rounds the output
+    towards zero.
+    """
+    case = Case([40, 9], cache=E4M3, options=SCALES)
+    q, *rest = case.arrays()
+    q = (q * size).bfloat16()
+    more = {"scale": 1 / size, "splits": 1, "chip": NATIVE, **SCALES}
+    expected = decode_attention(q.float(), *rest, use_kernel=False, **more)
+    out = decode_attention(q, *rest, use_kernel=True, **more)
+    torch.testing.assert_close(out.float(), expected, rtol=8 * ULP, atol=2 * ULP)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 6])
+def test_reference_is_attention(window: int | None, softcap: float | None):
+    """Against a loop over sequences with torch's own attention, or the formula where that has no soft cap."""
+    case = Case([1, 19, 30], query_len=1, dim=8, page=4, options={"window": window, "softcap": softcap})
+    q, keys, values, tables, lens = case.arrays()
+    out = case.run(use_kernel=False)
+    for row, length in enumerate(lens.tolist()):
+        first = max(0, length - window) if window else 0
+        slots = [(int(tables[row, at // 4]), at % 4) for at in range(first, length)]
+        k, v = (torch.stack([cache[p, :, s] for p, s in slots], 1).repeat_interleave(2, 0) for cache in (keys, values))
+        if softcap is None:
+            expected = F.scaled_dot_product_attention(q[row][:, None], k, v, scale=8**-0.5)[:, 0]
+        else:
+            scores = torch.tanh((q[row][:, None] @ k.transpose(1, 2)) * 8**-0.5 / softcap) * softcap
+            expected = (scores.softmax(-1) @ v)[:, 0]
+        torch.testing.assert_close(out[row], expected, rtol=0, atol=2e-6)
+
+
+def test_reference_of_drafts_is_the_reference_of_each_token():
+    """Three tokens at once see what each would have seen had it been the last; sinks are logits without a value."""
+    case = Case([3, 21], query_len=3, options={"sinks": SINKS, "window": 9})
+    q, keys, values, tables, lens = case.arrays()
+    more = {"scale": 0.25, "splits": 1, "use_kernel": False, "chip": NATIVE, **case.options}
+    out = decode_attention(q, keys, values, tables, lens, query_len=3, **more)
+    for j in range(3):
+        alone = decode_attention(q[j::3].contiguous(), keys, values, tables, lens - 2 + j, **more)
+        torch.testing.assert_close(out[j::3], alone, rtol=0, atol=2e-6)
+    more["sinks"] = torch.full((4,), 50.0)
+    assert decode_attention(q, keys, values, tables, lens, query_len=3, **more).abs().max() < 1e-15
+
+
+def test_reference_in_float64():
+    case = Case([21], query_len=2, cache=torch.bfloat16, dtype=torch.float64)
+    out = case.run(use_kernel=False)
+    assert out.dtype == torch.float64
+    q, *rest = case.arrays()
+    single = decode_attention(q.float(), *rest, query_len=2, scale=0.25, splits=1, use_kernel=False, chip=NATIVE)
+    assert 0 < (out - single).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_len": 9}, "query_len is 9, not 1 to 8"),
+        ({"query_len": 2}, "tokens"),
+        ({"keys": torch.zeros(3, 2, 16, 8)}, "keys"),
+        ({"keys": torch.zeros(3, 16, 2, 16).transpose(1, 2)}, "contiguous"),
+        ({"q": torch.zeros(1, 16, 4).transpose(1, 2)}, "contiguous"),
+        ({"keys": torch.zeros(3, 2, 12, 16), "values": torch.zeros(3, 2, 12, 16)}, "12"),
+        ({"q": torch.zeros(1, 3, 16)}, "3 heads do not share 2 KV heads"),
+        ({"tables": torch.zeros(1, 1, dtype=torch.int64)}, "int64"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
+        ({"splits": 0}, "splits"),
+    ],
+)
+def test_what_does_not_fit(change: dict[str, Any], message: str):
+    arrays = {
+        "q": torch.zeros(1, 4, 16),
+        "keys": torch.zeros(3, 2, 16, 16),
+        "values": torch.zeros(3, 2, 16, 16),
+        "tables": torch.zeros(1, 1, dtype=torch.int32),
+        "kv_lens": torch.ones(1, dtype=torch.int32),
+        "splits": 1,
+    }
+    decode_attention(**arrays, scale=1.0, use_kernel=False, chip=NATIVE)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**{**arrays, **change}, scale=1.0, use_kernel=False, chip=NATIVE)
+
+
+def test_pages_of_keys_and_values_may_alternate():
+    """Views of one array [P, 2, K, B, H]."""
+    case = Case([40, 9])
+    q, keys, values, *rest = case.arrays()
+    both = torch.stack((keys, values), 1)
+    more = {"scale": 0.25, "splits": 1, "use_kernel": True, "chip": NATIVE}
+    out = decode_attention(q, both[:, 0], both[:, 1], *rest, **more)
+    torch.testing.assert_close(out, decode_attention(q, keys, values, *rest, **more), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_splits_fill_the_chip(chip):
+    for seqs in (1, 2, 8, 32, 64, 100, 256, 1000):
+        for length in (16, 1024, 4096, 131072):
+            splits = choose_splits(seqs, 8, length, chip)
+            waves = seqs * 8 * splits / (PROGRAMS * chip.sms)
+            assert splits == 1 or splits <= -(-length // 64), "no split without a tile"
+            assert splits == 1 or waves <= 4
+            assert waves > 0.45 * -(-waves // 1) or splits == -(-length // 64) or waves > 1
+    assert choose_splits(1, 8, 131072, chip) * 8 > 0.9 * PROGRAMS * chip.sms
+    assert choose_splits(1000, 8, 131072, chip) == 1
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_candidates_hold_the_settings_in_use(chip):
+    """What is in the table is among what a benchmark would try, and as many programs as splits count on have room."""
+    for dim in (64, 128):
+        shape = Shape(dim, 4, 1, torch.bfloat16)
+        use = blocks(shape, chip)
+        assert use in list(candidates(shape, chip))
+        assert PROGRAMS * shared_bytes(shape, use, chip) <= chip.shared_bytes
+
+
+LAUNCHES = """
+import torch
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
+
+keys = torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)
+for splits, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
+    q = torch.zeros(seqs, 1, 16, dtype=torch.bfloat16)
+    tables = torch.zeros(seqs * width + offset, dtype=torch.int32)[offset:].view(seqs, width)
+    lens = torch.zeros(seqs + offset, dtype=torch.int32)[offset:]
+    how = {"scale": 1.0, "use_kernel": True, "chip": CHIPS["sm_90"]}
+    decode_attention(q, keys, keys.clone(), tables, lens, splits=splits, **how)
+"""
+
+
+def test_what_varies_from_step_to_step_compiles_nothing():
+    """Numbers of splits, of sequences and of table columns, and where in a staging buffer the arrays begin."""
+    assert programs(LAUNCHES) == 3 * [["attend", "attend 0"], ["reduce", "reduce 1"]]

@@ -1,0 +1,70 @@
+"""Putting an idle engine to sleep and waking it up: which parts of its memory are away, and in what order they return.
+
+Knows the parts by the names that requests use. How memory goes and comes back is the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from pagoda.common.backend import SleepingBackend, Weight
+from pagoda.common.engine.sharded import Engine
+from pagoda.common.errors import ModelError, SleepError
+
+WEIGHTS: Final = "weights"
+KV_CACHE: Final = "kv_cache"
+TAGS: Final = (WEIGHTS, KV_CACHE)
+"""The parts of an engine's memory that sleep and wake up."""
+
+LEVELS: Final = (1, 2)
+"""1: the weights are kept in host memory. 2: they are read again from the checkpoint. The KV cache is forgotten."""
+
+ASLEEP: Final = "the engine is asleep; wake it up first (POST /wake_up, or wake_up())"
+
+
+class Sleeper:
+    """The sleep of one engine. `read_weights`: every parameter of the model, as often as it is called."""
+
+    def __init__(self, backend: SleepingBackend, core: Engine, read_weights: Callable[[], Iterable[Weight]]) -> None:
+        self._backend, self._core, self._read_weights = backend, core, read_weights
+        self._asleep: tuple[str, ...] = ()
+        self._level = 0
+
+    @property
+    def asleep(self) -> tuple[str, ...]:
+        """The parts that are away; none: the engine is awake."""
+        return self._asleep
+
+    @property
+    def level(self) -> int:
+        """1 or 2 while a part is away, else 0."""
+        return self._level if self._asleep else 0
+
+    def sleep(self, level: int) -> None:
+        """Send both parts away; the engine has no work. Raises SleepError, and nothing has changed."""
+        assert not self._core.has_work, "requests end first"
+        if WEIGHTS in self._asleep:
+            if level != self._level:
+                raise SleepError(f"the engine is asleep at level {self._level} already; wake it up first")
+        else:
+            try:
+                self._backend.sleep(level)
+            except MemoryError as error:
+                raise SleepError(f"the engine stays awake: {error}") from None
+            self._core.reset_prefix_cache()
+        self._asleep, self._level = TAGS, level
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Have parts back; those that are awake stay so. Raises SleepError, and a part that failed stays away."""
+        for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
+            try:
+                if tag == WEIGHTS:
+                    self._backend.wake_weights(self._read_weights)
+                else:
+                    self._backend.wake_kv_cache()
+            except MemoryError as error:
+                raise SleepError(f"{tag} cannot wake up: {error}; free device memory and try again") from None
+            except ModelError as error:
+                raise SleepError(f"{tag} cannot wake up: {error}; put the checkpoint back and try again") from None
+            self._asleep = tuple(other for other in self._asleep if other != tag)

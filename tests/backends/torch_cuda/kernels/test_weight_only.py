@@ -1,0 +1,179 @@
+"""Products with packed matrices: what packing keeps, the kernel against the definition, many rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.float8 import quantised_rows
+from pagoda.backends.torch_cuda.kernels.weight_only import Packed, kernel, many, pack, unpack, weight_only_linear
+from pagoda.backends.torch_cuda.kernels.weight_only.reference import reference
+
+CHIP = CHIPS["sm_90"]
+SCHEMES = [("int8", 128), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
+def test_packing_rounds_to_the_nearest(scheme: str, group: int) -> None:
+    weight = normal(48, 384)
+    weight[3], weight[4] = 0, weight[4].abs() + 1
+    found = unpack(pack(weight, scheme, group))
+    largest = weight.abs().amax(-1, keepdim=True)
+    if scheme == "int8":
+        allowed = largest / 127 / 2
+    elif scheme == "fp8":
+        allowed = torch.maximum(weight.abs() * 2**-4, largest / 448 * 2**-10)
+    else:  # half a step, and half a one more where the zero point was rounded too
+        groups = weight.view(48, -1, group)
+        extent = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
+        allowed = (extent / 15).repeat_interleave(group, 1)
+    error = (found - weight).abs()
+    assert (error <= allowed * 1.01).all()
+    assert (found[3] == 0).all()
+    assert error.mean() < 0.7 * allowed.mean()
+
+
+def test_words_of_int4() -> None:
+    """Input 64 p + 2 i + h of a block is nibble p of half h of word i."""
+    weight = torch.zeros(1, 256)
+    weight[0, 0], weight[0, 64 * 2 + 2 * 5 + 1] = -8, 7
+    packed = pack(weight, "int4")
+    step = 8 / 15
+    assert packed.data.shape == (1, 32)
+    numbers = [int(packed.data[0, 5]) >> at & 15 for at in range(0, 32, 4)]
+    zero = int(packed.scale[1, 0] & 15)
+    assert zero == 0 and numbers[4 + 2] == 15 and sum(numbers) - numbers[0] - numbers[1] - numbers[4] - numbers[5] == 15
+    assert unpack(packed)[0, 0] == pytest.approx(-8, abs=step / 4)
+
+
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
+def test_views_and_stacks(scheme: str, group: int) -> None:
+    weight = normal(3, 40, 300)
+    packed = pack(weight, scheme, group)
+    whole = unpack(packed)
+    assert packed.outputs == 40 and packed.num_bytes < weight.nbytes / 2
+    torch.testing.assert_close(unpack(packed.expert(1).channels(8, 24)), whole[1, 8:24], rtol=0, atol=0)
+    torch.testing.assert_close(unpack(pack(weight[1], scheme, group)), whole[1], rtol=0, atol=0)
+    like = pack(weight.to("meta"), scheme, group)
+    assert (like.data.shape, like.data.dtype, like.scale.shape) == (
+        packed.data.shape,
+        packed.data.dtype,
+        packed.scale.shape,
+    )
+
+
+def test_packing_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(50, 300)
+    for scheme in ("int8", "fp8", "int4"):
+        whole = pack(weight, scheme)
+        monkeypatch.setattr("pagoda.backends.torch_cuda.kernels.weight_only.packing._AT_ONCE", 16 * 300)
+        pieces = pack(weight, scheme)
+        monkeypatch.undo()
+        assert torch.equal(pieces.data.view(torch.uint8), whole.data.view(torch.uint8))
+        assert torch.equal(pieces.scale, whole.scale)
+
+
+def test_groups_of_int4() -> None:
+    with pytest.raises(ValueError, match="int4 groups have 128, 64, 32 inputs, not 100"):
+        pack(normal(8, 100), "int4", 100)
+
+
+def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [rows, columns] with NaN between and behind them."""
+    held = torch.full((rows + 1, columns + 16), float("nan"), dtype=dtype)
+    held[:rows, :columns] = normal(rows, columns, dtype=dtype)
+    return held[:rows, :columns]
+
+
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 70, 512), (9, 64, 300), (16, 130, 1200), (33, 40, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel(scheme: str, group: int, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, bias = poisoned(rows, inputs, dtype), normal(outputs, dtype=dtype)
+    packed = pack(normal(outputs, inputs), scheme, group)
+    for given in (None, bias):
+        found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
+        want = reference(x, packed, given)
+        assert found.dtype == dtype
+        scale = want.float().abs().max().item()
+        torch.testing.assert_close(found, want, rtol=0, atol=scale * (3e-6 if dtype == torch.float32 else 1e-3))
+
+
+def test_splits_are_added_in_order() -> None:
+    """A row alone has the bits that it has among others; more splits than one are at work."""
+    packed = pack(normal(48, 2000), "int8")
+    assert kernel.choose_split(48, 2000, CHIP) == 512
+    x = normal(8, 2000)
+    together = weight_only_linear(x, packed, None, use_kernel=True, chip=CHIP)
+    alone = weight_only_linear(x[5:6], packed, None, use_kernel=True, chip=CHIP)
+    parts = [x[:, at : at + 512] @ unpack(packed)[:, at : at + 512].T for at in range(0, 2000, 512)]
+    torch.testing.assert_close(together, ((parts[0] + parts[1]) + parts[2]) + parts[3], rtol=1e-5, atol=1e-4)
+    assert torch.equal(alone, together[5:6])
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100"])
+def test_splits_cover_the_inputs(chip: str) -> None:
+    for outputs, inputs in ((28672, 4096), (4096, 14336), (4096, 4096), (64, 100000), (576, 1536), (8, 8)):
+        step = kernel.choose_split(outputs, inputs, CHIPS[chip])
+        splits = -(-inputs // step)
+        assert step % 512 == 0 and (splits - 1) * step < inputs <= splits * step and splits <= 16
+    assert kernel.choose_split(28672, 4096, CHIPS[chip]) >= 2048
+    assert kernel.choose_split(4096, 14336, CHIPS[chip]) <= 2560
+
+
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_rows_by_pieces(scheme: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "SCRATCH", 20 * 300 * dtype.itemsize)  # 20 channels, then 20, then 5
+    x, bias = poisoned(70, 300, dtype), normal(45, dtype=dtype)
+    packed = pack(normal(45, 300), scheme, group)
+    for given in (None, bias):
+        found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
+        want = reference(x, packed, given)
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06)
+    wide = many.unpack(packed, torch.empty(45, 300, dtype=torch.float32), CHIP)
+    torch.testing.assert_close(wide, unpack(packed), rtol=0, atol=0)
+
+
+def test_many_rows_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both operands in float8, a scale for each row of both; rounding x is the only difference."""
+    x, bias = normal(72, 64).to(torch.bfloat16), normal(32).to(torch.bfloat16)
+    packed = pack(normal(32, 64), "fp8")
+    stored, scale = quantised_rows(x)
+    want = (stored.float() * scale) @ unpack(packed).T
+    monkeypatch.setattr(many, "quantised", lambda x, chip: (stored, scale))  # the interpreter has no bfloat16
+    for given, add in ((None, 0), (bias, bias.float())):
+        found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
+        torch.testing.assert_close(found.float(), want + add, rtol=0.01, atol=0.05)
+    assert many.multiplies_float8(x, packed, CHIP)
+    assert not many.multiplies_float8(x, packed, CHIPS["sm_80"])
+    assert not many.multiplies_float8(x.half(), packed, CHIP)
+    assert not many.multiplies_float8(x, pack(normal(33, 64), "fp8"), CHIP)
+    assert not many.multiplies_float8(x, pack(normal(32, 64), "int8"), CHIP)
+
+
+def test_rounding_of_rows() -> None:
+    x = poisoned(5, 100, torch.float16)
+    x[2] = 0
+    (bits, scale), (want, wanted) = many.quantised(x, CHIP), quantised_rows(x)
+    torch.testing.assert_close(scale, wanted)
+    torch.testing.assert_close(bits.float() * scale, want.float() * wanted, rtol=0.07, atol=1e-6)
+    assert (bits.view(torch.uint8) == want.view(torch.uint8)).float().mean() > 0.99
+
+
+def test_shapes_that_do_not_fit() -> None:
+    packed = pack(normal(8, 64), "int8")
+    stack = pack(normal(2, 8, 64), "int8")
+    for x, matrix in ((normal(2, 60), packed), (normal(2, 3, 64), packed), (normal(2, 64), stack)):
+        with pytest.raises(ValueError, match="does not fit a matrix of 8 by 64"):
+            weight_only_linear(x, matrix, None, use_kernel=False, chip=CHIP)
+
+
+def test_packed_is_a_value() -> None:
+    packed = pack(normal(8, 64), "int8")
+    assert isinstance(packed, Packed) and packed.num_bytes == 8 * 64 + 8 * 4

@@ -1,0 +1,46 @@
+"""The whole decoder through the Triton kernels, interpreted: how it calls them is as they want to be called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.reference_driver import random_weights, tiny_spec
+from support.torch_cuda_model import TorchCudaModel
+
+from pagoda.backends.torch_cuda.device import CPU, Device
+from pagoda.common.models.spec import Layer, ModelSpec
+
+TOKENS = [5, 17, 3, 80]
+
+
+class Interpreted(Device):
+    """A CPU that runs kernels."""
+
+    @property
+    def use_kernels(self) -> bool:
+        return True
+
+
+def one_layer(**change) -> ModelSpec:
+    """The windowed layer of the tiny model."""
+    spec = tiny_spec(window=3, softcap=2.0, moe=change.pop("moe", False))
+    layer: Layer = spec.layers[1]
+    return replace(spec, layers=(replace(layer, mixer=replace(layer.mixer, **change)),))
+
+
+SPECS = {
+    "window and soft cap": one_layer(),
+    "experts": one_layer(moe=True),
+    "norm of the whole projections": one_layer(qk_norm_over="full", rope=None),
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_kernels_answer_as_their_references(kind: str) -> None:
+    spec, device = SPECS[kind], Interpreted(CPU.torch, CPU.chip, "interpreter")
+    want = TorchCudaModel(spec, random_weights(spec), 8).logits(TOKENS)
+    found = TorchCudaModel(spec, random_weights(spec), 8, device=device).logits(TOKENS)
+    assert want.std() > 0.1
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from fakes import FakeBackend, full_layout
+
+from pagoda.common.config.defaults import ModelLimits, resolve_limits
+from pagoda.common.config.platform import Platform
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.sleep import KV_CACHE, TAGS, WEIGHTS, Sleeper
+from pagoda.common.errors import SleepError, WeightError
+from pagoda.server.args import EngineArgs
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend(full_layout(4))
+
+
+@pytest.fixture
+def sleeper(backend: FakeBackend) -> Sleeper:
+    config = EngineArgs("fake").create_engine_config()
+    limits = resolve_limits(config, platform=Platform("cpu"), usage="llm", block_size=4, model=ModelLimits(64)).limits
+    return Sleeper(backend, EngineCore(backend, full_layout(4), limits, 64), lambda: [("w", np.zeros(1))] * 3)
+
+
+def test_level_1_keeps_the_weights_and_level_2_reads_them(backend: FakeBackend, sleeper: Sleeper) -> None:
+    for level, found in ((1, "loaded"), (2, "read 3")):
+        sleeper.sleep(level)
+        assert (sleeper.asleep, sleeper.level) == (TAGS, level)
+        sleeper.wake_up(TAGS)
+        assert (sleeper.asleep, sleeper.level, backend.weights) == ((), 0, found)
+        assert not backend.cache_away
+
+
+def test_parts_wake_up_by_name_and_only_once(backend: FakeBackend, sleeper: Sleeper) -> None:
+    sleeper.sleep(1)
+    sleeper.wake_up([WEIGHTS])
+    assert (sleeper.asleep, sleeper.level) == ((KV_CACHE,), 1)
+    assert (backend.weights, backend.cache_away) == ("loaded", True)
+    backend.weights = "must not be woken again"
+    sleeper.wake_up([WEIGHTS])
+    assert backend.weights == "must not be woken again"
+    sleeper.sleep(2)
+    assert (sleeper.asleep, sleeper.level, backend.weights) == (TAGS, 2, "gone")
+    sleeper.wake_up([KV_CACHE])
+    assert sleeper.asleep == (WEIGHTS,)
+
+
+def test_the_level_of_a_sleep_does_not_change(backend: FakeBackend, sleeper: Sleeper) -> None:
+    sleeper.sleep(1)
+    sleeper.sleep(1)
+    with pytest.raises(SleepError, match="asleep at level 1 already; wake it up first"):
+        sleeper.sleep(2)
+    assert backend.weights == "on the host"
+
+
+def test_what_cannot_wake_up_stays_asleep(backend: FakeBackend, sleeper: Sleeper) -> None:
+    sleeper.sleep(1)
+    backend.full = True
+    with pytest.raises(SleepError, match=r"weights cannot wake up: .*out of memory; free device memory"):
+        sleeper.wake_up(TAGS)
+    assert sleeper.asleep == TAGS
+    backend.full = False
+    sleeper.wake_up(TAGS)
+    assert not sleeper.asleep
+
+
+def test_a_checkpoint_that_is_gone_is_told(backend: FakeBackend, sleeper: Sleeper) -> None:
+    def gone(read: object) -> None:
+        raise WeightError("model.safetensors: no such file")
+
+    backend.wake_weights = gone
+    sleeper.sleep(2)
+    with pytest.raises(SleepError, match="no such file; put the checkpoint back"):
+        sleeper.wake_up(TAGS)
+    assert sleeper.asleep == TAGS
+
+
+def test_without_room_on_the_host_the_engine_stays_awake(backend: FakeBackend, sleeper: Sleeper) -> None:
+    def full(level: int) -> None:
+        raise MemoryError("no room for 16 GiB")
+
+    backend.sleep = full
+    with pytest.raises(SleepError, match="stays awake: no room for 16 GiB"):
+        sleeper.sleep(1)
+    assert not sleeper.asleep
