@@ -8,7 +8,7 @@ stream of steps and joined to it by events, so that a step can be captured in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Final, ParamSpec, TypeVar
@@ -28,53 +28,80 @@ BUFFERS: Final = 2
 GIB: Final = 1 << 30
 
 
-class Offload:
-    """The layers that are kept on the host, and the copies of them that a step needs.
+@dataclass(frozen=True, slots=True)
+class HostLayers:
+    """Layers whose weights shall be on the host: number -> names of its parameters, and their bytes by number."""
 
-    `shapes`: the model's parameters, with or without memory. `gib`: the most that is kept on the host. `empty`: memory
-    on the device, for the buffers. Raises ConfigError when less than three layers may be kept: two are on the device
-    in any case.
-    """
-
-    def __init__(self, shapes: ModelParams, gib: float, device: Device, empty: Empty) -> None:
-        names = _layers(shapes)
-        sizes = {
-            layer: sum(_aligned(part.nbytes) for name in found for part in _parts(shapes.matrix(name)))
-            for layer, found in names.items()
-        }
-        self._chosen = _choose(sizes, gib)
-        self._names = {layer: names[layer] for layer in self._chosen}
-        self._host = [
-            torch.empty(sizes[layer], dtype=torch.uint8, pin_memory=device.use_kernels) for layer in self._chosen
-        ]
-        self._used = [0] * len(self._chosen)
-        largest = max(host.nbytes for host in self._host)
-        self._buffers = [empty((largest,), torch.uint8) for _ in range(BUFFERS)]
-        self._order = _StreamOrder(device.torch) if device.use_kernels else _AtOnce()
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The numbers of the layers whose weights are on the host."""
-        return self._chosen
+    layers: Mapping[int, tuple[str, ...]]
+    sizes: Mapping[int, int]
 
     @property
     def saved(self) -> int:
         """Bytes of device memory that the model needs less."""
-        return sum(host.nbytes for host in self._host) - sum(buffer.nbytes for buffer in self._buffers)
+        return sum(self.sizes.values()) - BUFFERS * max(self.sizes.values(), default=0)
+
+
+def choose_layers(params: ModelParams, gib: float) -> HostLayers:
+    """As many layers as `gib` hold, evenly spread, so that copies and computation overlap; none for 0.
+
+    `params`: with or without memory. Raises ConfigError when three layers are too many: two are on the device anyway.
+    """
+    if not gib:
+        return HostLayers({}, {})
+    names: dict[int, tuple[str, ...]] = {}
+    sizes: dict[int, int] = {}
+    for name, matrix in params.held.items():
+        if name.startswith("layers."):
+            layer = int(name.split(".")[1])
+            names[layer] = (*names.get(layer, ()), name)
+            sizes[layer] = sizes.get(layer, 0) + sum(_aligned(part.nbytes) for part in _parts(matrix))
+    for count in range(len(names), BUFFERS, -1):
+        chosen = [layer for layer in sorted(names) if (layer + 1) * count // len(names) > layer * count // len(names)]
+        if sum(sizes[layer] for layer in chosen) <= gib * GIB:
+            return HostLayers({layer: names[layer] for layer in chosen}, {layer: sizes[layer] for layer in chosen})
+    least = (BUFFERS + 1) * max(sizes.values())
+    raise ConfigError(
+        "--cpu-offload-gb",
+        f"{gib:g} GiB are less than three layers, of which the weights of {BUFFERS} are on the GPU at any time; "
+        f"use {least / GIB:.3g} or more, or 0",
+    )
+
+
+class Offload:
+    """The host's memory for layers, and the copies of them that a step needs. `empty`: memory on the device.
+
+    Raises ConfigError when the host has no room.
+    """
+
+    def __init__(self, on_host: HostLayers, device: Device, empty: Empty) -> None:
+        self._layers, self._chosen = on_host.layers, tuple(on_host.layers)
+        on_gpu = device.torch.type == "cuda"
+        try:
+            self._host = [
+                torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=on_gpu)
+                for layer in self._chosen
+            ]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError("--cpu-offload-gb", f"no room in host memory: {reason}; use less") from None
+        self._used = [0] * len(self._chosen)
+        largest = max(on_host.sizes.values())
+        self._buffers = [empty((largest,), torch.uint8) for _ in range(BUFFERS)]
+        self._order = _StreamOrder(device.torch) if on_gpu else _AtOnce()
 
     def places(self) -> dict[str, Empty]:
         """Where the parameters on the host are to be allocated and loaded: name -> memory for its tensors."""
         return {
             name: partial(self._allocate, number)
             for number, layer in enumerate(self._chosen)
-            for name in self._names[layer]
+            for name in self._layers[layer]
         }
 
     def staged(self, params: ModelParams) -> ModelParams:
         """The parameters as a step finds them, those on the host in the buffer that they are copied to."""
         held: dict[str, Matrix] = dict(params.held)
         for number, layer in enumerate(self._chosen):
-            for name in self._names[layer]:
+            for name in self._layers[layer]:
                 held[name] = self._staged(number, held[name])
         return ModelParams(held)
 
@@ -172,34 +199,8 @@ class _StreamOrder:
         self._copies.wait_event(self._freed[buffer])
 
 
-def _layers(params: ModelParams) -> dict[int, tuple[str, ...]]:
-    found: dict[int, tuple[str, ...]] = {}
-    for name in params.held:
-        if name.startswith("layers."):
-            layer = int(name.split(".")[1])
-            found[layer] = (*found.get(layer, ()), name)
-    return found
-
-
 def _parts(matrix: Matrix) -> tuple[Tensor, ...]:
     return (matrix,) if isinstance(matrix, Tensor) else (matrix.data, matrix.scale)
-
-
-def _choose(sizes: Mapping[int, int], gib: float) -> tuple[int, ...]:
-    """As many layers as `gib` hold, evenly spread, so that copies and computation overlap."""
-    layers, largest = sorted(sizes), max(sizes.values())
-    for count in range(len(layers), BUFFERS, -1):
-        chosen = tuple(
-            layer for at, layer in enumerate(layers) if (at + 1) * count // len(layers) > at * count // len(layers)
-        )
-        if sum(sizes[layer] for layer in chosen) <= gib * GIB:
-            return chosen
-    least = (BUFFERS + 1) * largest
-    raise ConfigError(
-        "--cpu-offload-gb",
-        f"{gib:g} GiB are less than three layers, of which the weights of {BUFFERS} are on the GPU at any time; "
-        f"use {least / GIB:.3g} or more, or 0",
-    )
 
 
 def _aligned(size: int) -> int:

@@ -15,7 +15,7 @@ from pagoda.backends.torch_cuda.comm import ALONE, Comm
 from pagoda.backends.torch_cuda.decoder import Decoder
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
-from pagoda.backends.torch_cuda.offload import Offload
+from pagoda.backends.torch_cuda.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.parameters import Pack
 from pagoda.backends.torch_cuda.sharding import Shard
 from pagoda.backends.torch_cuda.weights import Loader
@@ -68,7 +68,8 @@ class TorchCudaModel:
     ) -> None:
         self.shard, self.dtype = Shard(comm.rank, comm.size), cache_dtype or dtype
         shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
-        self.offload = Offload(shapes, offload, device, poisoned) if offload else None
+        self.on_host = choose_layers(shapes, offload)
+        self.offload = Offload(self.on_host, device, poisoned) if offload else None
         elsewhere = self.offload.places() if self.offload else {}
         self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
         self.loader.fill(weights)
