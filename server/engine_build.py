@@ -194,7 +194,8 @@ def _assemble(
         phases=tuple(phases.seconds),
     )
     core = _core(backend, layout, limits, num_blocks, copies, make_scheduler)
-    sleeper = _sleeper(config, own, core, resolved) if config.model.enable_sleep_mode else None
+    sleeps = own if isinstance(together, FollowingBackend) else backend
+    sleeper = _sleeper(config, sleeps, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper)
 
 
