@@ -146,7 +146,7 @@ class TorchCudaBackend:
         """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
         self._compiles.watch()
         spec, limits, device = self.spec, self.limits, self.device
-        if device.use_kernels:
+        if device.is_gpu:
             check_weights(device, self.cache_config, Loader(spec, self.shard, self.dtype, _nowhere).params.num_bytes)
         with self._stream.running():
             loader = Loader(spec, self.shard, self.dtype, self._weights.empty)
@@ -164,7 +164,7 @@ class TorchCudaBackend:
         assert self._held is not None, "load comes before plan_memory"
         block = block_bytes(self.layout, self.stored, self.shard)
         weights = self._held.loader.params.num_bytes
-        if self.device.use_kernels:
+        if self.device.is_gpu:
             largest = self._plans.largest()
             with self._stream.running():
                 usage = measure(
@@ -212,7 +212,7 @@ class TorchCudaBackend:
         """Capture and run everything that serving may need, so that nothing is compiled or captured later."""
         begin, runner = time.perf_counter(), self._runner
         assert runner is not None, "init_cache comes before warmup"
-        every = self._plans.every(self.ladder.sizes) if self.device.use_kernels else self._plans.few()
+        every = self._plans.every(self.ladder.sizes) if self.device.is_gpu else self._plans.few()
         with self._stream.running():
             runner.programs.capture()
             for plan in every:
