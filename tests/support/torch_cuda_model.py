@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ BLOCK = 4
 TILE = 3
 CHUNK = 6
 SINGLE = 9
-"""Tokens at the end that come one by one, the last of them after the other sequence has ended."""
+"""Tokens at the end of the first sequence that come one by one, the last of them after the other has ended."""
 PADDING = 2
 """Sequences of no one in a step of decodes, tokens of no one in any other."""
 
@@ -51,7 +52,7 @@ class Chunk:
 
 
 class TorchCudaModel:
-    """Logits [T, V] of one sequence that another one accompanies."""
+    """Logits [T, V] of sequences that go through the same steps."""
 
     def __init__(
         self,
@@ -71,26 +72,35 @@ class TorchCudaModel:
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:
-        """One row per token: half of the sequence as one chunk, most of the rest as another, the last token by token.
+        """One row per token, of a sequence that another one accompanies."""
+        return self.both(token_ids, token_ids[::-1])[0]
 
-        Another sequence is prefilled beside it chunk by chunk, so that steps are prefill, then mixed, then decode.
+    def both(self, first: list[int], other: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits of two sequences.
+
+        Half of the first is one chunk, most of the rest another, the last tokens come one by one. The other is cut
+        into smaller chunks, so that steps are prefill, then mixed, then decode.
         """
-        width, groups = -(-len(token_ids) // BLOCK), len(self.layout.groups)
+        width, groups = -(-max(len(first), len(other)) // BLOCK), len(self.layout.groups)
         count = 2 * width * groups
         caches = cache.allocate(self.layout, 1 + count, self.dtype, self.shard, poisoned)
         pages = 1 + np.random.default_rng(0).permutation(count).reshape(2, groups, width)
-        other, found = token_ids[::-1], []
-        begin, half, otherwise = 0, len(token_ids) // 2, 0
-        most = max(half, len(token_ids) - SINGLE)
-        for end in sorted({half, most, *range(most + 1, len(token_ids) + 1)}):
-            chunks = [Chunk(token_ids, begin, end, pages[0])]
-            if otherwise < len(other):
-                chunks.append(Chunk(other, otherwise, min(otherwise + CHUNK, len(other)), pages[1]))
-                otherwise = chunks[-1].end
-            hidden = self.decoder.hidden(self.batch(chunks), caches)
-            found.append(self.decoder.logits(hidden[: end - begin]))
-            begin = end
-        return torch.cat(found)
+        half = len(first) // 2
+        most = max(half, len(first) - SINGLE)
+        ends = sorted({half, most, *range(most + 1, len(first) + 1)})
+        other_ends = [*range(CHUNK, len(other), CHUNK), len(other)]
+        assert len(other_ends) <= len(ends), "the first sequence is under way to the end"
+        found: list[Tensor] = []
+        other_found: list[Tensor] = []
+        for begin, end, span in zip_longest([0, *ends[:-1]], ends, zip([0, *other_ends], other_ends)):
+            chunks = [Chunk(first, begin, end, pages[0])]
+            if span is not None:
+                chunks.append(Chunk(other, *span, pages[1]))
+            rows = self.decoder.logits(self.decoder.hidden(self.batch(chunks), caches))
+            found.append(rows[: end - begin])
+            if span is not None:
+                other_found.append(rows[end - begin :][: chunks[1].length])
+        return torch.cat(found), torch.cat(other_found)
 
     def batch(self, chunks: list[Chunk]) -> Batch:
         """Chunks of one token first."""

@@ -10,6 +10,7 @@ import torch
 from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import Chunk, TorchCudaModel, poisoned
 
+from pagoda.backends.reference.naive import NaiveModel
 from pagoda.backends.torch_cuda import cache
 from pagoda.backends.torch_cuda.batch import Batch, GroupBatch
 from pagoda.backends.torch_cuda.comm import ALONE, Comm
@@ -25,11 +26,18 @@ SPECS = {
     "window": tiny_spec(window=6, softcap=2.0),
     "experts": tiny_spec(moe=True),
 }
-TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
+TOKENS, OTHER = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8], [12, 8, 95, 5, 17, 3, 44, 0, 71, 26, 1, 13, 77, 30, 50]
 
 
 def model(kind: str, **options) -> TorchCudaModel:
     return TorchCudaModel(SPECS[kind], random_weights(SPECS[kind]), 32, **options)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_two_sequences_answer_as_each_alone(kind: str) -> None:
+    naive = NaiveModel(SPECS[kind], random_weights(SPECS[kind]), max_len=32)
+    for ids, found in zip((TOKENS, OTHER), model(kind).both(TOKENS, OTHER)):
+        torch.testing.assert_close(found, naive.logits(ids), atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

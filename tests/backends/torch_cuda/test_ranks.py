@@ -57,7 +57,7 @@ SPECS = {
 
 
 def logits(model: ModelSpec, comm: Comm = ALONE) -> torch.Tensor:
-    return TorchCudaModel(model, random_weights(model), len(TOKENS), comm).logits(TOKENS)
+    return torch.cat(TorchCudaModel(model, random_weights(model), len(TOKENS), comm).both(TOKENS, TOKENS[::-1]))
 
 
 @pytest.mark.parametrize("size", [2, 4])
