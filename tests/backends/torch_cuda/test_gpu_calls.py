@@ -134,7 +134,7 @@ def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner.run = run
-    with pytest.raises(ConfigError, match="--max-num-batched-tokens: the largest step does not fit: .*lower it, or"):
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: the largest step does not fit: .*lower it, or"):
         measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3])
 
 
