@@ -27,6 +27,7 @@ from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
 from pagoda.backends.torch_cuda.kv_scales import find_scales
 from pagoda.backends.torch_cuda.ladder import Ladder, make_ladder
 from pagoda.backends.torch_cuda.memory import GIB, cpu_usage, plan_blocks
+from pagoda.backends.torch_cuda.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.parameters import Empty
 from pagoda.backends.torch_cuda.pending import PendingStep
 from pagoda.backends.torch_cuda.profile import check_weights, measure
@@ -65,9 +66,10 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an engine keeps on the device besides the KV cache."""
+    """What an engine keeps on the device besides the KV cache. `weights`: their bytes there."""
 
     loader: Loader
+    weights: int
     decoder: Decoder
     sampler: Sampler
     buffers: Buffers
@@ -146,15 +148,20 @@ class TorchCudaBackend:
         """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
         self._compiles.watch()
         spec, limits, device = self.spec, self.limits, self.device
+        shapes = Loader(spec, self.shard, self.dtype, _nowhere).params
+        on_host = choose_layers(shapes, self.cache_config.cpu_offload_gb)
         if device.is_gpu:
-            check_weights(device, self.cache_config, Loader(spec, self.shard, self.dtype, _nowhere).params.num_bytes)
+            check_weights(device, self.cache_config, shapes.num_bytes - on_host.saved)
         with self._stream.running():
-            loader = Loader(spec, self.shard, self.dtype, self._weights.empty)
+            offload = Offload(on_host, device, self._weights.empty) if on_host.layers else None
+            elsewhere = None if offload is None else offload.places()
+            loader = Loader(spec, self.shard, self.dtype, self._weights.empty, elsewhere=elsewhere)
             loader.fill(weights)
             pages = -(-limits.max_model_len // limits.block_size)
             self._held = Held(
                 loader,
-                Decoder(spec, loader.params, device, limits.max_model_len, self.comm),
+                loader.params.num_bytes - on_host.saved,
+                Decoder(spec, loader.params, device, limits.max_model_len, self.comm, offload),
                 Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, self._sampling),
                 Buffers(limits.max_num_seqs, len(self.layout.groups), pages, spec.vocab, device.torch),
             )
@@ -163,7 +170,7 @@ class TorchCudaBackend:
         """How many KV blocks fit. Raises ConfigError saying how much is missing."""
         assert self._held is not None, "load comes before plan_memory"
         block = block_bytes(self.layout, self.stored, self.shard)
-        weights = self._held.loader.params.num_bytes
+        weights = self._held.weights
         if self.device.is_gpu:
             largest = self._plans.largest()
             with self._stream.running():
