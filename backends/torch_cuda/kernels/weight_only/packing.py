@@ -38,8 +38,8 @@ class Packed:
     """A matrix [..., O, I], or a stack of them, in few bits.
 
     int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn.
-    int4: `data` int32 [..., O, I / 8], whole blocks of them; `scale` int32 [..., groups, O]: the upper 16 bits are the scale as
-    bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
+    int4: `data` int32 [..., O, I / 8], whole blocks of them; `scale` int32 [..., groups, O]: the upper 16 bits are the
+    scale as bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
     """
 
     scheme: Scheme
