@@ -79,6 +79,23 @@ def microseconds(run: Callable[[], object], steps: int) -> float:
     return round(statistics.median(times) * 1e6, 1)
 
 
+def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan) -> dict[str, float]:
+    """Of `plan`, which goes on where `first` began. The machine may be busy: load is told too."""
+    runner = backend._runner
+    backend.execute(first).result()
+    size = backend.ladder.fit(plan.num_seqs)
+    runner.programs._forward[size] = runner.programs._choose[size] = lambda: None
+
+    def pack() -> None:
+        runner._send(runner._padded(plan))
+        runner._staging.was_read()
+
+    with backend._stream.running():
+        packing = microseconds(pack, steps)
+    whole = microseconds(lambda: backend.execute(plan).result(), steps)
+    return {"pack_us": packing, "step_us": whole, "load": round(os.getloadavg()[0], 1)}
+
+
 def main() -> None:
     """Every number of rows, every kind of sampling."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,20 +104,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     backend = small_backend(args.context)
-    runner = backend._runner
     for rows in ROWS:
         for kind, rules in KINDS.items():
-            first, plan = plans(rows, args.context, rules)
-            backend.execute(first).result()
-            size = backend.ladder.fit(rows)
-            runner.programs._forward[size] = runner.programs._choose[size] = lambda: None
-            with backend._stream.running():
-                pack = microseconds(
-                    lambda: (runner._send(runner._padded(plan)), runner._staging.was_read()), args.steps
-                )
-            step = microseconds(lambda: backend.execute(plan).result(), args.steps)
-            found = {"rows": rows, "sampling": kind, "pack_us": pack, "step_us": step, "device": backend.device.name}
-            print(json.dumps({**found, "context": args.context, "load": os.getloadavg()[0]}), flush=True)
+            found = {"rows": rows, "sampling": kind, **cost(backend, args.steps, *plans(rows, args.context, rules))}
+            print(json.dumps({**found, "context": args.context, "device": backend.device.name}), flush=True)
 
 
 if __name__ == "__main__":

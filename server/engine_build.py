@@ -160,7 +160,7 @@ def _assemble(
         **_programs(config.compilation, resolved.backend),
         **others,
         **moves_of(config, resolved.backend),
-        **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
+        **({} if config.model.quantized_here is None else {"quantization": config.model.quantized_here}),
     )
     together = None if company is None else company.joined(own)
     backend: Backend = together or own

@@ -28,10 +28,11 @@ from pagoda.backends.torch_cuda.kv_scales import find_scales
 from pagoda.backends.torch_cuda.ladder import Ladder, make_ladder
 from pagoda.backends.torch_cuda.memory import GIB, cpu_usage, plan_blocks
 from pagoda.backends.torch_cuda.offload import Offload, choose_layers
-from pagoda.backends.torch_cuda.parameters import Empty
+from pagoda.backends.torch_cuda.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.pending import PendingStep
 from pagoda.backends.torch_cuda.profile import check_weights, measure
 from pagoda.backends.torch_cuda.programs import Parts, Programs
+from pagoda.backends.torch_cuda.quantize import packing
 from pagoda.backends.torch_cuda.recompiles import CompileCount
 from pagoda.backends.torch_cuda.runner import Runner
 from pagoda.backends.torch_cuda.sampler import Sampler
@@ -84,6 +85,7 @@ def create(
     dtype: str,
     sampling: SamplerOptions = USUAL,
     compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
+    quantization: str | None = None,
     sleep_mode: bool = False,
     tensor: int = 1,
     comm: Comm = ALONE,
@@ -91,7 +93,8 @@ def create(
 ) -> TorchCudaBackend:
     """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
 
-    `dtype`: resolved, not `auto`. `sleep_mode`: `sleep` will be called. Raises ConfigError.
+    `dtype`: resolved, not `auto`. `quantization`: how the layers' matrices are packed, a value of --quantization.
+    `sleep_mode`: `sleep` will be called. Raises ConfigError.
     """
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
@@ -99,9 +102,10 @@ def create(
     assert comm.size == tensor, "there is a line to every rank"
     stored = cache_dtype(cache, _DTYPES[dtype])
     ladder = make_ladder(compilation, limits.max_num_seqs)
+    pack = packing(quantization)
     found = find_device(comm.rank) if device is None else device
     return TorchCudaBackend(
-        spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm, sleep_mode=sleep_mode
+        spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm, pack, sleep_mode=sleep_mode
     )
 
 
@@ -120,12 +124,13 @@ class TorchCudaBackend:
         ladder: Ladder,
         device: Device,
         comm: Comm = ALONE,
+        pack: Pack | None = None,
         *,
         sleep_mode: bool = False,
     ) -> None:
         self.spec, self.limits, self.layout, self.cache_config = spec, limits, layout, cache
         self.dtype, self.stored, self.ladder, self.device, self.comm = dtype, stored, ladder, device, comm
-        self._sampling = sampling
+        self._sampling, self._pack = sampling, pack
         self._plans = Plans(limits, layout)
         self._stream = make_stream(device)
         self._weights, self._cache = (Storage(device, sleeps=sleep_mode) for _ in range(2))
@@ -148,14 +153,14 @@ class TorchCudaBackend:
         """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
         self._compiles.watch()
         spec, limits, device = self.spec, self.limits, self.device
-        shapes = Loader(spec, self.shard, self.dtype, _nowhere).params
+        shapes = Loader(spec, self.shard, self.dtype, _nowhere, self._pack).params
         on_host = choose_layers(shapes, self.cache_config.cpu_offload_gb)
-        if device.use_kernels:
+        if device.is_gpu:
             check_weights(device, self.cache_config, shapes.num_bytes - on_host.saved)
         with self._stream.running():
             offload = Offload(on_host, device, self._weights.empty) if on_host.layers else None
             elsewhere = None if offload is None else offload.places()
-            loader = Loader(spec, self.shard, self.dtype, self._weights.empty, elsewhere=elsewhere)
+            loader = Loader(spec, self.shard, self.dtype, self._weights.empty, self._pack, elsewhere)
             loader.fill(weights)
             pages = -(-limits.max_model_len // limits.block_size)
             self._held = Held(
@@ -171,7 +176,7 @@ class TorchCudaBackend:
         assert self._held is not None, "load comes before plan_memory"
         block = block_bytes(self.layout, self.stored, self.shard)
         weights = self._held.weights
-        if self.device.use_kernels:
+        if self.device.is_gpu:
             largest = self._plans.largest()
             with self._stream.running():
                 usage = measure(
@@ -219,7 +224,7 @@ class TorchCudaBackend:
         """Capture and run everything that serving may need, so that nothing is compiled or captured later."""
         begin, runner = time.perf_counter(), self._runner
         assert runner is not None, "init_cache comes before warmup"
-        every = self._plans.every(self.ladder.sizes) if self.device.use_kernels else self._plans.few()
+        every = self._plans.every(self.ladder.sizes) if self.device.is_gpu else self._plans.few()
         with self._stream.running():
             runner.programs.capture()
             for plan in every:

@@ -90,7 +90,7 @@ class Stream(Protocol):
 
 def make_stream(device: Device) -> Stream:
     """The order of a device."""
-    return GpuStream(device) if device.use_kernels else CpuStream(device)
+    return GpuStream(device) if device.is_gpu else CpuStream(device)
 
 
 @dataclass(frozen=True, slots=True)
