@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-KERNELS = ("elementwise", "decode_attention", "prefill_attention", "sampling", "gemm")
+KERNELS = ("elementwise", "decode_attention", "prefill_attention", "sampling", "gemm", "sleep")
 PARTS = ("roofline", *KERNELS, "parity", "decode", "prefill", "throughput", "transformers")
 SECONDS = 900
 """A part that takes longer has failed."""

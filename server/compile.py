@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         mode=sampler_options(resolved.config).logprobs_mode,
         largest=config.budget_only,
         stated="max_model_len" in settled.sources,
-        quantization=resolved.config.model.made_8_bits,
+        quantization=resolved.config.model.quantized_here,
     )
     print(report)
     write_results(config.output_json, report.as_json())

@@ -162,7 +162,7 @@ def _assemble(
         **_attention(config.attention, resolved.backend),
         **others,
         **moves_of(config, resolved.backend),
-        **({} if config.model.made_8_bits is None else {"quantization": config.model.made_8_bits}),
+        **({} if config.model.quantized_here is None else {"quantization": config.model.quantized_here}),
     )
     together = None if company is None else company.joined(own)
     backend: Backend = together or own
@@ -196,7 +196,8 @@ def _assemble(
         phases=tuple(phases.seconds),
     )
     core = _core(backend, layout, limits, num_blocks, copies, make_scheduler)
-    sleeper = _sleeper(config, own, core, resolved) if config.model.enable_sleep_mode else None
+    sleeps = own if isinstance(together, FollowingBackend) else backend
+    sleeper = _sleeper(config, sleeps, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper)
 
 

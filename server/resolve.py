@@ -186,9 +186,11 @@ def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, Mo
 def _check_quantization(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
     if config.model.quantization == "gguf" and checkpoint.gguf_metadata is None:
         raise ConfigError("--quantization", "the model is no GGUF file; name one, such as org/name:Q4_K_M, or drop it")
-    made = config.model.made_8_bits
-    if made is not None and backend != "jax_tpu":
-        raise ConfigError("--quantization", f"{backend} cannot make weights {made}; drop it, or use --backend jax_tpu")
+    made = config.model.quantized_here
+    if made is not None and backend not in ("jax_tpu", "torch_cuda"):
+        raise ConfigError(
+            "--quantization", f"{backend} cannot make weights {made}; drop it, or use --backend torch_cuda or jax_tpu"
+        )
     if made is not None and isinstance(checkpoint, ShardedCheckpoint):
         raise ConfigError("--quantization", f"a converted checkpoint is read as it is, not made {made}; drop it")
 

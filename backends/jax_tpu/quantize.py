@@ -33,6 +33,8 @@ def matrix_dtype(method: str | None, spec: ModelSpec, chip: ChipInfo) -> str | N
         return None
     if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
         raise ConfigError("--quantization", f"{method}: experts stay as they are; drop it, or use --kv-cache-dtype fp8")
+    if method == "int4":
+        raise ConfigError("--quantization", f"jax_tpu cannot make weights {method}; use fp8 or int8")
     if method.startswith("fp8"):
         return chip.float8
     if not chip.int8:

@@ -29,10 +29,12 @@ from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
 from pagoda.backends.torch_cuda.kv_scales import find_scales
 from pagoda.backends.torch_cuda.ladder import Ladder, make_ladder
 from pagoda.backends.torch_cuda.memory import GIB, cpu_usage, plan_blocks
-from pagoda.backends.torch_cuda.parameters import Empty
+from pagoda.backends.torch_cuda.offload import Offload, choose_layers
+from pagoda.backends.torch_cuda.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.pending import PendingStep
 from pagoda.backends.torch_cuda.profile import check_weights, measure
 from pagoda.backends.torch_cuda.programs import Parts, Programs
+from pagoda.backends.torch_cuda.quantize import packing
 from pagoda.backends.torch_cuda.recompiles import CompileCount
 from pagoda.backends.torch_cuda.runner import Runner
 from pagoda.backends.torch_cuda.sampler import Sampler
@@ -68,9 +70,10 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an engine keeps on the device besides the KV cache."""
+    """What an engine keeps on the device besides the KV cache. `weights`: their bytes there."""
 
     loader: Loader
+    weights: int
     decoder: Decoder
     sampler: Sampler
     buffers: Buffers
@@ -85,6 +88,7 @@ def create(
     dtype: str,
     sampling: SamplerOptions = USUAL,
     compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
+    quantization: str | None = None,
     sleep_mode: bool = False,
     tensor: int = 1,
     comm: Comm = ALONE,
@@ -93,8 +97,9 @@ def create(
 ) -> TorchCudaBackend:
     """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
 
-    `dtype`: resolved, not `auto`. `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill
-    and mixed steps, by its name in AttentionConfig. Raises ConfigError.
+    `dtype`: resolved, not `auto`. `quantization`: how the layers' matrices are packed, a value of --quantization.
+    `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill and mixed steps, by its name in
+    AttentionConfig. Raises ConfigError.
     """
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
@@ -102,11 +107,14 @@ def create(
     assert comm.size == tensor, "there is a line to every rank"
     stored = cache_dtype(cache, _DTYPES[dtype])
     ladder = make_ladder(compilation, limits.max_num_seqs)
+    pack = packing(quantization)
     found = find_device(comm.rank) if device is None else device
     mixers = tuple({layer.mixer for layer in spec.layers})
     prefill = find_prefill(attention, Needs(mixers, _DTYPES[dtype], stored, layout.block_size, found))
     return TorchCudaBackend(
-        *(spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm, prefill),
+        *(spec, limits, layout, cache, _DTYPES[dtype], stored, sampling, ladder, found, comm),
+        prefill=prefill,
+        pack=pack,
         sleep_mode=sleep_mode,
     )
 
@@ -126,14 +134,14 @@ class TorchCudaBackend:
         ladder: Ladder,
         device: Device,
         comm: Comm = ALONE,
-        prefill: Prefill | None = None,
         *,
+        prefill: Prefill | None = None,
+        pack: Pack | None = None,
         sleep_mode: bool = False,
     ) -> None:
         self.spec, self.limits, self.layout, self.cache_config = spec, limits, layout, cache
         self.dtype, self.stored, self.ladder, self.device, self.comm = dtype, stored, ladder, device, comm
-        self._prefill = prefill
-        self._sampling = sampling
+        self._sampling, self._prefill, self._pack = sampling, prefill, pack
         self._plans = Plans(limits, layout)
         self._stream = make_stream(device)
         self._weights, self._cache = (Storage(device, sleeps=sleep_mode) for _ in range(2))
@@ -156,15 +164,20 @@ class TorchCudaBackend:
         """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
         self._compiles.watch()
         spec, limits, device = self.spec, self.limits, self.device
-        if device.use_kernels:
-            check_weights(device, self.cache_config, Loader(spec, self.shard, self.dtype, _nowhere).params.num_bytes)
+        shapes = Loader(spec, self.shard, self.dtype, _nowhere, self._pack).params
+        on_host = choose_layers(shapes, self.cache_config.cpu_offload_gb)
+        if device.is_gpu:
+            check_weights(device, self.cache_config, shapes.num_bytes - on_host.saved)
         with self._stream.running():
-            loader = Loader(spec, self.shard, self.dtype, self._weights.empty)
+            offload = Offload(on_host, device, self._weights.empty) if on_host.layers else None
+            elsewhere = None if offload is None else offload.places()
+            loader = Loader(spec, self.shard, self.dtype, self._weights.empty, self._pack, elsewhere)
             loader.fill(weights)
             pages = -(-limits.max_model_len // limits.block_size)
             self._held = Held(
                 loader,
-                Decoder(spec, loader.params, device, limits.max_model_len, self.comm, self._prefill),
+                loader.params.num_bytes - on_host.saved,
+                Decoder(spec, loader.params, device, limits.max_model_len, self.comm, self._prefill, offload),
                 Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, self._sampling),
                 Buffers(limits.max_num_seqs, len(self.layout.groups), pages, spec.vocab, device.torch),
             )
@@ -173,8 +186,8 @@ class TorchCudaBackend:
         """How many KV blocks fit. Raises ConfigError saying how much is missing."""
         assert self._held is not None, "load comes before plan_memory"
         block = block_bytes(self.layout, self.stored, self.shard)
-        weights = self._held.loader.params.num_bytes
-        if self.device.use_kernels:
+        weights = self._held.weights
+        if self.device.is_gpu:
             largest = self._plans.largest()
             with self._stream.running():
                 usage = measure(
@@ -222,7 +235,7 @@ class TorchCudaBackend:
         """Capture and run everything that serving may need, so that nothing is compiled or captured later."""
         begin, runner = time.perf_counter(), self._runner
         assert runner is not None, "init_cache comes before warmup"
-        every = self._plans.every(self.ladder.sizes) if self.device.use_kernels else self._plans.few()
+        every = self._plans.every(self.ladder.sizes) if self.device.is_gpu else self._plans.few()
         with self._stream.running():
             runner.programs.capture()
             for plan in every:

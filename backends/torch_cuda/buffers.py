@@ -23,7 +23,7 @@ class Buffers:
         self.groups, self.width = groups, up(width, TABLE_ALIGN)
         self._numbers = torch.zeros(decode_shape(seqs, groups, self.width).numbers, dtype=torch.int32, device=device)
         self._tables = torch.zeros((groups, seqs, self.width), dtype=torch.int32, device=device)
-        self.logits = torch.zeros((seqs, vocab), device=device)
+        self.logits = torch.zeros((seqs, vocab), dtype=torch.float32, device=device)
         self.tokens = torch.zeros(seqs, dtype=torch.int32, device=device)
 
     def fill(self, shape: StepShape, sent: Tensor, seqs: int) -> None:
@@ -72,7 +72,7 @@ def make_batch(
     """
     said, owners = shape.vector(numbers, "token_ids"), shape.vector(numbers, "owners")
     return Batch(
-        token_ids=torch.where(said == PREVIOUS, last[owners], said),
+        token_ids=torch.where(said == PREVIOUS, last.index_select(0, owners), said),
         positions=shape.vector(numbers, "positions"),
         query_start=shape.vector(numbers, "query_start"),
         kv_lens=shape.vector(numbers, "kv_lens"),

@@ -23,6 +23,7 @@ from pagoda.backends.torch_cuda.embedding import TokenEmbedding
 from pagoda.backends.torch_cuda.ffn import make_ffn
 from pagoda.backends.torch_cuda.linear import linear
 from pagoda.backends.torch_cuda.mixers.attention import AttentionMixer
+from pagoda.backends.torch_cuda.offload import Offload
 from pagoda.backends.torch_cuda.parameters import ModelParams
 from pagoda.backends.torch_cuda.rotary import rotary_tables
 from pagoda.common.models.spec import Layer, ModelSpec
@@ -42,15 +43,19 @@ class Decoder:
         max_len: int,
         comm: Comm = ALONE,
         prefill: Prefill | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        build = Build(params, device, comm, prefill or TritonAttn(device))
+        build = Build(
+            params if offload is None else offload.staged(params), device, comm, prefill or TritonAttn(device)
+        )
         tables = rotary_tables(spec, max_len, device.torch)
         self.spec, self.build = spec, build
         self.embed = TokenEmbedding(spec.embedding, build)
-        self.layers = tuple(
+        layers = tuple(
             DecoderLayer(layer, tables[layer.mixer.rope], build, f"layers.{index}")
             for index, layer in enumerate(spec.layers)
         )
+        self.layers = layers if offload is None else offload.around(layers)
         self.final_norm = build.norm(spec.final_norm, "final_norm")
         self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
         self.head = linear(params["embed" if spec.tied else "head"], params.get("head_bias"), device)

@@ -24,9 +24,14 @@ class Device:
     name: str
 
     @property
+    def is_gpu(self) -> bool:
+        """Streams, graphs and memory are a GPU's."""
+        return self.torch.type == "cuda"
+
+    @property
     def use_kernels(self) -> bool:
         """Triton kernels on a GPU; on a CPU the references that define them."""
-        return self.torch.type == "cuda"
+        return self.is_gpu
 
 
 CPU: Final = Device(torch.device("cpu"), CHIPS["sm_90"], "CPU")

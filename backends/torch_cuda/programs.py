@@ -40,6 +40,7 @@ class Programs:
 
     def __init__(self, parts: Parts, ladder: Ladder, splits: Mapping[int, int], stream: Stream) -> None:
         self.parts, self.ladder, self.splits, self._stream = parts, ladder, splits, stream
+        self._pool = stream.pool()
         self._forward: dict[int, Run] = {size: self._forward_of(size) for size in ladder.sizes}
         self._choose: dict[int, Run] = {size: self._choose_of(size) for size in ladder.sizes}
 
@@ -48,8 +49,8 @@ class Programs:
         begin = time.perf_counter()
         wanted = sorted(self.ladder.captured if sizes is None else sizes, reverse=True)
         for size in wanted:
-            self._forward[size] = self._stream.capture(self._forward[size])
-            self._choose[size] = self._stream.capture(self._choose[size])
+            self._forward[size] = self._stream.capture(self._forward[size], self._pool)
+            self._choose[size] = self._stream.capture(self._choose[size], self._pool)
         if wanted:
             logger.info("%d graphs captured in %.1f s", 2 * len(wanted), time.perf_counter() - begin)
 

@@ -102,7 +102,7 @@ class Runner:
         hidden = programs.hidden(batch)
         if plan.samples.any():
             buffers.fill_rules(shape, sent)
-            programs.logits(hidden[shape.vector(sent, "newest")])
+            programs.logits(hidden.index_select(0, shape.vector(sent, "newest")))
         return hidden if scored else None
 
     def _wants_scores(self, plan: StepPlan) -> bool:

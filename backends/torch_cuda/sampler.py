@@ -76,6 +76,8 @@ class Sampler:
 
         Returns the logits [n, V] that logprobs are taken of, one row for each sequence that asked; None if none did.
         """
+        if not (self.options.processors or self.rows.columns["asks"][plan.rows].any()):
+            return None
         chosen = self._chosen(plan)
         asked = [place.index for place in chosen.where("shown")]
         processed = self.options.logprobs_mode.startswith("processed")

@@ -12,7 +12,7 @@ kernel anew for pointers and strides that are less aligned.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Final, TypeVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class Part:
         return flat[self.begin : self.end].reshape(self.rows, self.stride)[:, : self.columns]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """The padded sizes of a step: T tokens, S sequences, n `tiles`, G groups, tables of W blocks.
 
@@ -72,26 +72,10 @@ class StepShape:
     width: int
     tiles: int = 0
 
-    @cached_property
+    @property
     def parts(self) -> dict[str, Part]:
         """By name, in the order in which they lie; the tables of all groups stand one below the other."""
-        found: dict[str, Part] = {}
-        at = 0
-        for name, rows, columns, align in (
-            ("rules", RULES, self.rows, ALIGN),
-            ("token_ids", 1, self.tokens, ALIGN),
-            ("owners", 1, self.tokens, ALIGN),
-            ("positions", 1, self.tokens, ALIGN),
-            ("slots", self.groups, self.tokens, ALIGN),
-            ("query_start", 1, self.seqs + 1, ALIGN),
-            ("kv_lens", 1, self.seqs, ALIGN),
-            ("newest", 1, self.rows, ALIGN),
-            ("tiles", self.tiles, 2, 2),
-            ("tables", self.groups * self.seqs, self.width, TABLE_ALIGN),
-        ):
-            found[name] = part = Part(at, rows, columns, up(columns, align))
-            at = up(part.end, ALIGN)
-        return found
+        return _parts(self)
 
     @property
     def numbers(self) -> int:
@@ -106,6 +90,27 @@ class StepShape:
     def vector(self, flat: Flat, name: str) -> Flat:
         """The part of that name, which has one row: [columns]."""
         return self.parts[name].of(flat)[0]
+
+
+@lru_cache(maxsize=1024)
+def _parts(shape: StepShape) -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    at = 0
+    for name, rows, columns, align in (
+        ("rules", RULES, shape.rows, ALIGN),
+        ("token_ids", 1, shape.tokens, ALIGN),
+        ("owners", 1, shape.tokens, ALIGN),
+        ("positions", 1, shape.tokens, ALIGN),
+        ("slots", shape.groups, shape.tokens, ALIGN),
+        ("query_start", 1, shape.seqs + 1, ALIGN),
+        ("kv_lens", 1, shape.seqs, ALIGN),
+        ("newest", 1, shape.rows, ALIGN),
+        ("tiles", shape.tiles, 2, 2),
+        ("tables", shape.groups * shape.seqs, shape.width, TABLE_ALIGN),
+    ):
+        found[name] = part = Part(at, rows, columns, up(columns, align))
+        at = up(part.end, ALIGN)
+    return found
 
 
 def width_of(plan: StepPlan) -> int:

@@ -53,7 +53,7 @@ class Storage:
 
 def make_arena(device: Device) -> Arena:
     """As many addresses as the device has memory."""
-    if not device.use_kernels:
+    if not device.is_gpu:
         return Arena(HostPages(_CPU_ADDRESSES))
     total = torch.cuda.get_device_properties(device.torch).total_memory
     return Arena(CudaPages(device.torch, total, CudaDriver(device.torch.index)))

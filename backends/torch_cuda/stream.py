@@ -67,7 +67,11 @@ class Stream(Protocol):
         """Copy to the host what the tensor holds after the steps started until now. Returns at once."""
         ...
 
-    def capture(self, run: Run) -> Run:
+    def pool(self) -> Any:
+        """Memory that captured steps share, as only one runs at a time; it goes back with the last of them."""
+        ...
+
+    def capture(self, run: Run, pool: Any) -> Run:
         """What does again, with whatever the same tensors hold then, what `run` does now. Runs it, too."""
         ...
 
@@ -86,7 +90,7 @@ class Stream(Protocol):
 
 def make_stream(device: Device) -> Stream:
     """The order of a device."""
-    return GpuStream(device) if device.use_kernels else CpuStream(device)
+    return GpuStream(device) if device.is_gpu else CpuStream(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,11 @@ class CpuStream:
         """A copy."""
         return _Here(tensor.clone())
 
-    def capture(self, run: Run) -> Run:
+    def pool(self) -> Any:
+        """Any memory."""
+        return None
+
+    def capture(self, run: Run, pool: Any) -> Run:
         """The function itself, which has to live with what its tensors hold when it is called again."""
         self.captures += 1
         run()
@@ -187,12 +195,11 @@ class _OnItsWay:
 
 
 class GpuStream:
-    """Implements Stream by CUDA's streams, events and graphs, whose memory is one pool."""
+    """Implements Stream by CUDA's streams, events and graphs."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.captures = device, 0
         self._steps, self._copies = torch.cuda.Stream(device.torch), torch.cuda.Stream(device.torch)
-        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -212,13 +219,17 @@ class GpuStream:
         arrived.record(self._steps)
         return _OnItsWay(host, arrived)
 
-    def capture(self, run: Run) -> Run:
+    def pool(self) -> Any:
+        """A pool of torch's, for graphs alone."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Run, pool: Any) -> Run:
         """A CUDA graph, after runs on the same stream, which is none of CUDA's default one."""
         self.captures += 1
         for _ in range(_WARM_UPS):
             run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, self._steps, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, self._steps, capture_error_mode="thread_local"):
             run()
         return graph.replay
 

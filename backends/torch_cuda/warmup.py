@@ -15,6 +15,11 @@ from pagoda.common.engine.step import RowStart, StepPlan
 FILTERED: Final = SamplingRules(temperature=1.0, top_k=5, top_p=0.9, min_p=0.05)
 """All that choosing a token can take."""
 
+EVERYTHING: Final = SamplingRules(
+    temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.1, allowed_token_ids=(0, 1), logprobs=5, prompt_logprobs=5
+)
+"""What takes the most memory besides."""
+
 PENALISED: Final = SamplingRules(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
 
 RULES: Final = (
@@ -66,12 +71,12 @@ class Plans:
         return self.plan([1] * decodes + each.tolist(), 0, rules)
 
     def largest(self) -> Iterator[StepPlan]:
-        """The steps that need the most memory: as many tokens as allowed, as many rows as allowed, all filtered."""
+        """The steps that need the most memory: as many tokens as allowed, as many rows as allowed."""
         seqs, tokens = self._limits.max_num_seqs, self._most_tokens
         fewest = -(-tokens // self._limits.max_model_len)
-        yield self.prefill(tokens, fewest)
-        yield self.prefill(tokens, seqs, rules=FILTERED)
-        yield self.decode(seqs, FILTERED)
+        yield self.prefill(tokens, fewest, rules=EVERYTHING)
+        yield self.prefill(tokens, seqs, rules=EVERYTHING)
+        yield self.decode(seqs, EVERYTHING)
 
     def few(self) -> Iterator[StepPlan]:
         """A short prompt and a token: what there is to do where nothing is compiled."""

@@ -6,7 +6,7 @@ A matrix that is packed is put together beside the others first, and packed when
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -24,15 +24,25 @@ from pagoda.common.models.spec import ModelSpec
 
 
 class Loader:
-    """A rank's parameters in memory that `empty` gives, and what fills them. `pack`: for the matrices of layers."""
+    """A rank's parameters in memory that `empty` gives, and what fills them.
+
+    `pack`: for the matrices of layers. `elsewhere`: the memory of those that shall not lie in what `empty` gives.
+    """
 
     def __init__(
-        self, spec: ModelSpec, shard: Shard, dtype: torch.dtype, empty: Empty, pack: Pack | None = None
+        self,
+        spec: ModelSpec,
+        shard: Shard,
+        dtype: torch.dtype,
+        empty: Empty,
+        pack: Pack | None = None,
+        elsewhere: Mapping[str, Empty] | None = None,
     ) -> None:
         self._spec, self._dtype, self._pack = spec, dtype, pack
         self._layout = make_layout(spec, shard)
         self._unfinished: dict[str, Tensor] = {}
-        self.params = ModelParams({name: self._allocate(name, empty) for name in self._layout.shapes})
+        own = elsewhere or {}
+        self.params = ModelParams({name: self._allocate(name, own.get(name, empty)) for name in self._layout.shapes})
 
     def _allocate(self, name: str, empty: Empty) -> Matrix:
         shape = self._layout.shapes[name]

@@ -12,8 +12,9 @@ from pagoda.common.errors import ConfigError
 
 DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
-MADE_8_BITS: Final = ("fp8", "fp8_per_channel", "tpu_int8", "int8_per_channel_weight_only")
-"""Ways of --quantization that need nothing of the checkpoint: one scale per output channel, found at start-up."""
+QUANTIZED_HERE: Final = ("fp8", "fp8_per_channel", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4")
+"""Ways of --quantization that need nothing of the checkpoint: scales are found at start-up, one per output channel, of
+int4 one per 128 inputs of a channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,9 @@ class ModelConfig:
         None,
         "How the weights are quantised.",
         aliases=("-q",),
-        refused="weights are made 8 bits wide at start-up, by jax_tpu, or read as they are, which may be from a GGUF "
-        "file; use fp8 or tpu_int8, serve a GGUF file of the model, or unquantised weights",
-        accepts=("gguf", *MADE_8_BITS),
+        refused="weights are quantised at start-up, by torch_cuda or jax_tpu, or read as they are, which may be from a "
+        "GGUF file; use fp8, int8 or int4, serve a GGUF file of the model, or unquantised weights",
+        accepts=("gguf", *QUANTIZED_HERE),
     )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
@@ -133,9 +134,9 @@ class ModelConfig:
             raise ConfigError("--max-model-len", f"{self.max_model_len} is not a positive number of tokens")
 
     @property
-    def made_8_bits(self) -> str | None:
+    def quantized_here(self) -> str | None:
         """How the weights are quantised at start-up, None when they are taken as they are."""
-        return self.quantization if self.quantization in MADE_8_BITS else None
+        return self.quantization if self.quantization in QUANTIZED_HERE else None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,7 +27,11 @@ class ObservabilityConfig:
         False, "Count how long KV blocks live.", refused="KV block lifetimes are not counted; use kv_cache_usage_perc"
     )
     kv_cache_metrics_sample: float = option(0.01, "Share counted.", no_effect="it matters with --kv-cache-metrics only")
-    cudagraph_metrics: bool = option(False, "Count graph replays.", no_effect="this version captures no graphs")
+    cudagraph_metrics: bool = option(
+        False,
+        "Count graph replays.",
+        no_effect="every decode step replays a graph unless --enforce-eager; none is counted",
+    )
     enable_layerwise_nvtx_tracing: bool = option(
         False, "Mark layers for Nsight.", no_effect="no backend of this version runs where Nsight looks"
     )

@@ -33,6 +33,7 @@ _COLUMNS: Final = np.dtype(
         ("masked", np.bool_),  # only some tokens allowed
         ("shown", np.bool_),  # logprobs
         ("scored", np.bool_),  # prompt logprobs
+        ("asks", np.bool_),  # penalised, edited, masked or shown
     ]
 )
 Columns = npt.NDArray[Any]
@@ -66,6 +67,8 @@ class RowTable:
         rules = start.rules
         self._states[start.row] = RowState(rules, start.token_ids[: start.num_prompt])
         filtered = rules.top_k > 0 or rules.top_p < 1.0 or rules.min_p > 0.0
+        edited = bool(rules.logit_bias or rules.bad_words or (rules.min_tokens and rules.stop_ids))
+        masked, shown = rules.allowed_token_ids is not None, rules.logprobs is not None
         self.columns[start.row] = (
             rules.seed,
             0.0 if rules.is_greedy else rules.temperature,
@@ -75,10 +78,11 @@ class RowTable:
             not rules.is_greedy,
             filtered and not rules.is_greedy,
             rules.has_penalties,
-            bool(rules.logit_bias or rules.bad_words or (rules.min_tokens and rules.stop_ids)),
-            rules.allowed_token_ids is not None,
-            rules.logprobs is not None,
+            edited,
+            masked,
+            shown,
             rules.prompt_logprobs is not None,
+            rules.has_penalties or edited or masked or shown,
         )
 
 

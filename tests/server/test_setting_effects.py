@@ -266,3 +266,37 @@ def test_attention_kernels_that_are_not_to_be_had(folder: Path, flags: str, line
 
 def test_the_reference_takes_the_names_of_a_cpu(folder: Path) -> None:
     assert run(tiny(folder, "--backend", "reference", "--attention-backend", "torch_sdpa"), [3, 4, 5]).finished
+
+
+@pytest.mark.setting("--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
+@pytest.mark.setting("--compilation-config")
+@pytest.mark.variable("PAGODA_TORCH_CUDA_DEVICE")
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [
+        ([], 4),
+        (["--enforce-eager"], 0),
+        (["--cudagraph-capture-sizes", "3", "2"], 2),
+        (["--max-cudagraph-capture-size", "2"], 2),
+        (["-cc.cudagraph_mode=NONE"], 0),
+    ],
+)
+def test_which_steps_are_captured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], captured: int
+) -> None:
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    sizes = ["--max-num-seqs", "6", "--num-gpu-blocks-override", "16"]
+    engine = tiny(folder, "--backend", "torch_cuda", *sizes, *flags)
+    assert engine._built.backend._stream.captures == 2 * captured
+    engine.shutdown()
+
+
+def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = ["--num-gpu-blocks-override", "16"]
+    tiny(folder, "--enforce-eager", "-O.level=3", "--gpu-memory-utilization", "0.5", *blocks).shutdown()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(said) == [
+        "--compilation-config: level has no effect: nothing goes through torch.compile",
+        "--enforce-eager: reference captures no CUDA graphs",
+        "--gpu-memory-utilization: reference takes no share of memory; see --kv-cache-memory-bytes",
+    ]

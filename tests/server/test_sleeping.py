@@ -61,13 +61,13 @@ async def test_requests_are_refused_until_all_is_awake(llm: AsyncLLM) -> None:
 async def test_requests_under_way_end_or_are_waited_for() -> None:
     llm = make("fake:slow")
     running = asyncio.ensure_future(answer(llm, "a", max_tokens=40))
-    while not llm.stats.running:
+    while not llm.stats.running and not running.done():
         await asyncio.sleep(0)
     await llm.sleep(2)
     assert (await running).outputs[0].finish_reason == "abort"
     await llm.wake_up()
     running = asyncio.ensure_future(answer(llm, "b", max_tokens=20))
-    while not llm.stats.running:
+    while not llm.stats.running and not running.done():
         await asyncio.sleep(0)
     await llm.sleep(1, mode="wait")
     found = (await running).outputs[0]

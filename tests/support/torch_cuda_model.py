@@ -16,6 +16,7 @@ from pagoda.backends.torch_cuda.comm import ALONE, Comm
 from pagoda.backends.torch_cuda.decoder import Decoder
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.parameters import Pack
 from pagoda.backends.torch_cuda.sharding import Shard
 from pagoda.backends.torch_cuda.weights import Loader
@@ -64,11 +65,16 @@ class TorchCudaModel:
         cache_dtype: torch.dtype | None = None,
         pack: Pack | None = None,
         device: Device = CPU,
+        offload: float = 0.0,
     ) -> None:
         self.shard, self.dtype = Shard(comm.rank, comm.size), cache_dtype or dtype
-        self.loader = Loader(spec, self.shard, dtype, poisoned, pack)
+        shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
+        self.on_host = choose_layers(shapes, offload)
+        self.offload = Offload(self.on_host, device, poisoned) if offload else None
+        elsewhere = self.offload.places() if self.offload else {}
+        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
         self.loader.fill(weights)
-        self.decoder = Decoder(spec, self.loader.params, device, max_len, comm)
+        self.decoder = Decoder(spec, self.loader.params, device, max_len, comm, self.offload)
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:
@@ -143,6 +149,10 @@ def _first_page(group: KvGroup, chunk: Chunk) -> int:
     if None in group.seen:
         return 0
     return max(chunk.begin - max(window for window in group.seen if window) + 1, 0) // BLOCK
+
+
+def _nowhere(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _int32(values: Iterable[int], padding: int = 0) -> Tensor:

@@ -6,10 +6,10 @@ from typing import Final
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES
 from pagoda.backends.torch_cuda.kernels.weight_only.kernel import TILES, product_kernel, settings, sum_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.many import quantise_kernel, unpack_kernel, warps
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES
 
 NUMBERS: Final = {"plain": "*bf16", "int8": "*i8", "fp8": "*u8", "int4": "*i32"}
 SCALES: Final = {"plain": "*fp32", "int8": "*fp32", "fp8": "*fp32", "int4": "*i32"}

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import tuning
 from pagoda.backends.torch_cuda.kernels.float8.bits import native
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_product
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_product
 
 TUNING = Path(__file__).with_name("tuning.json")
 

@@ -1,12 +1,12 @@
-"""Many rows of x, bound by arithmetic: the matrix unpacked piece by piece for torch, or x in float8 as the matrix is."""
+"""Many rows of x, bound by arithmetic: the matrix is unpacked piece by piece for torch, or x is float8 as the matrix."""
 
 import torch
 import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.float8.bits import native, quantise_row
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import INT4, SCHEMES, widened, with_offset
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import INT4, SCHEMES, widened, with_offset
 
 SCRATCH = 64 << 20
 """Bytes of the matrix that are unpacked at a time."""

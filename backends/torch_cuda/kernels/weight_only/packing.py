@@ -38,8 +38,8 @@ class Packed:
     """A matrix [..., O, I], or a stack of them, in few bits.
 
     int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn.
-    int4: `data` int32 [..., O, I / 8], whole blocks of them; `scale` int32 [..., groups, O]: the upper 16 bits are the scale as
-    bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
+    int4: `data` int32 [..., O, I / 8], whole blocks of them; `scale` int32 [..., groups, O]: the upper 16 bits are the
+    scale as bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
     """
 
     scheme: Scheme
@@ -112,11 +112,12 @@ def unpack(packed: Packed) -> Tensor:
     """What the numbers stand for, float32 [..., O, I]."""
     if packed.scheme != "int4":
         return packed.data.float() * packed.scale[..., None]
-    words = packed.data.unflatten(-1, (-1, 1, block(packed.group) // 8, 1))
-    numbers = (words >> _shifts(words.device) & 15).flatten(-4).unflatten(-1, (-1, packed.group))
+    pairs = packed.data.view(torch.uint8).unflatten(-1, (-1, block(packed.group) // 8, 2, _PLACES // 2))
+    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).movedim((-2, -1), (-4, -3))  # by place, then word, then half
+    numbers = nibbles.flatten(-5).unflatten(-1, (-1, packed.group)).float()
     bits = packed.scale.transpose(-1, -2)[..., None]
-    step = (bits & -65536).view(torch.float32)
-    return ((numbers - (bits & 15)).float() * step).flatten(-2)[..., : packed.inputs]
+    numbers.sub_(bits & 15).mul_((bits & -65536).view(torch.float32))
+    return numbers.flatten(-2)[..., : packed.inputs]
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -163,11 +163,7 @@ def with_offset(words, place: tl.constexpr, CHANNELS: tl.constexpr, PLACE: tl.co
     elif dtype == tl.float16:
         pairs = pairs | 0x64006400
     halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(CHANNELS, PLACE)
-    if dtype == tl.float32:
-        numbers = halves.to(dtype)
-    else:
-        numbers = halves.to(dtype, bitcast=True)
-    return numbers
+    return halves.to(dtype) if dtype == tl.float32 else halves.to(dtype, bitcast=True)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.kernels.float8 import quantised_rows
-from pagoda.backends.torch_cuda.kernels.weight_only import Packed, kernel, many, pack, unpack, weight_only_linear
+from pagoda.backends.torch_cuda.kernels.weight_only import kernel, many, pack, unpack, weight_only_linear
 from pagoda.backends.torch_cuda.kernels.weight_only.reference import reference
 
 CHIP = CHIPS["sm_90"]
@@ -43,12 +43,12 @@ def test_words_of_int4() -> None:
     weight = torch.zeros(1, 256)
     weight[0, 0], weight[0, 64 * 2 + 2 * 5 + 1] = -8, 7
     packed = pack(weight, "int4")
-    step = 8 / 15
     assert packed.data.shape == (1, 32)
-    numbers = [int(packed.data[0, 5]) >> at & 15 for at in range(0, 32, 4)]
-    zero = int(packed.scale[1, 0] & 15)
-    assert zero == 0 and numbers[4 + 2] == 15 and sum(numbers) - numbers[0] - numbers[1] - numbers[4] - numbers[5] == 15
-    assert unpack(packed)[0, 0] == pytest.approx(-8, abs=step / 4)
+    numbers = [[int(word) >> at & 15 for at in range(0, 32, 4)] for word in packed.data[0]]
+    zeros = [int(bits) & 15 for bits in packed.scale[:, 0]]
+    assert zeros == [15, 0]
+    assert numbers[5] == [15, 15, 0, 0, 15, 15, 15, 0]
+    assert numbers[0] == [0, 15, 0, 0, 15, 15, 0, 0]
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
@@ -56,7 +56,8 @@ def test_views_and_stacks(scheme: str, group: int) -> None:
     weight = normal(3, 40, 300)
     packed = pack(weight, scheme, group)
     whole = unpack(packed)
-    assert packed.outputs == 40 and packed.num_bytes < weight.nbytes / 2
+    assert packed.outputs == 40
+    assert packed.num_bytes < weight.nbytes / 2
     torch.testing.assert_close(unpack(packed.expert(1).channels(8, 24)), whole[1, 8:24], rtol=0, atol=0)
     torch.testing.assert_close(unpack(pack(weight[1], scheme, group)), whole[1], rtol=0, atol=0)
     like = pack(weight.to("meta"), scheme, group)
@@ -91,7 +92,7 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 70, 512), (9, 64, 300), (16, 130, 1200), (33, 40, 96)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 70, 512), (9, 64, 300), (16, 70, 600), (33, 40, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel(scheme: str, group: int, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, bias = poisoned(rows, inputs, dtype), normal(outputs, dtype=dtype)
@@ -121,7 +122,9 @@ def test_splits_cover_the_inputs(chip: str) -> None:
     for outputs, inputs in ((28672, 4096), (4096, 14336), (4096, 4096), (64, 100000), (576, 1536), (8, 8)):
         step = kernel.choose_split(outputs, inputs, CHIPS[chip])
         splits = -(-inputs // step)
-        assert step % 512 == 0 and (splits - 1) * step < inputs <= splits * step and splits <= 16
+        assert (splits - 1) * step < inputs <= splits * step
+        assert splits <= 16
+        assert step % 512 == 0
     assert kernel.choose_split(28672, 4096, CHIPS[chip]) >= 2048
     assert kernel.choose_split(4096, 14336, CHIPS[chip]) <= 2560
 
@@ -172,8 +175,3 @@ def test_shapes_that_do_not_fit() -> None:
     for x, matrix in ((normal(2, 60), packed), (normal(2, 3, 64), packed), (normal(2, 64), stack)):
         with pytest.raises(ValueError, match="does not fit a matrix of 8 by 64"):
             weight_only_linear(x, matrix, None, use_kernel=False, chip=CHIP)
-
-
-def test_packed_is_a_value() -> None:
-    packed = pack(normal(8, 64), "int8")
-    assert isinstance(packed, Packed) and packed.num_bytes == 8 * 64 + 8 * 4

@@ -1,0 +1,145 @@
+"""What is asked of CUDA where there is none: calls in their order, and arithmetic over scripted numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.memory import GIB
+from pagoda.backends.torch_cuda.profile import check_weights, measure
+from pagoda.backends.torch_cuda.stream import GpuStream, make_stream
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.errors import ConfigError
+
+GPU = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H100")
+
+
+class Recorder:
+    """Streams, events and graphs that write down what happens to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.names = iter(("steps", "copies", "copied", "read"))
+        graph = inspect.signature(torch.cuda.graph.__init__)
+
+        @contextmanager
+        def capturing(*args: Any, **keywords: Any) -> Iterator[None]:
+            bound = graph.bind(None, *args, **keywords)
+            self.calls.append(("begin", bound.arguments["pool"], bound.arguments["stream"].name))
+            yield
+            self.calls.append(("end",))
+
+        for name, fake in {
+            "Stream": lambda device: self.named(),
+            "Event": self.named,
+            "stream": self.on,
+            "graph": capturing,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.calls.append(("replay",))),
+            "graph_pool_handle": lambda: "pool",
+        }.items():
+            assert hasattr(torch.cuda, name)
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def named(self) -> SimpleNamespace:
+        name = next(self.names)
+        return SimpleNamespace(
+            name=name,
+            wait_event=lambda event: self.calls.append((name, "waits for", event.name)),
+            record=lambda stream: self.calls.append((stream.name, "marks", name)),
+            synchronize=lambda: self.calls.append(("host", "waits for", name)),
+        )
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.calls.append(("on", stream.name))
+        yield
+
+
+def test_copies_and_steps_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Recorder(monkeypatch).calls
+    stream = make_stream(GPU)
+    assert isinstance(stream, GpuStream)
+    arrival, device = stream.arrival(), torch.zeros(3)
+    arrival.wait_for_copy()
+    arrival.copy(torch.ones(3), device)
+    arrival.was_read()
+    assert calls == [
+        ("host", "waits for", "copied"),
+        ("copies", "waits for", "read"),
+        ("on", "copies"),
+        ("copies", "marks", "copied"),
+        ("steps", "waits for", "copied"),
+        ("steps", "marks", "read"),
+    ]
+    assert device.tolist() == [1, 1, 1]
+
+
+def test_a_capture_comes_after_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    stream = make_stream(GPU)
+    replay = stream.capture(lambda: recorder.calls.append(("run",)), stream.pool())
+    replay()
+    assert recorder.calls == [("run",), ("run",), ("begin", "pool", "steps"), ("run",), ("end",), ("replay",)]
+    assert stream.captures == 1
+
+
+class FakeRunner:
+    """Two steps that need memory, and graphs of which the first takes more. `free`: what the driver would say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.reserved, self.peak = 60 * GIB, 17 * GIB, 17 * GIB
+        self.captured: list[int] = []
+        self.programs = SimpleNamespace(ladder=SimpleNamespace(captured=(1, 2, 4, 8)), capture=self.capture)
+        for name, fake in {
+            "mem_get_info": lambda device: (self.free, 80 * GIB),
+            "memory_reserved": lambda device: self.reserved,
+            "max_memory_reserved": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: None,
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+        }.items():
+            assert hasattr(torch.cuda, name)
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def run(self, plan: int) -> SimpleNamespace:
+        self.peak = max(self.peak, self.reserved + plan * GIB)
+        return SimpleNamespace(result=lambda: None)
+
+    def capture(self, sizes: tuple[int, ...]) -> None:
+        self.free -= GIB // 2 if not self.captured else GIB // 8
+        self.captured += sizes
+
+
+def test_everything_but_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(monkeypatch)
+    usage = measure(lambda: runner, GPU, CacheConfig(gpu_memory_utilization=0.5), 16 * GIB, [3, 5, 2])
+    assert runner.captured == [8, 1]
+    assert (usage.total, usage.usable, usage.weights) == (80 * GIB, 40 * GIB, 16 * GIB)
+    assert (usage.buffers, usage.activations, usage.other) == (GIB, 5 * GIB, 3 * GIB)
+    assert usage.graphs == GIB // 2 + 3 * (GIB // 8)
+
+
+def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(monkeypatch)
+
+    def run(plan: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner.run = run
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: the largest step does not fit: .*lower it, or"):
+        measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3])
+
+
+def test_weights_that_do_not_fit_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeRunner(monkeypatch)
+    check_weights(GPU, CacheConfig(), 60 * GIB)
+    with pytest.raises(ConfigError, match=r"weights 61\.00, .*; 1\.00 GiB are missing; use .*--tensor-parallel-size 2"):
+        check_weights(GPU, CacheConfig(), 61 * GIB)
