@@ -78,8 +78,7 @@ class Offload:
         on_gpu = device.torch.type == "cuda"
         try:
             self._host = [
-                torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=on_gpu)
-                for layer in self._chosen
+                torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=on_gpu) for layer in self._chosen
             ]
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
