@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 
 PROGRAMS = 3
-"""Programs that a multiprocessor runs at a time: the settings in tuning.json keep within a third of it."""
+"""Programs that a multiprocessor runs at a time with the settings for one token and heads of up to 128."""
 
 LEAST_TOKENS = 64
 """A split of fewer tokens costs more than it hides."""
