@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
+from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 BLOCK = 1024
 
@@ -77,7 +78,7 @@ def _elementwise(x, name, width, gated):
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x):
         grid = len(x), triton.cdiv(width, BLOCK)
-        activation_kernel[grid](x, out, x.stride(0), width, NAME=name, GATED=gated, BLOCK=BLOCK, num_warps=4)
+        activation_kernel[grid](x, out, row_stride(x), width, NAME=name, GATED=gated, BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -90,6 +91,6 @@ def gated_quantised(both, name, chip):
     native = float8.native(chip, both)
     if len(both):
         quantised_kernel[(len(both),)](
-            both, bits, scale, both.stride(0), width, NAME=name, NATIVE=native, BLOCK=block, num_warps=warps(block)
+            both, bits, scale, row_stride(both), width, NAME=name, NATIVE=native, BLOCK=block, num_warps=warps(block)
         )
     return bits.view(torch.float8_e4m3fn), scale
