@@ -13,7 +13,8 @@ from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
 from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 ELEMENTS = 1024
-"""Of a program: 16 bytes of each part for each of its 64 threads."""
+"""Of a program: 8 bytes of each part for each of its threads."""
+WARPS = 4
 
 
 @triton.jit
@@ -244,6 +245,6 @@ def rope_and_cache(
         K_UNIT_OFFSET=k_norm is not None and k_norm.unit_offset,
         SCALED=k_scale is not None,
         NATIVE=float8.native(chip, qkv),
-        num_warps=2,
+        num_warps=WARPS,
     )
     return q
