@@ -83,7 +83,7 @@ def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan)
     """Of `plan`, which goes on where `first` began. The machine may be busy: load is told too."""
     runner = backend._runner
     backend.execute(first).result()
-    size = backend.ladder.fit(plan.num_seqs)
+    size = backend.setup.ladder.fit(plan.num_seqs)
     runner.programs._forward[size] = runner.programs._choose[size] = lambda: None
 
     def pack() -> None:
@@ -107,7 +107,7 @@ def main() -> None:
     for rows in ROWS:
         for kind, rules in KINDS.items():
             found = {"rows": rows, "sampling": kind, **cost(backend, args.steps, *plans(rows, args.context, rules))}
-            print(json.dumps({**found, "context": args.context, "device": backend.device.name}), flush=True)
+            print(json.dumps({**found, "context": args.context, "device": backend.setup.device.name}), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ go to the host and back, and the step after waits for that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,26 +18,11 @@ from pagoda.backends.torch_cuda.choose import Rules, choose
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
+from pagoda.backends.torch_cuda.stream import Stream
 from pagoda.common.engine.logit_edits import additions, allowed_bits, banned_words, penalties
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.sampling_rows import Chosen, RowTable
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
-
-
-class Departure(Protocol):
-    """A tensor on its way to the host."""
-
-    def array(self) -> npt.NDArray[Any]:
-        """Wait for it."""
-        ...
-
-
-class Stream(Protocol):
-    """Where steps run."""
-
-    def fetch(self, tensor: Tensor) -> Departure:
-        """Send to the host what the tensor holds after the steps started until now. Returns at once."""
-        ...
 
 
 class Sampler:

@@ -175,12 +175,12 @@ def test_an_engine_answers_like_reference(kind: str, plain: bool) -> None:
 def test_200_random_requests_capture_and_compile_nothing() -> None:
     core = engine("torch_cuda", SPECS["window"], blocks=200, warm=True, limits={"max_num_seqs": 12}, device=CPU)
     backend = core._backend
-    assert backend._stream.captures == 2 * len(backend.ladder.sizes) > 8
+    assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) > 8
     answers(core, list(requests(200, seed=1)))
     assert core.stats.recompiles == 0
     with backend._stream.running():
         backend._runner.programs.capture((1,))
-    assert backend._stream.captures == 2 * len(backend.ladder.sizes) + 2, "the count counts"
+    assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) + 2, "the count counts"
 
 
 def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,8 @@ def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.
 def test_warm_up_runs_every_kind_of_step() -> None:
     """On a GPU all of these compile something; here they have to go through."""
     d = driver(SPECS["window"])
-    plans = list(d.backend._plans.every(d.backend.ladder.sizes))
-    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(d.backend.ladder.sizes)
+    plans = list(d.backend._plans.every(d.backend.setup.ladder.sizes))
+    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(d.backend.setup.ladder.sizes)
     assert max(plan.num_tokens for plan in plans) == 256
     for plan in plans:
         d.backend.execute(plan).result()

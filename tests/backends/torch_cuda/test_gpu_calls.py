@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.memory import GIB
 from pagoda.backends.torch_cuda.profile import check_weights, measure
-from pagoda.backends.torch_cuda.stream import GpuStream, make_stream
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.errors import ConfigError
 
@@ -65,8 +65,7 @@ class Recorder:
 
 def test_copies_and_steps_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Recorder(monkeypatch).calls
-    stream = make_stream(GPU)
-    assert isinstance(stream, GpuStream)
+    stream = GpuStream(GPU)
     arrival, device = stream.arrival(), torch.zeros(3)
     arrival.wait_for_copy()
     arrival.copy(torch.ones(3), device)
@@ -84,7 +83,7 @@ def test_copies_and_steps_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_capture_comes_after_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    stream = make_stream(GPU)
+    stream = GpuStream(GPU)
     replay = stream.capture(lambda: recorder.calls.append(("run",)), stream.pool())
     replay()
     assert recorder.calls == [("run",), ("run",), ("begin", "pool", "steps"), ("run",), ("end",), ("replay",)]
