@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.activation import kernel, reference
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip
 from pagoda.common.models.spec import Activation
-
-WIDEST: Final = 65536
-"""Columns that one program quantises in registers."""
 
 
 def gated(both: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
@@ -34,8 +29,6 @@ def gated_quantised(
 ) -> tuple[Tensor, Tensor]:
     """(float8_e4m3fn [T, F], scale float32 [T, 1]): what `gated` gives, as stored * scale, row by row."""
     _check(both, 2)
-    if both.shape[1] > 2 * WIDEST:
-        raise ValueError(f"rows of {both.shape[1] // 2} are wider than {WIDEST}")
     return kernel.gated_quantised(both, name, chip) if use_kernel else reference.gated_quantised(both, name)
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Final, get_args
 
-from pagoda.backends.torch_cuda.kernels.activation.kernel import BLOCK, activation_kernel, quantised_kernel, warps
+from pagoda.backends.torch_cuda.kernels.activation.kernel import (
+    BLOCK,
+    activation_kernel,
+    quantised_constants,
+    quantised_kernel,
+    warps,
+)
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
 from pagoda.common.models.spec import Activation
@@ -30,8 +36,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
         f"{name}-bf16-float8-{width}": Launch(
             quantised_kernel,
             {"x_ptr": "*bf16", "bits_ptr": "*u8", "scale_ptr": "*fp32", **numbers},
-            {"NAME": name, "NATIVE": chip.float8, "BLOCK": width},
-            num_warps=warps(width),
+            {"NAME": name, "NATIVE": chip.float8, **quantised_constants(width)},
+            num_warps=warps(quantised_constants(width)["BLOCK"]),
         )
         for name in _NAMES
         for width in _WIDTHS

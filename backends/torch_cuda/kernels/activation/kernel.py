@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
+from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 BLOCK = 1024
+WHOLE_BLOCK, PART_BLOCK = 16384, 8192
+"""Columns of a row that one program quantises: at most so many in registers, else so many at a time."""
 
 
 @triton.jit
@@ -47,20 +50,47 @@ def activation_kernel(x_ptr, out_ptr, stride, width, NAME: tl.constexpr, GATED: 
 
 @triton.jit
 def quantised_kernel(
-    x_ptr, bits_ptr, scale_ptr, stride, width, NAME: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    bits_ptr,
+    scale_ptr,
+    stride,
+    width,
+    NAME: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Gated. bits uint8 [T, width] contiguous, scale float32 [T]."""
+    """Gated. bits uint8 [T, width] contiguous, scale float32 [T]. WHOLE: a row is one block; else it is read twice."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    y = columns_of(x_ptr + row * stride, columns, width, NAME, True)
-    bits, scale = float8.quantise_row(y.to(tl.float32), NATIVE)
-    tl.store(bits_ptr + row * width + columns, bits, columns < width)
+    x_ptr += row * stride
+    bits_ptr += row * width
+    if WHOLE:
+        y = columns_of(x_ptr, columns, width, NAME, True)
+        bits, scale = float8.quantise_row(y.to(tl.float32), NATIVE)
+        tl.store(bits_ptr + columns, bits, columns < width)
+    else:
+        most = tl.zeros((BLOCK,), tl.float32)
+        for begin in range(0, width, BLOCK):
+            y = columns_of(x_ptr, begin + columns, width, NAME, True)
+            most = tl.maximum(most, tl.abs(y.to(tl.float32)))
+        factor, scale = float8.factors(tl.max(most, axis=0))
+        for begin in range(0, width, BLOCK):
+            y = columns_of(x_ptr, begin + columns, width, NAME, True)
+            bits = float8.encode(y.to(tl.float32) * factor, NATIVE)
+            tl.store(bits_ptr + begin + columns, bits, begin + columns < width)
     tl.store(scale_ptr + row, scale)
 
 
+def quantised_constants(width):
+    """WHOLE and BLOCK for rows of that width."""
+    block = triton.next_power_of_2(width)
+    return {"WHOLE": block <= WHOLE_BLOCK, "BLOCK": block if block <= WHOLE_BLOCK else PART_BLOCK}
+
+
 def warps(block):
-    """32 columns a thread where that makes 1 to 32 warps."""
-    return min(max(block // 1024, 1), 32)
+    """16 columns a thread where that makes 1 to 16 warps."""
+    return min(max(block // 512, 1), 16)
 
 
 def gated(both, name):
@@ -77,7 +107,7 @@ def _elementwise(x, name, width, gated):
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
     if len(x):
         grid = len(x), triton.cdiv(width, BLOCK)
-        activation_kernel[grid](x, out, x.stride(0), width, NAME=name, GATED=gated, BLOCK=BLOCK, num_warps=4)
+        activation_kernel[grid](x, out, row_stride(x), width, NAME=name, GATED=gated, BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -86,10 +116,17 @@ def gated_quantised(both, name, chip):
     width = both.shape[1] // 2
     bits = torch.empty(len(both), width, dtype=torch.uint8, device=both.device)
     scale = torch.empty(len(both), 1, dtype=torch.float32, device=both.device)
-    block = triton.next_power_of_2(width)
-    native = float8.native(chip, both)
+    constants, native = quantised_constants(width), float8.native(chip, both)
     if len(both):
         quantised_kernel[(len(both),)](
-            both, bits, scale, both.stride(0), width, NAME=name, NATIVE=native, BLOCK=block, num_warps=warps(block)
+            both,
+            bits,
+            scale,
+            row_stride(both),
+            width,
+            NAME=name,
+            NATIVE=native,
+            **constants,
+            num_warps=warps(constants["BLOCK"]),
         )
     return bits.view(torch.float8_e4m3fn), scale

@@ -33,11 +33,17 @@ def encode(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def factors(most):
+    """(factor before storing, scale) of a row whose largest absolute value is `most`."""
+    most = tl.where(most > 0, most, 448.0)
+    return tl.div_rn(448.0, most), tl.div_rn(most, 448.0)
+
+
+@triton.jit
 def quantise_row(x, NATIVE: tl.constexpr):
     """Float32 x [n], a whole row -> (bits uint8 [n], scale): value = stored * scale."""
-    most = tl.max(tl.abs(x), axis=0)
-    most = tl.where(most > 0, most, 448.0)
-    return encode(x * tl.div_rn(448.0, most), NATIVE), tl.div_rn(most, 448.0)
+    factor, scale = factors(tl.max(tl.abs(x), axis=0))
+    return encode(x * factor, NATIVE), scale
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
+from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 
 @triton.jit
@@ -97,8 +98,8 @@ def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, na
             normed,
             normed if scale is None else scale,
             total,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
+            row_stride(x),
+            0 if residual is None else row_stride(residual),
             x.shape[1],
             eps,
             BLOCK=block,

@@ -6,7 +6,7 @@ from typing import Final
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
-from pagoda.backends.torch_cuda.kernels.rope_cache.kernel import constants, rope_cache_kernel
+from pagoda.backends.torch_cuda.kernels.rope_cache.kernel import WARPS, constants, rope_cache_kernel
 
 _PAGE: Final = 16
 _SHAPES: Final = {
@@ -43,7 +43,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
                 "SCALED": cache == "float8",
                 "NATIVE": cache == "float8" and chip.float8,
             },
-            num_warps=2,
+            num_warps=WARPS,
         )
         for name, (heads, kv_heads, head_dim, rotated, (norm, unit_offset)) in _SHAPES.items()
         for dtype in ("bf16", "fp16")

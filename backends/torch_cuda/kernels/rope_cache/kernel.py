@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
+from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 ELEMENTS = 1024
-"""Of a program: 16 bytes of each part for each of its 64 threads."""
+"""Of a program: 8 bytes of each part for each of its threads."""
+WARPS = 4
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def move(
         store_part(to_rows, rest, inside, c, inverse, NATIVE, KIND, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_cache_kernel(
     qkv_ptr,
     positions_ptr,
@@ -233,7 +235,7 @@ def rope_and_cache(
         qkv if k_norm is None else k_norm.weight,
         positions if k_scale is None else k_scale,
         positions if v_scale is None else v_scale,
-        qkv.stride(0),
+        row_stride(qkv),
         0.0 if q_norm is None else q_norm.eps,
         0.0 if k_norm is None else k_norm.eps,
         **shapes,
@@ -243,6 +245,6 @@ def rope_and_cache(
         K_UNIT_OFFSET=k_norm is not None and k_norm.unit_offset,
         SCALED=k_scale is not None,
         NATIVE=float8.native(chip, qkv),
-        num_warps=2,
+        num_warps=WARPS,
     )
     return q

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from pagoda.backends.torch_cuda.kernels.norm import norm, norm_quantised
+from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 KINDS = [("rms", False, False), ("rms", True, False), ("layer", False, True), ("layer", True, False)]
 
@@ -76,3 +77,9 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"rows|weight|bias|residual"):
             norm(**wrong, eps=1e-5, kind="rms", use_kernel=False)
+
+
+def test_a_single_row_has_its_width_for_stride() -> None:
+    """A kernel would be compiled for a stride of 1."""
+    one = torch.empty(64).as_strided((1, 8), (1, 1))
+    assert (row_stride(one), row_stride(torch.empty(3, 9)[:, :8])) == (8, 9)
