@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 from pagoda.backends.registry import BackendModule, choose_backend, load_backend, runs_ranks
 from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, SleepingBackend, Weight
+from pagoda.common.config.attention import AttentionConfig
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.defaults import Usage
@@ -158,6 +159,7 @@ def _assemble(
         sampling=sampling,
         **resolved.spread,
         **_programs(config.compilation, resolved.backend),
+        **_attention(config.attention, resolved.backend),
         **others,
         **moves_of(config, resolved.backend),
         **({} if config.model.quantized_here is None else {"quantization": config.model.quantized_here}),
@@ -194,7 +196,8 @@ def _assemble(
         phases=tuple(phases.seconds),
     )
     core = _core(backend, layout, limits, num_blocks, copies, make_scheduler)
-    sleeper = _sleeper(config, own, core, resolved) if config.model.enable_sleep_mode else None
+    sleeps = own if isinstance(together, FollowingBackend) else backend
+    sleeper = _sleeper(config, sleeps, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper)
 
 
@@ -243,6 +246,12 @@ def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
         "compile_cache": folder,
         "strict": config.xla_check_recompilation,
     }
+
+
+def _attention(config: AttentionConfig, backend: str) -> dict[str, str]:
+    """The attention kernel, for the backend that has several."""
+    kernel = config.kernel(backend)
+    return {"attention": kernel} if backend == "torch_cuda" else {}
 
 
 def _check_memory_share(config: EngineConfig, backend: str) -> None:

@@ -76,7 +76,7 @@ def serve(address: str, build: Build = build_engine) -> int:
                 built.hosts.watch(lambda death: _tell(context, address, death))
             send(Ready(built.info))
             if isinstance(built.hosts, FollowingBackend):
-                built.hosts.follow()
+                built.hosts.follow(built.sleeper)
             else:
                 run_engine(built.core, _SocketInbox(commands), send, progress, built.sleeper)
         finally:

@@ -54,7 +54,7 @@ def work(connection: socket.socket, backend: str, build: Build = build_engine) -
         built = build(job.config, job.usage, lambda resolved, usage: _led(resolved, job, leader))
         try:
             assert isinstance(built.hosts, FollowingBackend)
-            built.hosts.follow()
+            built.hosts.follow(built.sleeper)
         finally:
             threading.Thread(target=_end, args=(_LAST_SECONDS,), daemon=True).start()
             built.backend.close()

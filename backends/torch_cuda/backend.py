@@ -15,6 +15,8 @@ from typing import Final
 import torch
 
 from pagoda.backends.torch_cuda import sharding
+from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
+from pagoda.backends.torch_cuda.attention_backends.registry import find as find_prefill
 from pagoda.backends.torch_cuda.cache import allocate, block_bytes
 from pagoda.backends.torch_cuda.cache_dtype import cache_dtype
 from pagoda.backends.torch_cuda.comm import ALONE, Comm
@@ -37,6 +39,7 @@ from pagoda.backends.torch_cuda.storage import Storage
 from pagoda.backends.torch_cuda.stream import Stream
 from pagoda.backends.torch_cuda.warmup import Plans
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.config.attention import AUTO
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.engine import Limits
@@ -70,6 +73,7 @@ def create(
     sampling: SamplerOptions = USUAL,
     compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
     quantization: str | None = None,
+    attention: str = AUTO,
     sleep_mode: bool = False,
     tensor: int = 1,
     comm: Comm = ALONE,
@@ -78,23 +82,27 @@ def create(
     """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
 
     `dtype`: resolved, not `auto`. `quantization`: how the layers' matrices are packed, a value of --quantization.
-    `sleep_mode`: `sleep` will be called. Raises ConfigError.
+    `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill and mixed steps, by its name in
+    AttentionConfig. Raises ConfigError.
     """
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
     sharding.check(spec, tensor)
     assert comm.size == tensor, "there is a line to every rank"
+    stored, found = cache_dtype(cache, _DTYPES[dtype]), find_device(comm.rank) if device is None else device
+    mixers = tuple({layer.mixer for layer in spec.layers})
     setup = Setup(
         spec=spec,
         limits=limits,
         layout=layout,
         cache=cache,
         dtype=_DTYPES[dtype],
-        stored=cache_dtype(cache, _DTYPES[dtype]),
+        stored=stored,
         sampling=sampling,
         ladder=make_ladder(compilation, limits.max_num_seqs),
         pack=packing(quantization),
-        device=find_device(comm.rank) if device is None else device,
+        prefill=find_prefill(attention, Needs(mixers, _DTYPES[dtype], stored, layout.block_size, found)),
+        device=found,
         comm=comm,
     )
     return TorchCudaBackend(setup, sleep_mode=sleep_mode)

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
 from pagoda.backends.torch_cuda.comm import Comm
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.norm import norm
@@ -22,11 +23,12 @@ NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A rank's parameters, the device they are on and the line to the other ranks."""
+    """A rank's parameters, the device they are on, the line to the other ranks, and who attends to long queries."""
 
     params: ModelParams
     device: Device
     comm: Comm
+    prefill: Prefill
 
     @property
     def shard(self) -> Shard:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
+from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
 from pagoda.backends.torch_cuda.batch import Batch
 from pagoda.backends.torch_cuda.build import Build, NormStep
 from pagoda.backends.torch_cuda.cache import LayerCache
@@ -40,9 +42,12 @@ class Decoder:
         device: Device,
         max_len: int,
         comm: Comm = ALONE,
+        prefill: Prefill | None = None,
         offload: Offload | None = None,
     ) -> None:
-        build = Build(params if offload is None else offload.staged(params), device, comm)
+        build = Build(
+            params if offload is None else offload.staged(params), device, comm, prefill or TritonAttn(device)
+        )
         tables = rotary_tables(spec, max_len, device.torch)
         self.spec, self.build = spec, build
         self.embed = TokenEmbedding(spec.embedding, build)

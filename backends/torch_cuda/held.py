@@ -49,7 +49,7 @@ def hold(setup: Setup, weights: Iterable[Weight], empty: Empty) -> Held:
     return Held(
         loader,
         num_bytes,
-        Decoder(spec, loader.params, device, limits.max_model_len, setup.comm, offload),
+        Decoder(spec, loader.params, device, limits.max_model_len, setup.comm, setup.prefill, offload),
         Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, setup.sampling),
         Buffers(limits.max_num_seqs, len(setup.layout.groups), pages, spec.vocab, device.torch),
     )

@@ -75,7 +75,7 @@ class Offload:
 
     def __init__(self, on_host: HostLayers, device: Device, empty: Empty) -> None:
         self._layers, self._chosen = on_host.layers, tuple(on_host.layers)
-        on_gpu = device.torch.type == "cuda"
+        on_gpu = device.is_gpu
         try:
             self._host = [
                 torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=on_gpu) for layer in self._chosen

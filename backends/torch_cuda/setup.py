@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
 from pagoda.backends.torch_cuda.comm import Comm
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
@@ -22,7 +23,10 @@ from pagoda.common.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`dtype`: of weights and activations; `stored`: of K and V. `pack`: of the layers' matrices, if they are."""
+    """`dtype`: of weights and activations; `stored`: of K and V. `pack`: of the layers' matrices, if they are.
+
+    `prefill`: the attention of prefill and mixed steps.
+    """
 
     spec: ModelSpec
     limits: Limits
@@ -33,6 +37,7 @@ class Setup:
     sampling: SamplerOptions
     ladder: Ladder
     pack: Pack | None
+    prefill: Prefill
     device: Device
     comm: Comm
 

@@ -48,11 +48,11 @@ class Sleeper:
             if level != self._level:
                 raise SleepError(f"the engine is asleep at level {self._level} already; wake it up first")
         else:
+            self._core.reset_prefix_cache()
             try:
                 self._backend.sleep(level)
             except MemoryError as error:
-                raise SleepError(f"the engine stays awake: {error}") from None
-            self._core.reset_prefix_cache()
+                raise SleepError(f"the engine stays awake: {error}") from error
         self._asleep, self._level = TAGS, level
 
     def wake_up(self, tags: Iterable[str]) -> None:
@@ -64,7 +64,7 @@ class Sleeper:
                 else:
                     self._backend.wake_kv_cache()
             except MemoryError as error:
-                raise SleepError(f"{tag} cannot wake up: {error}; free device memory and try again") from None
+                raise SleepError(f"{tag} cannot wake up: {error}; free device memory and try again") from error
             except ModelError as error:
-                raise SleepError(f"{tag} cannot wake up: {error}; put the checkpoint back and try again") from None
+                raise SleepError(f"{tag} cannot wake up: {error}; put the checkpoint back and try again") from error
             self._asleep = tuple(other for other in self._asleep if other != tag)

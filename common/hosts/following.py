@@ -15,10 +15,11 @@ from pagoda.common.backend import (
     ShardedBackend,
     Weight,
 )
+from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import EngineDeadError
+from pagoda.common.errors import EngineDeadError, SleepError
 from pagoda.common.hosts.leading import failure_in_hand, with_blocks
-from pagoda.common.hosts.messages import Agreed, End, Execute, Room, Warm
+from pagoda.common.hosts.messages import Agreed, Changed, End, Execute, Room, Sleep, WakeUp, Warm
 from pagoda.common.hosts.peer import OnLoss, Peer
 
 _DEPTH: Final = 2
@@ -71,8 +72,11 @@ class FollowingBackend:
         """The same where the model has several copies."""
         return cast(ShardedBackend, self._backend).execute_shards(plans)
 
-    def follow(self) -> None:
-        """Run host 0's steps until it says that it is over. Raises EngineDeadError when it failed or is gone."""
+    def follow(self, sleeper: Sleeper | None = None) -> None:
+        """Run host 0's steps until it says that it is over. `sleeper`: of this host's own backend, where it can sleep.
+
+        Raises EngineDeadError when host 0 failed or is gone.
+        """
         pending: deque[PendingResult | PendingShards] = deque()
         while True:
             match self._leader.receive():
@@ -85,6 +89,11 @@ class FollowingBackend:
                         if (death := self._leader.death(self._leader.patience)) is not None:
                             raise death  # noqa: B904 (the error here is its consequence, and stays its context)
                         raise
+                case Sleep() | WakeUp() as change:
+                    assert sleeper is not None, "host 0 sleeps, and was started as this one"
+                    while pending:
+                        pending.popleft().result()
+                    self._leader.send(_changed(sleeper, change))
                 case End():
                     self._dismissed = True
                     return
@@ -107,3 +116,15 @@ class FollowingBackend:
         if self._dismissed and not reason:
             self._leave()
         self._leader.close()
+
+
+def _changed(sleeper: Sleeper, change: Sleep | WakeUp) -> Changed:
+    """Sleep or wake up; how it went."""
+    try:
+        if isinstance(change, Sleep):
+            sleeper.sleep(change.level)
+        else:
+            sleeper.wake_up(change.tags)
+    except SleepError as error:
+        return Changed(str(error.__cause__ or error))
+    return Changed()

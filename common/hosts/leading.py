@@ -15,12 +15,14 @@ from pagoda.common.backend import (
     PendingResult,
     PendingShards,
     ShardedBackend,
+    SleepingBackend,
     Weight,
 )
+from pagoda.common.engine.sleep import KV_CACHE, WEIGHTS
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import EngineDeadError, PagodaError
+from pagoda.common.errors import EngineDeadError, ModelError, PagodaError
 from pagoda.common.hosts.loss import Loss
-from pagoda.common.hosts.messages import Agreed, Execute, Room, Warm, encode
+from pagoda.common.hosts.messages import Agreed, Changed, Execute, Room, Sleep, WakeUp, Warm, encode
 from pagoda.common.hosts.peer import MessageT, OnLoss, Peer
 
 T = TypeVar("T")
@@ -101,6 +103,24 @@ class LeadingBackend:
         backend = cast(ShardedBackend, self._backend)
         return _Together(self._together(lambda: backend.execute_shards(plans)), self._loss, self._patience)
 
+    def sleep(self, level: int) -> None:
+        """Give the memory of all hosts back. Raises MemoryError when one has no room; then all are awake."""
+        own = cast(SleepingBackend, self._backend)
+        try:
+            self._change(Sleep(level), lambda: own.sleep(level))
+        except MemoryError:
+            self.wake_weights(lambda: ())  # they were kept
+            self.wake_kv_cache()
+            raise
+
+    def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
+        """Have the weights again on all hosts; each reads them itself. Raises MemoryError, or WeightError."""
+        self._change(WakeUp((WEIGHTS,)), lambda: cast(SleepingBackend, self._backend).wake_weights(read))
+
+    def wake_kv_cache(self) -> None:
+        """Have the KV cache's memory again on all hosts. Raises MemoryError."""
+        self._change(WakeUp((KV_CACHE,)), cast(SleepingBackend, self._backend).wake_kv_cache)
+
     def close(self) -> None:
         """Let the other hosts go, then this host's devices. Idempotent.
 
@@ -132,6 +152,21 @@ class LeadingBackend:
             self._loss.explain(self._patience)
             raise
 
+    def _change(self, message: Sleep | WakeUp, work: Callable[[], None]) -> None:
+        """Do here what the others are told to do. Raises what failed, here or there, once all have answered."""
+        self._tell(message)
+        failed: Exception | None = None
+        try:
+            work()
+        except (MemoryError, ModelError) as error:
+            failed = error
+        for peer in self._others:
+            error_there = self._expect(peer, Changed).error
+            if error_there and failed is None:
+                failed = MemoryError(f"{peer.name}: {error_there}")
+        if failed is not None:
+            raise failed
+
     def _expect(self, peer: Peer, kind: type[MessageT]) -> MessageT:
         try:
             return peer.expect(kind)
@@ -139,7 +174,7 @@ class LeadingBackend:
             self._loss.explain()
             raise
 
-    def _tell(self, message: Agreed | Execute) -> None:
+    def _tell(self, message: Agreed | Execute | Sleep | WakeUp) -> None:
         data = encode(message)
         try:
             for peer in self._others:

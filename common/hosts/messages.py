@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.hosts.facts import HostFacts
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 """Of these messages. It goes up with every change to them."""
 
 
@@ -50,13 +50,31 @@ class Execute(msgspec.Struct, tag="step", frozen=True):
     plans: tuple[StepPlan | None, ...]
 
 
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """Host 0 gives its device's memory back, and so shall the others; answered by Changed."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, tag="wake", frozen=True):
+    """Host 0 has these parts of its memory again; answered by Changed."""
+
+    tags: tuple[str, ...]
+
+
+class Changed(msgspec.Struct, tag="changed", frozen=True):
+    """A host sleeps or is awake as it was told. `error`: why it is not."""
+
+    error: str = ""
+
+
 class End(msgspec.Struct, tag="end", frozen=True):
     """The sender stops. `reason`: what it failed with; empty when it was asked to."""
 
     reason: str = ""
 
 
-Message = Hello | Verdict | Room | Agreed | Warm | Execute | End
+Message = Hello | Verdict | Room | Agreed | Warm | Execute | Sleep | WakeUp | Changed | End
 
 
 def _from_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:

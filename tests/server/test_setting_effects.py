@@ -225,6 +225,49 @@ def test_without_a_tokenizer_there_are_ids_only(folder: Path) -> None:
     engine.shutdown()
 
 
+@pytest.mark.setting("--attention-backend", "--attention-config")
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ((), False),
+        (("--attention-backend", "torch_varlen"), True),
+        (("--attention-config", '{"backend": "TORCH_VARLEN"}'), True),
+    ],
+)
+def test_the_attention_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: bool
+) -> None:
+    from pagoda.backends.torch_cuda.attention_backends import torch_varlen, triton_attn
+
+    found = []
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    monkeypatch.setattr(torch_varlen, "create", lambda needs: found.append(needs) or triton_attn.create(needs))
+    run(tiny(folder, "--backend", "torch_cuda", "--kv-cache-memory-bytes", "1M", *flags), [3, 4, 5])
+    assert bool(found) == asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--attention-backend FLASH_ATTN", "--attention-backend: reference has no FLASH_ATTN; use one of auto, "),
+        ('--attention-config {"backend":"TRITON_ATTN"}', "--attention-config: reference has no TRITON_ATTN; use one"),
+        ("--attention-backend FLASHINFER", "--attention-backend: 'FLASHINFER': not in this version; use one of AUTO, "),
+        ("--attention-backend flash_atn", "--attention-backend: 'flash_atn': unknown; did you mean FLASH_ATTN"),
+        ('--attention-config {"flash_attn_version":3}', "--attention-config: flash_attn_version is not supported, "),
+        ('--attention-config {"backend":"FLASHINFER"}', "--attention-config: FLASHINFER: not in this version; use "),
+        ('--attention-backend auto --attention-config {"backend":"AUTO"}', "--attention-config: names a backend, and "),
+    ],
+)
+def test_attention_kernels_that_are_not_to_be_had(folder: Path, flags: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny(folder, "--backend", "reference", *flags.split())
+    assert str(error.value).startswith(line)
+
+
+def test_the_reference_takes_the_names_of_a_cpu(folder: Path) -> None:
+    assert run(tiny(folder, "--backend", "reference", "--attention-backend", "torch_sdpa"), [3, 4, 5]).finished
+
+
 @pytest.mark.setting("--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
 @pytest.mark.setting("--compilation-config")
 @pytest.mark.variable("PAGODA_TORCH_CUDA_DEVICE")

@@ -13,7 +13,6 @@ from pagoda.backends.torch_cuda.batch import Batch
 from pagoda.backends.torch_cuda.build import Build
 from pagoda.backends.torch_cuda.cache import LayerCache
 from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
-from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
 from pagoda.backends.torch_cuda.kernels.rope_cache import NormWeights, rope_and_cache
 from pagoda.backends.torch_cuda.mixers.full_norm import make_full_norm
 from pagoda.common.models.spec import Attention
@@ -23,7 +22,7 @@ class AttentionMixer:
     """One layer's attention on a rank: its share of the heads. Head n reads KV head n // (N/K)."""
 
     def __init__(self, spec: Attention, cos_sin: Tensor | None, build: Build, prefix: str) -> None:
-        self.spec, self.cos_sin, self.device = spec, cos_sin, build.device
+        self.spec, self.cos_sin, self.device, self.prefill = spec, cos_sin, build.device, build.prefill
         self.heads, self.kv_heads = build.shard.share(spec.heads), build.shard.share(spec.kv_heads)
         self.qkv, self.out = build.linear(f"{prefix}.qkv"), build.summed(f"{prefix}.out")
         self.q_norm = _per_head(spec, build, f"{prefix}.q_norm")
@@ -61,24 +60,8 @@ class AttentionMixer:
         out, decodes = torch.empty_like(queries), batch.num_decodes * batch.query_len
         if decodes:
             out[:decodes] = self._decode(queries[:decodes], batch, cache)
-        return prefill_attention(
-            queries,
-            cache.keys,
-            cache.values,
-            batch.groups[cache.group].tables,
-            batch.query_start,
-            batch.kv_lens,
-            batch.tiles,
-            scale=self.spec.scale,
-            window=self.spec.window,
-            softcap=self.spec.softcap,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            out=out,
-            tile=batch.tile,
-            use_kernel=self.device.use_kernels,
-            chip=self.device.chip,
-        )
+        self.prefill(queries, batch, cache, self.spec, out)
+        return out
 
     def _decode(self, queries: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """The queries of the first `num_decodes` sequences."""

@@ -100,10 +100,12 @@ def test_an_unreadable_variable_is_named(name: str, text: str, line: str) -> Non
 
 @pytest.mark.variable("PAGODA_ATTENTION_BACKEND")
 def test_a_refused_value_is_told_by_the_name_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    with pytest.raises(ConfigError, match=r"^VLLM_ATTENTION_BACKEND: stands for --attention-backend: 'FLASH_ATTN'"):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
+    with pytest.raises(ConfigError, match=r"^VLLM_ATTENTION_BACKEND: --attention-backend: 'FLASHINFER': not in this"):
         EngineArgs()
-    assert EngineArgs(attention_backend="auto").attention_backend == "auto"  # a keyword is stronger
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "triton_attn")
+    assert EngineArgs().attention_backend == "TRITON_ATTN"
+    assert EngineArgs(attention_backend="auto").attention_backend == "AUTO"  # a keyword is stronger
 
 
 def test_what_has_no_effect_is_said_once() -> None:

@@ -17,8 +17,9 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sharded import Engine, ShardedCore
+from pagoda.common.engine.sleep import TAGS, Sleeper
 from pagoda.common.engine.step import StepPlan
-from pagoda.common.errors import EngineDeadError, WeightError
+from pagoda.common.errors import EngineDeadError, SleepError, WeightError
 from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.hosts.frames import send_frame
 from pagoda.common.hosts.leading import LeadingBackend
@@ -53,7 +54,8 @@ class Pair:
                 self.following.load(iter(()))
                 self.following.init_cache(self.following.plan_memory().num_blocks)
                 self.following.warmup()
-                self.following.follow()
+                core = EngineCore(self.there, self.there.layout, LIMITS, self.there.num_blocks)
+                self.following.follow(Sleeper(self.there, core, lambda: [("w", np.zeros(1))] * 2))
             finally:
                 self.following.close()
 
@@ -222,8 +224,8 @@ def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
     ("data", "words"),
     [
         (encode(Warm()), "host 1 (b) sent Warm instead of Room"),
-        (b"\xc1", "host 1 (b) is gone: not a message of version 1: "),
-        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 1: "),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 2: "),
+        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 2: "),
     ],
 )
 def test_words_out_of_place(data: bytes, words: str) -> None:
@@ -234,3 +236,47 @@ def test_words_out_of_place(data: bytes, words: str) -> None:
         peer.expect(Room)
     assert str(error.value).startswith(words)
     theirs.close()
+
+
+def test_every_host_sleeps_and_wakes_up(make: Make) -> None:
+    pair = make()
+    following, core = pair.follow(), pair.start()
+    want = answers(core)
+    sleeper = Sleeper(pair.leading, core, lambda: [("w", np.zeros(1))])
+    for level, here, there in ((1, "loaded", "loaded"), (2, "read 1", "read 2")):
+        sleeper.sleep(level)
+        assert pair.here.weights == pair.there.weights == ("on the host" if level == 1 else "gone")
+        sleeper.wake_up(["weights"])
+        assert (pair.here.weights, pair.there.weights) == (here, there)
+        assert pair.there.cache_away
+        sleeper.wake_up(["kv_cache"])
+        assert answers(core) == want
+    pair.leading.close()
+    assert following.result() is None
+
+
+def test_a_host_that_cannot_is_named_and_nothing_is_lost(make: Make) -> None:
+    pair = make()
+    pair.follow()
+    core = pair.start()
+    want = answers(core)
+    sleeper = Sleeper(pair.leading, core, lambda: [])
+
+    def no_room(level: int) -> None:
+        raise MemoryError("no room in host memory")
+
+    pair.there.sleep = no_room  # type: ignore[method-assign]
+    with pytest.raises(SleepError, match=r"^the engine stays awake: host 1 \(b\): no room in host memory$"):
+        sleeper.sleep(1)
+    assert (pair.here.weights, pair.here.cache_away, sleeper.asleep) == ("loaded", False, ())
+    assert answers(core) == want
+    del pair.there.sleep
+    sleeper.sleep(1)
+    pair.there.full = True
+    with pytest.raises(SleepError, match=r"^weights cannot wake up: host 1 \(b\): the device is out of memory; free"):
+        sleeper.wake_up(TAGS)
+    assert sleeper.asleep == TAGS
+    pair.there.full = False
+    sleeper.wake_up(TAGS)
+    assert answers(core) == want
+    pair.leading.close()

@@ -74,7 +74,8 @@ class ArgSpec:
             "ROWS": use.ROWS,
             "SOFTCAP": self.softcap,
         }
-        return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages)
+        hot = self.dtype != torch.float32  # which has no tensor cores to feed
+        return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages, hot=hot)
 
     def reduce(self, chip: Chip) -> Launch:
         """The launch that adds the splits up."""

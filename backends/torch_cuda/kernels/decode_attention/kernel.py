@@ -151,7 +151,7 @@ def attend(
             return
 
     row, dims = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token = seq.to(tl.int64) * QUERY_LEN + row // GROUP
+    token = seq * QUERY_LEN + row // GROUP
     query = token * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # of q as [T * N, H]
     real = row < QUERY_LEN * GROUP
     kept = real[:, None] & (dims < H)[None, :]
@@ -205,7 +205,7 @@ def attend(
         result = acc * _inverse(weight)[:, None]
         tl.store(out + query[:, None] * H + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
     else:
-        partial = query * splits + split
+        partial = query.to(tl.int64) * splits + split
         tl.store(out + partial[:, None] * H + dims[None, :], acc, mask=kept)
         tl.store(tops + partial, top, mask=real)
         tl.store(sums + partial, weight, mask=real)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.moe import kernel, many
 from pagoda.backends.torch_cuda.kernels.moe.reference import reference
+from pagoda.backends.torch_cuda.kernels.moe.routing import route
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed
 from pagoda.common.models.spec import Mlp, Router
 
@@ -36,7 +38,14 @@ def moe(
     for name, found in (("router_logits", router_logits), ("inner", inner), ("down", down)):
         if _shape(found) != shapes[name]:
             raise ValueError(f"{name} is {_shape(found)}, not {shapes[name]}")
-    return reference(x, router_logits, inner, down, inner_bias, down_bias, router, expert)
+    if not use_kernel:
+        return reference(x, router_logits, inner, down, inner_bias, down_bias, router, expert)
+    weights, chosen = route(router_logits, router)
+    if many.has_grouped_product(x, chosen, inner, down, chip):
+        parts = many.experts(x, chosen, inner, down, inner_bias, down_bias, expert)
+    else:
+        parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip)
+    return kernel.mix(parts, weights, x)
 
 
 def _shape(x: Tensor | Packed) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ def prefill_attention(
     not computed: their rows, and rows of no sequence, keep what `out` [T, N, H] held (undefined where it is made here).
     softcap: scores become cap * tanh(score / cap); sinks [N]: a logit per head that takes part in the softmax and has
     no value; k_scale, v_scale float32 [1], for float8_e4m3fn keys and values: value = stored * scale.
+    The reference takes queries of any type, float64 for one.
     ValueError: types or shapes that do not fit together.
     """
     out = torch.empty_like(q) if out is None else out
@@ -51,6 +52,8 @@ def prefill_attention(
     rules = Rules(scale, window, softcap, sinks, k_scale, v_scale)
     if not use_kernel:
         return reference(q, keys, values, tables, query_start, kv_lens, tiles, out, rules)
+    if keys.dtype != q.dtype and not scaled:
+        raise ValueError(f"queries are {q.dtype}, keys {keys.dtype}")
     size = query_tile(q.shape[1] // keys.shape[1], q.shape[2], q.dtype, chip) if tile is None else tile
     return kernel(q, keys, values, tables, query_start, kv_lens, tiles, out, rules, size, chip)
 
@@ -63,5 +66,3 @@ def _check(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
         raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys.shape)}")
     if any(x.stride()[-2:] != (x.shape[-1], 1) for x in (q, out, keys, values)):
         raise ValueError("heads of a query or an output, or tokens of a page, are not next to each other")
-    if keys.dtype not in (q.dtype, torch.float8_e4m3fn):
-        raise ValueError(f"queries are {q.dtype}, keys {keys.dtype}")

@@ -9,7 +9,7 @@ import torch
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import constants, prefill_attention
-from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import query_tile
+from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import query_tile, tuned
 
 _TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _PAGE: Final = 16
@@ -20,20 +20,19 @@ def launches(chip: Chip) -> dict[str, Launch]:
     """By head dim, group, type of queries (and of the cache where it differs) and rules."""
     bf16, half, single = _TYPES
     return {
+        "h32-g2-bf16": launch(chip, 2, 32, bf16),
         "h64-g3-fp16": launch(chip, 3, 64, half),
         "h64-g8-bf16-window-sinks": launch(chip, 8, 64, bf16, ("window", "sinks")),
         "h80-g1-fp16": launch(chip, 1, 80, half),
         "h96-g1-bf16-window": launch(chip, 1, 96, bf16, ("window",)),
-        "h112-g4-bf16": launch(chip, 4, 112, bf16),
         "h128-g4-bf16": launch(chip, 4, 128, bf16),
-        "h128-g8-fp16": launch(chip, 8, 128, half),
         "h128-g7-bf16-window": launch(chip, 7, 128, bf16, ("window",)),
+        "h64-g8-bf16-float8": launch(chip, 8, 64, bf16, float8=True),
         "h128-g4-bf16-float8": launch(chip, 4, 128, bf16, float8=True),
         "h192-g2-bf16": launch(chip, 2, 192, bf16),
         "h256-g2-bf16": launch(chip, 2, 256, bf16),
         "h256-g2-bf16-window-softcap": launch(chip, 2, 256, bf16, ("window", "softcap")),
         "h256-g1-fp16-float8": launch(chip, 1, 256, half, float8=True),
-        "h16-g2-fp32": launch(chip, 2, 16, single),
         "h64-g3-fp32": launch(chip, 3, 64, single),
         "h128-g4-fp32-float8": launch(chip, 4, 128, single, float8=True),
         "h256-g2-fp32-window-softcap": launch(chip, 2, 256, single, ("window", "softcap")),
@@ -45,7 +44,7 @@ def launch(
 ) -> Launch:
     """One specialisation. Products of float32 do without tensor cores: they are exact and not fast."""
     tile = query_tile(group, head_dim, dtype, chip)
-    found = constants(head_dim, dtype, chip, tile * group)
+    found = constants(head_dim, tile * group, tuned(head_dim, dtype, chip, float8=float8))
     warps, stages = found.pop("num_warps"), found.pop("num_stages")
     queries = f"*{_TYPES[dtype]}"
     stored = "*u8" if float8 else queries

@@ -16,6 +16,7 @@ from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.float8.bits import decode, native
 from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import Rules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import padded, tuned
+from pagoda.backends.torch_cuda.kernels.tuning import Settings
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -175,13 +176,19 @@ def kernel(
     rules: Rules,
     tile: int,
     chip: Chip,
+    chosen: Settings | None = None,
 ) -> torch.Tensor:
-    """As `api.prefill_attention`, for tiles of `tile` tokens. Writes and returns `out` [T, N, H]."""
+    """As `api.prefill_attention`, for tiles of `tile` tokens. Writes and returns `out` [T, N, H].
+
+    `chosen`: settings on trial, in place of the tuned ones.
+    """
     _, heads, head_dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = heads // kv_heads
-    found = constants(head_dim, q.dtype, chip, tile * group)
-    if keys.dtype == torch.float8_e4m3fn:
+    float8 = keys.dtype == torch.float8_e4m3fn
+    usual = tuned(head_dim, q.dtype, chip, float8=float8)
+    found = constants(head_dim, tile * group, usual if chosen is None else chosen)
+    if float8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     if len(tiles):
         prefill_attention[(len(tiles), kv_heads)](
@@ -199,6 +206,6 @@ def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:
     return (scale * log2e, None) if softcap is None else (scale / softcap, softcap * log2e)
 
 
-def constants(head_dim: int, dtype: torch.dtype, chip: Chip, rows: int) -> dict[str, int]:
+def constants(head_dim: int, rows: int, chosen: Settings) -> dict[str, int]:
     """Block sizes, num_warps and num_stages for tiles of `rows`."""
-    return {**tuned(head_dim, dtype, chip), "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim)}
+    return {**chosen, "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -24,9 +26,17 @@ def padded(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def tuned(head_dim: int, dtype: torch.dtype, chip: Chip) -> Settings:
-    """BLOCK_M (rows of a tile), BLOCK_N (keys of a pass), num_warps, num_stages for queries of that type."""
-    return settings(TUNING, chip, f"h{padded(head_dim)}_b{dtype.itemsize}")
+def key(head_dim: int, dtype: torch.dtype, *, float8: bool = False) -> str:
+    """A layer's key in the table: head dim, bytes of a query's element, and whether the cache is float8.
+
+    The group has no part in it: only how many of a tile's last rows stay empty depends on it.
+    """
+    return f"h{head_dim}_b{dtype.itemsize}" + ("_f8" if float8 and dtype.itemsize == 2 else "")
+
+
+def tuned(head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False) -> Settings:
+    """BLOCK_M (rows of a tile, whatever the cache), BLOCK_N (keys of a pass), num_warps and num_stages."""
+    return settings(TUNING, chip, key(head_dim, dtype, float8=float8))
 
 
 def query_tile(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> int:
@@ -49,3 +59,12 @@ def make_tiles(query_lens: Int32, first_sequence: int, tile: int, kv_lens: Int32
     cached = 0 if kv_lens is None else (kv_lens - query_lens)[sequences]
     order = np.argsort(-(cached + firsts), kind="stable")
     return np.stack([sequences, firsts], axis=1)[order].astype(np.int32)
+
+
+def candidates(head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False) -> Iterator[Settings]:
+    """What is worth trying on a GPU in place of `tuned`: settings whose shared memory the chip has."""
+    width, size = padded(head_dim), dtype.itemsize
+    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        stored = keys * (stages + size if float8 else stages * size)  # float8 is widened beside its buffers
+        if width * (rows * size + 2 * stored) <= chip.shared_bytes:
+            yield {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}

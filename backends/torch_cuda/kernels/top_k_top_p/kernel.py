@@ -6,9 +6,10 @@ the threshold is not below the peak found. Groups whose peak is below it hold no
 listed, for a usual row some dozens, and only they are read again and again until the threshold is exact.
 
 A threshold is searched between two logits: `low` leaves enough (tokens for top-k, mass for top-p), what is above `high`
-does not. A pass measures what a guess between them leaves, and which logits lie next to the guess, so that `low` and
-`high` are always logits of the row and ties cost nothing. Guesses follow an exponential tail, every third is the middle
-of the two as ordered integers, which bounds the number of passes.
+does not. A pass measures what two guesses between them leave, and which logits lie next to each, so that `low` and
+`high` are always logits of the row and ties cost nothing. The first guesses cut the bracket in three, later ones lie on
+both sides of where an exponential tail would have the target, so that both ends move; every fourth pass halves the
+bracket as ordered integers, which bounds the number of passes. Eight is usual where most of a flat row stays.
 
 Rows without limits end at once, on the device: one captured graph serves greedy and random rows.
 """
@@ -22,7 +23,7 @@ import triton.language as tl
 GROUP = 32
 SUMMARY = 128
 """Groups of one program of `summarise`."""
-TILE = 256
+TILE = 128
 """Groups of one turn of a pass."""
 LISTED = 1024
 """Groups of one turn of the listing."""
@@ -30,8 +31,10 @@ SUMMARY_WARPS, ROW_WARPS = 4, 16
 RULES = ["temperature", "top_k", "top_p", "min_p"]
 """Rows of one packed array, aligned or not by how many there are: that must not make another program."""
 
-TURNS = tl.constexpr(3 * 33)
-"""More than a search can take: its every third turn halves what was 2^32 values."""
+TURNS = tl.constexpr(4 * 33)
+"""More than a search can take: its every fourth turn halves what was 2^32 values."""
+AROUND = tl.constexpr(1 / 16)
+"""How far to either side of the estimate the guesses lie, in parts of the bracket."""
 NOTHING = tl.constexpr(87.0)
 """exp(-87) is about the smallest weight that float32 has: what weighs less adds nothing to a mass."""
 
@@ -123,20 +126,18 @@ def search_row(
             # The best logit alone weighs 1.
             low = tl.where(by_mass & (target <= 1), best, float("-inf"))
             lines: tl.constexpr = (GROUPS + GROUP - 1) // GROUP
-            some, _, _ = measure(peaks, listed, lines, low, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
-            some = tl.minimum(some, GROUPS)  # what fills the last tile is nothing
-            low, _ = search(peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
+            some = left_by(peaks, listed, lines, low, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
+            low = search(peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
             low = tl.where(by_mass, tl.maximum(low, nothing), low)
             count = list_groups(peaks, listed, low, GROUPS, LISTING)
             tl.debug_barrier()  # the list is read by other threads than wrote it
-            mass, _, _ = measure(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
-            mass = tl.minimum(mass, VOCAB)
-            floor, _ = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
+            mass = left_by(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
+            floor = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
             if few & nucleus:
-                mass, _, _ = measure(logits, listed, count, floor, True, best, cold, VOCAB, GROUP, BLOCK, True)
+                mass = left_by(logits, listed, count, floor, True, best, cold, VOCAB, GROUP, BLOCK, True)
                 target = p * mass
                 low = tl.where(target <= 1, best, tl.maximum(floor, nothing))
-                floor, _ = search(logits, listed, count, low, mass, target, True, best, cold, VOCAB, GROUP, BLOCK, True)
+                floor = search(logits, listed, count, low, mass, target, True, best, cold, VOCAB, GROUP, BLOCK, True)
         if relative:
             floor = tl.maximum(floor, best + hot * tl.log(tl.minimum(share, 1.0)))
     tl.store(out + row, floor)
@@ -185,7 +186,7 @@ def search(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The largest threshold that leaves `target`, or one between it and the next smaller value; and what it leaves.
+    """The largest threshold that leaves `target`, or one between it and the next smaller value.
 
     low: leaves `mass`, which is enough; else it is the answer.
     """
@@ -193,26 +194,41 @@ def search(
     # At least so much goes with the smallest value kept.
     unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
     while (turn < TURNS) & (low < high) & (mass - unit >= target):
-        t = guess(low, mass, high, over, target, turn)
-        left, above, below = measure(values, listed, groups, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
-        enough = left >= target
-        low, mass = tl.where(enough, above, low), tl.where(enough, left, mass)
-        high, over = tl.where(enough, high, below), tl.where(enough, over, left)
+        s, t = guesses(low, mass, high, over, target, turn)
+        more, above_s, below_s, less, above_t, below_t = measure(
+            values, listed, groups, s, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED
+        )
+        s_leaves, t_leaves = more >= target, less >= target
+        low = tl.where(t_leaves, above_t, tl.where(s_leaves, above_s, low))
+        mass = tl.where(t_leaves, less, tl.where(s_leaves, more, mass))
+        high = tl.where(t_leaves, high, tl.where(s_leaves, below_t, below_s))
+        over = tl.where(t_leaves, over, tl.where(s_leaves, less, more))
         unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
         turn += 1
-    return low, mass
+    return low
 
 
 @triton.jit
-def guess(low, mass, high, over, target, turn):
-    """A threshold in (low, high]: where an exponential tail has `target` left, or, every third turn, the middle."""
+def guesses(low, mass, high, over, target, turn):
+    """Two thresholds in (low, high], the smaller first."""
+    width = high - low
     top = tl.maximum(over, 1.0)
-    straight = low + (high - low) * (tl.log(mass / target) / tl.log(mass / top))
-    known = (low > float("-inf")) & (mass > top) & (turn % 3 != 2)
+    share = tl.log(mass / target) / tl.log(mass / top)  # of the bracket, where an exponential tail has `target` left
+    middle = halfway(low, high)
+    halves = (low == float("-inf")) | (turn % 4 == 3)
+    s = tl.where(turn < 3, low + width / 3, low + width * (share - AROUND))
+    t = tl.where(turn < 3, low + width * (2 / 3), low + width * (share + AROUND))
+    s, t = tl.where(halves, middle, s), tl.where(halves, halfway(middle, high), t)
+    t = tl.minimum(t, high)
+    t = tl.where(t > low, t, high)
+    return tl.where((s > low) & (s < t), s, t), t
+
+
+@triton.jit
+def halfway(low, high):
+    """The mean of two float32 as ordered integers."""
     a, b = ordered(low.to(tl.int32, bitcast=True)), ordered(high.to(tl.int32, bitcast=True))
-    middle = ordered((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)  # their mean, without overflow
-    t = tl.minimum(tl.where(known, straight, middle), high)
-    return tl.where(t > low, t, high)
+    return ordered((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)  # without overflow
 
 
 @triton.jit
@@ -226,6 +242,7 @@ def measure(
     values,
     listed,
     groups,
+    s,
     t,
     by_mass,
     best,
@@ -235,11 +252,19 @@ def measure(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """One pass over the (listed) groups of COUNT values: what the threshold t leaves, the smallest value that it keeps
-    and the largest that it does not."""
-    mass = tl.zeros((BLOCK, GROUP), tl.float32)
-    above = tl.full((BLOCK, GROUP), float("inf"), tl.float32)
-    below = tl.full((BLOCK, GROUP), float("-inf"), tl.float32)
+    """One pass over the (listed) groups of COUNT values, for two thresholds s <= t.
+
+    Of each: what it leaves, the smallest value that it keeps and the largest that it does not.
+    """
+    more, less = tl.zeros((BLOCK, GROUP), tl.float32), tl.zeros((BLOCK, GROUP), tl.float32)
+    above_s, above_t = (
+        tl.full((BLOCK, GROUP), float("inf"), tl.float32),
+        tl.full((BLOCK, GROUP), float("inf"), tl.float32),
+    )
+    below_s, below_t = (
+        tl.full((BLOCK, GROUP), float("-inf"), tl.float32),
+        tl.full((BLOCK, GROUP), float("-inf"), tl.float32),
+    )
     for start in range(0, groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         here = group < groups
@@ -247,9 +272,30 @@ def measure(
             group = tl.load(listed + group, mask=here, other=0)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(values + at, mask=here[:, None] & (at < COUNT), other=float("-inf"))
-        inside = x >= t
         weight = tl.where(by_mass, tl.exp((x - best) * cold), 1.0)
-        mass += tl.where(inside, weight, 0.0)
-        above = tl.minimum(above, tl.where(inside, x, float("inf")))
-        below = tl.maximum(below, tl.where(inside, float("-inf"), x))
-    return tl.sum(mass), tl.min(above), tl.max(below)
+        more += tl.where(x >= s, weight, 0.0)
+        less += tl.where(x >= t, weight, 0.0)
+        above_s = tl.minimum(above_s, tl.where(x >= s, x, float("inf")))
+        above_t = tl.minimum(above_t, tl.where(x >= t, x, float("inf")))
+        below_s = tl.maximum(below_s, tl.where(x >= s, float("-inf"), x))
+        below_t = tl.maximum(below_t, tl.where(x >= t, float("-inf"), x))
+    return tl.sum(more), tl.min(above_s), tl.max(below_s), tl.sum(less), tl.min(above_t), tl.max(below_t)
+
+
+@triton.jit
+def left_by(
+    values,
+    listed,
+    groups,
+    t,
+    by_mass,
+    best,
+    cold,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """What the threshold t leaves."""
+    mass, _, _, _, _, _ = measure(values, listed, groups, t, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
+    return tl.minimum(mass, COUNT)  # what fills the last tile is nothing, but counts where t is minus infinity

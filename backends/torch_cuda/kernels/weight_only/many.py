@@ -1,4 +1,4 @@
-"""Many rows of x, bound by arithmetic: the matrix is unpacked piece by piece for torch, or x is float8 as the matrix."""
+"""Many rows of x, bound by arithmetic: the matrix is unpacked piece by piece for torch, or x goes to float8 as it is."""
 
 import torch
 import triton

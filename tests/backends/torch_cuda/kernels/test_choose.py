@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.sampling_definition import ROWS, VOCAB
 from support.torch_sampling import INTERPRETED, decode_step, follows_the_definition, run
@@ -16,7 +16,7 @@ from pagoda.common.engine.step import RowStart
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
 def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
     follows_the_definition(INTERPRETED, rows, seed, spread)

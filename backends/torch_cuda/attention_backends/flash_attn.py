@@ -1,0 +1,60 @@
+"""FlashAttention 3 from the package flash_attn_interface, which is built from source: pages of any size, soft caps."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Final
+
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token
+from pagoda.backends.torch_cuda.attention_backends.refusal import refusal, refuse_common
+from pagoda.backends.torch_cuda.batch import Batch
+from pagoda.backends.torch_cuda.cache import LayerCache
+from pagoda.common.models.spec import Attention
+
+NAME: Final = "FLASH_ATTN"
+PACKAGE: Final = "flash_attn_interface"
+HOPPER: Final = 9
+WIDEST: Final = 256
+
+
+class FlashAttn:
+    """Implements protocol.Prefill. `with_kvcache`: the package's flash_attn_with_kvcache."""
+
+    def __init__(self, with_kvcache: Callable[..., Tensor]) -> None:
+        self.with_kvcache = with_kvcache
+
+    def __call__(self, queries: Tensor, batch: Batch, cache: LayerCache, spec: Attention, out: Tensor) -> None:
+        """See protocol.Prefill. One split, so that a sequence's result does not depend on the others."""
+        part = Longer.of(queries, batch, cache)
+        out[part.rows] = self.with_kvcache(
+            part.queries,
+            by_token(cache.keys),
+            by_token(cache.values),
+            cache_seqlens=part.kv_lens,
+            page_table=part.tables,
+            cu_seqlens_q=part.query_start,
+            max_seqlen_q=len(part.queries),
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=(-1, 0),
+            softcap=spec.softcap or 0.0,
+            num_splits=1,
+        )
+
+
+def create(needs: Needs) -> FlashAttn:
+    """Raises ConfigError for a GPU, model or cache that it cannot work with, or where it is not installed."""
+    refuse_common(NAME, needs, WIDEST)
+    if needs.device.chip.capability[0] != HOPPER:
+        raise refusal(NAME, f"is for Hopper GPUs, this is {needs.device.name}")
+    try:
+        function: Callable[..., Tensor] = importlib.import_module(PACKAGE).flash_attn_with_kvcache
+    except ImportError:
+        raise refusal(
+            NAME,
+            f"needs the package {PACKAGE}: build it from the folder hopper of github.com/Dao-AILab/flash-attention",
+        ) from None
+    return FlashAttn(function)

@@ -1,0 +1,46 @@
+"""Our own kernel: every model, every type of cache, every page size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
+from pagoda.backends.torch_cuda.batch import Batch
+from pagoda.backends.torch_cuda.cache import LayerCache
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
+from pagoda.common.models.spec import Attention
+
+
+class TritonAttn:
+    """Implements protocol.Prefill."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(self, queries: Tensor, batch: Batch, cache: LayerCache, spec: Attention, out: Tensor) -> None:
+        """See protocol.Prefill."""
+        assert batch.tiles is not None, "there are sequences that are no decodes"
+        prefill_attention(
+            queries,
+            cache.keys,
+            cache.values,
+            batch.groups[cache.group].tables,
+            batch.query_start,
+            batch.kv_lens,
+            batch.tiles,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
+            tile=batch.tile,
+            use_kernel=self.device.use_kernels,
+            chip=self.device.chip,
+        )
+
+
+def create(needs: Needs) -> TritonAttn:
+    """It can do everything."""
+    return TritonAttn(needs.device)

@@ -1,0 +1,81 @@
+"""What is compiled ahead of time: Mixtral's experts (8, two a token) and those of Qwen3-MoE (128, eight a token)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES, expert_kernel, mix_kernel, settings
+from pagoda.backends.torch_cuda.kernels.moe.routing import align_kernel, route_kernel
+from pagoda.backends.torch_cuda.kernels.weight_only.arg_specs import NUMBERS, SCALES
+
+_GROUP: Final = {"plain": 0, "int8": 0, "fp8": 0, "int4": 128}
+_FEW, _SOME, _MANY = TILES
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """By scheme, rows of a tile and type; `ragged`: biases, and inputs that fill no block."""
+    found = {}
+    for scheme in _GROUP:
+        for tile in TILES:
+            found[f"{scheme}-{tile}-inner"] = _expert(scheme, tile, chip, inner=True)
+        found[f"{scheme}-{_FEW}-down"] = _expert(scheme, _FEW, chip)
+    found[f"plain-{_SOME}-down"] = _expert("plain", _SOME, chip)
+    found[f"plain-{_MANY}-down"] = _expert("plain", _MANY, chip)
+    found[f"plain-{_FEW}-inner-fp16"] = _expert("plain", _FEW, chip, inner=True, dtype="fp16")
+    found[f"plain-{_SOME}-inner-fp32"] = _expert("plain", _SOME, chip, inner=True, dtype="fp32", hot=False)
+    found[f"plain-{_FEW}-ragged"] = _expert("plain", _FEW, chip, inner=True, inputs=720)
+    found[f"int4-{_FEW}-ragged"] = _expert("int4", _FEW, chip, inputs=720)
+    for experts, top in ((8, 2), (128, 8), (256, 8)):
+        found[f"route-{experts}"] = _route(experts, top)
+    found["align-8"] = _align(8, _FEW)
+    found["align-128"] = _align(128, _MANY)
+    found["align-256-by-row"] = _align(256, 1)
+    found["mix"] = Launch(
+        mix_kernel,
+        {"parts": "*bf16", "weights": "*fp32", "out": "*bf16", "width": "i32:16"},
+        {"TOP": 8, "BLOCK": 1024},
+    )
+    return found
+
+
+def _expert(
+    scheme: str,
+    tile: int,
+    chip: Chip,
+    *,
+    inner: bool = False,
+    dtype: str = "bf16",
+    inputs: int = 14336,
+    hot: bool = True,
+) -> Launch:
+    constants = settings(scheme, _GROUP[scheme], inputs, tile, chip)
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    signature = {"x": f"*{dtype}", "weights": NUMBERS[scheme], "scales": SCALES[scheme], "bias": f"*{dtype}"}
+    if scheme == "plain":
+        signature |= {"weights": f"*{dtype}", "scales": f"*{dtype}"}
+    signature |= {"out": f"*{dtype}", "order": "*i32", "tile_experts": "*i32", "ends": "*i32"}
+    signature |= {"pairs": "i32", "experts": "i32"}
+    signature |= dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "scale_stride"), "i32:16")
+    constants |= {"SHARE": 2 if inner else 1, "ACTIVATION": "silu" if inner else "", "GATED": inner}
+    constants |= {"NATIVE": chip.float8, "BIAS": inputs % 256 != 0}
+    return Launch(expert_kernel, signature, constants, warps, stages, hot=hot, wgmma=scheme == "plain" and hot)
+
+
+def _route(experts: int, top: int) -> Launch:
+    signature = {
+        "logits": "*fp32",
+        "weights": "*fp32",
+        "chosen": "*i32",
+        "experts": "i32:16",
+        "logits_stride": "i32:16",
+    }
+    constants = {"TOP": top, "RENORMALISE": True, "BLOCK": experts, "BLOCK_TOP": top}
+    return Launch(route_kernel, signature, constants, num_warps=1)
+
+
+def _align(experts: int, tile: int) -> Launch:
+    signature = dict.fromkeys(("chosen", "order", "tile_experts", "ends"), "*i32")
+    constants = {"TILE": tile, "BLOCK": 2 * experts, "CHUNK": 1024}
+    return Launch(align_kernel, signature | {"pairs": "i32", "experts": "i32"}, constants)

@@ -1,0 +1,164 @@
+"""Routed experts: routing, sorting, products and sums against the reference backend's definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagoda.backends.reference.ops import route as route_reference
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.moe import kernel, many, moe
+from pagoda.backends.torch_cuda.kernels.moe.reference import reference
+from pagoda.backends.torch_cuda.kernels.moe.routing import align, most_tiles, route
+from pagoda.backends.torch_cuda.kernels.weight_only import pack
+from pagoda.common.models.spec import Mlp, Router
+
+CHIP = CHIPS["sm_90"]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("experts", "top"), [(8, 2), (128, 8), (60, 4), (4, 4), (256, 1)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_route(experts: int, top: int, renormalise: bool) -> None:
+    held = torch.full((7, experts + 8), float("nan"))
+    held[:, :experts] = 3 * normal(7, experts)
+    logits, router = held[:, :experts], Router(top, renormalise)
+    weights, chosen = route(logits, router)
+    wanted, best = route_reference(logits, router)
+    assert torch.equal(chosen.long(), best)
+    torch.testing.assert_close(weights, wanted, rtol=2e-6, atol=1e-7)
+
+
+def test_equal_experts_are_taken_in_their_order() -> None:
+    logits = torch.zeros(1, 12)
+    logits[0, 7] = 1
+    assert route(logits, Router(4, True))[1].tolist() == [[7, 0, 1, 2]]
+
+
+def test_rows_of_nan_stay_inside() -> None:
+    """Padding may hold anything; what it picks must not lead a program elsewhere."""
+    _, chosen = route(torch.full((2, 6), float("nan")), Router(2, True))
+    order, _, ends = align(chosen, 6, 16)
+    assert ((chosen >= 0) & (chosen < 8)).all()
+    assert ends[-1] <= len(order) // 16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top", "experts", "tile"), [(1, 2, 8, 16), (300, 4, 16, 16), (40, 8, 9, 1), (5, 1, 200, 64)]
+)
+def test_align(tokens: int, top: int, experts: int, tile: int) -> None:
+    chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).int()
+    chosen[chosen == 3] = 4 % experts  # an expert that nobody has
+    order, tile_experts, ends = align(chosen, experts, tile)
+    pairs, flat = tokens * top, chosen.flatten()
+    found, at = [], 0
+    for expert in range(experts):
+        mine = (flat == expert).nonzero().flatten().tolist()
+        tiles = -(-len(mine) // tile)
+        assert tile_experts[at : at + tiles].tolist() == [expert] * tiles
+        found += mine + [pairs] * (tiles * tile - len(mine))
+        at += tiles
+        assert ends[expert] == at
+    assert order[: at * tile].tolist() == found
+    assert at <= most_tiles(pairs, experts, tile) == len(tile_experts) == len(order) // tile
+
+
+@pytest.mark.parametrize("tile", [1, 16, 64])
+def test_the_worst_spread_fills_the_room(tile: int) -> None:
+    """As many experts as can be have one row more than whole tiles."""
+    for pairs, experts in ((1, 8), (8, 8), (9, 8), (100, 8), (257, 4)):
+        busy = min(pairs, experts)
+        worst = [1] * busy
+        worst[0] += (pairs - busy) // tile * tile
+        assert sum(-(-rows // tile) for rows in worst) == most_tiles(pairs, experts, tile)
+
+
+def case(tokens: int, experts: int, top: int, width: int, ffn: int, expert: Mlp, dtype: torch.dtype) -> dict:
+    """Arguments of `moe`; x lies in memory that is NaN elsewhere."""
+    held = torch.full((tokens + 1, width + 16), float("nan"), dtype=dtype)
+    held[:tokens, :width] = normal(tokens, width)
+    rows = 2 * ffn if expert.gated else ffn
+    found = {
+        "x": held[:tokens, :width],
+        "router_logits": 2 * normal(tokens, experts),
+        "inner": (normal(experts, rows, width) * width**-0.5).to(dtype),
+        "down": (normal(experts, width, ffn) * ffn**-0.5).to(dtype),
+        "router": Router(top, True),
+        "expert": expert,
+    }
+    if expert.bias:
+        found |= {"inner_bias": normal(experts, rows, dtype=dtype), "down_bias": normal(experts, width, dtype=dtype)}
+    return found
+
+
+EXPERTS = {
+    "gated": Mlp(24, "silu", True),
+    "gelu-bias": Mlp(24, "gelu_tanh", True, bias=True),
+    "plain-bias": Mlp(24, "relu", False, bias=True),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "experts", "top"), [(1, 8, 2), (19, 4, 2), (70, 2, 1)])
+def test_moe(kind: str, dtype: torch.dtype, tokens: int, experts: int, top: int) -> None:
+    arguments = case(tokens, experts, top, 48, 24, EXPERTS[kind], dtype)
+    want = moe(**arguments, use_kernel=False, chip=CHIP)
+    found = moe(**arguments, use_kernel=True, chip=CHIP)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, want, rtol=0, atol=3e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
+def test_packed_experts(scheme: str) -> None:
+    arguments = case(9, 3, 2, 300, 40, Mlp(40, "silu", True, bias=True), torch.float32)
+    arguments |= {name: pack(arguments[name], scheme) for name in ("inner", "down")}
+    want = moe(**arguments, use_kernel=False, chip=CHIP)
+    torch.testing.assert_close(moe(**arguments, use_kernel=True, chip=CHIP), want, rtol=0, atol=2e-5)
+
+
+def test_a_token_does_not_see_the_others() -> None:
+    arguments = case(12, 4, 2, 48, 24, EXPERTS["gated"], torch.float32)
+    together = moe(**arguments, use_kernel=True, chip=CHIP)
+    one = arguments | {"x": arguments["x"][7:8], "router_logits": arguments["router_logits"][7:8]}
+    assert torch.equal(moe(**one, use_kernel=True, chip=CHIP), together[7:8])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_many_rows_by_torch(bias: bool) -> None:
+    arguments = case(140, 2, 1, 48, 24, Mlp(24, "silu", True, bias=bias), torch.bfloat16)
+    arguments["x"] = arguments["x"].contiguous()
+    weights, chosen = route(arguments["router_logits"], arguments["router"])
+    given = [arguments.get(name) for name in ("inner", "down", "inner_bias", "down_bias")]
+    assert many.has_grouped_product(arguments["x"], chosen, *given[:2], CHIP)
+    assert not many.has_grouped_product(arguments["x"], chosen, *given[:2], CHIPS["sm_80"])
+    assert not many.has_grouped_product(arguments["x"][:60], chosen[:60], *given[:2], CHIP)
+    assert not many.has_grouped_product(arguments["x"].half(), chosen, *given[:2], CHIP)
+    parts = many.experts(arguments["x"], chosen, *given, arguments["expert"])
+    wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    want = moe(**wide, use_kernel=False, chip=CHIP)
+    torch.testing.assert_close((parts.float() * weights).float(), want, rtol=0.03, atol=0.08)
+
+
+def test_tiles() -> None:
+    assert [kernel.choose_tile(tokens * 8, 128) for tokens in (1, 256, 257, 1024, 1025, 8192)] == [
+        16,
+        16,
+        64,
+        64,
+        128,
+        128,
+    ]
+    assert [kernel.choose_tile(tokens * 2, 8) for tokens in (1, 64, 65, 4096)] == [16, 16, 64, 128]
+
+
+def test_shapes_that_do_not_fit() -> None:
+    arguments = case(3, 4, 2, 48, 24, EXPERTS["gated"], torch.float32)
+    for name, message in (("inner", r"inner is \(4, 44, 48\), not \(4, 44, 48\)|down is"), ("down", "down is")):
+        wrong = arguments | {name: arguments[name][:, :44]}
+        with pytest.raises(ValueError, match=message):
+            moe(**wrong, use_kernel=False, chip=CHIP)
+    assert reference.__doc__

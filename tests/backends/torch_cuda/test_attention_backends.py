@@ -1,0 +1,161 @@
+"""Attention by kernels of others: stand-ins check what these are documented to take, and compute the textbook."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.reference_driver import random_weights, tiny_spec
+from support.torch_cuda_model import TorchCudaModel
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from pagoda.backends.torch_cuda.attention_backends import flash_attn, torch_varlen
+from pagoda.backends.torch_cuda.attention_backends.protocol import Needs, Prefill
+from pagoda.backends.torch_cuda.attention_backends.registry import MODULES, find
+from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
+from pagoda.backends.torch_cuda.device import CPU, Device
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.common.config.attention import AUTO, KERNELS
+from pagoda.common.errors import ConfigError
+
+SPEC = tiny_spec()
+TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 11, 4, 50, 61, 72, 1, 90, 6, 13, 15]
+H200 = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H200")
+NEEDS = Needs(tuple({layer.mixer for layer in SPEC.layers}), torch.bfloat16, torch.bfloat16, 256, H200)
+
+
+def paged(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor, scale: float, cap=0.0
+) -> Tensor:
+    """Causal attention, aligned to the last key, over pages [P, B, K, H]; one token and head at a time."""
+    out = torch.full_like(q, float("nan"))
+    for s, length in enumerate(lens.tolist()):
+        begin, end = starts[s].item(), starts[s + 1].item()
+        for row in range(begin, end):
+            slots = [divmod(at, k.shape[1]) for at in range(length - (end - 1 - row))]
+            for n in range(q.shape[1]):
+                place = [(table[s, page].item(), slot, n * k.shape[2] // q.shape[1]) for page, slot in slots]
+                x = torch.stack([k[at] for at in place]) @ q[row, n] * scale
+                x = cap * torch.tanh(x / cap) if cap else x
+                out[row, n] = x.softmax(0) @ torch.stack([v[at] for at in place])
+    return out
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lens: Tensor, table: Tensor) -> None:
+    """What both libraries are documented to want of a paged cache."""
+    heads, dim = q.shape[1:]
+    assert k.shape == v.shape
+    assert heads % k.shape[2] == 0
+    assert k.shape[3] == dim
+    assert k.stride(-1) == v.stride(-1) == q.stride(-1) == 1
+    assert starts.shape == (len(lens) + 1,)
+    assert table.shape[0] == len(lens)
+    assert {x.dtype for x in (starts, lens, table)} == {torch.int32}
+    assert starts[0] == 0
+
+
+def stand_in_varlen(*args: Any, **more: Any) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn, which has no kernel for a CPU."""
+    bound = inspect.signature(varlen.varlen_attn).bind(*args, **more)
+    a = bound.arguments
+    check(a["query"], a["key"], a["value"], a["cu_seq_q"], a["seqused_k"], a["block_table"])
+    assert a["cu_seq_k"].tolist() == [0, *a["seqused_k"].cumsum(0).tolist()]
+    assert a["cu_seq_k"].dtype == torch.int32
+    assert a["max_q"] >= a["cu_seq_q"].diff().max()
+    assert a["max_k"] >= a["seqused_k"].max()
+    assert (a["window_size"], a["num_splits"]) == ((-1, 0), 1)
+    assert a["enable_gqa"] == (a["query"].shape[1] != a["key"].shape[2])
+    return paged(*(a[name] for name in ("query", "key", "value", "cu_seq_q", "seqused_k", "block_table")), a["scale"])
+
+
+def stand_in_flash(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    num_splits: int,
+) -> Tensor:
+    """flash_attn_interface.flash_attn_with_kvcache, by the names of its arguments that are used."""
+    check(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table)
+    assert max_seqlen_q >= cu_seqlens_q.diff().max()
+    assert (causal, window_size, num_splits) == (True, (-1, 0), 1)
+    return paged(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, softcap)
+
+
+KINDS: dict[str, Prefill] = {
+    "TORCH_VARLEN": torch_varlen.TorchVarlen(stand_in_varlen),
+    "FLASH_ATTN": flash_attn.FlashAttn(stand_in_flash),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_decoder_computes_the_same(name: str) -> None:
+    """Two sequences, prefilled in chunks beside decodes of one of them, scattered pages, padding, unused memory NaN."""
+    spec = tiny_spec(softcap=2.0) if name == "FLASH_ATTN" else SPEC
+    own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
+    calls = []
+    for layer in other.decoder.layers:
+        layer.mixer.prefill = lambda *args: (calls.append(args[1].num_decodes), KINDS[name](*args))
+    torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
+    assert {0, 1} <= set(calls), "with decodes before it and without"
+
+
+def test_every_name_of_the_flag_has_a_kernel() -> None:
+    assert set(MODULES) == {AUTO, *KERNELS["torch_cuda"]}
+    for name in (AUTO, "TRITON_ATTN"):
+        assert isinstance(find(name, replace(NEEDS, device=CPU, dtype=torch.float32)), TritonAttn)
+
+
+def test_they_are_found_where_they_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find("TORCH_VARLEN", NEEDS).varlen_attn is varlen.varlen_attn
+    package = ModuleType("flash_attn_interface")
+    package.flash_attn_with_kvcache = stand_in_flash
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    assert find("FLASH_ATTN", NEEDS).with_kvcache is stand_in_flash
+
+
+SOFT = tuple({layer.mixer for layer in tiny_spec(softcap=2.0).layers})
+WINDOW = tuple({layer.mixer for layer in tiny_spec(window=6).layers})
+WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "line"),
+    [
+        ("TORCH_VARLEN", {"device": CPU}, "--attention-backend: TORCH_VARLEN needs a GPU; use auto, or drop the flag"),
+        ("FLASH_ATTN", {"device": CPU}, "--attention-backend: FLASH_ATTN needs a GPU; use auto, or drop the flag"),
+        ("TORCH_VARLEN", {"dtype": torch.float32}, "not in float32"),
+        ("FLASH_ATTN", {"stored": torch.float8_e4m3fn}, r"reads no float8_e4m3fn cache \(--kv-cache-dtype\)"),
+        ("TORCH_VARLEN", {"mixers": SOFT}, "has no soft cap of scores"),
+        ("FLASH_ATTN", {"mixers": WINDOW}, "sliding windows of this model"),
+        ("TORCH_VARLEN", {"mixers": WINDOW}, "sliding windows of this model"),
+        ("TORCH_VARLEN", {"mixers": WIDE}, "heads of up to 256 channels, this model's have 512"),
+        ("TORCH_VARLEN", {"page": 16}, "--block-size: TORCH_VARLEN reads pages of 256 tokens, not 16; use --block-"),
+        ("FLASH_ATTN", {"device": replace(H200, chip=CHIPS["sm_100"], name="B200")}, "Hopper GPUs, this is B200"),
+        ("FLASH_ATTN", {}, "needs the package flash_attn_interface: build it"),
+    ],
+)
+def test_what_they_cannot_do(name: str, change: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line) as error:
+        find(name, replace(NEEDS, **change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_torch_without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
+    with pytest.raises(ConfigError, match=r"TORCH_VARLEN needs torch 2.12 or later, this is "):
+        find("TORCH_VARLEN", NEEDS)
