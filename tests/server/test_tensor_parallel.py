@@ -76,6 +76,15 @@ def test_two_ranks_answer_as_one_until_one_dies(model: str) -> None:
     assert children() == []
 
 
+def test_ray_starts_ranks_too(model: str) -> None:
+    pytest.importorskip("ray")
+    with loaded(model, tensor_parallel_size=2, distributed_executor_backend="ray") as both:
+        placed = ask(both, GREEDY)
+    assert children() == []
+    with loaded(model) as alone:
+        assert ask(alone, GREEDY) == placed
+
+
 def test_four_ranks_share_experts_and_two_kv_heads(tmp_path: Path) -> None:
     (tiny,) = (each for each in TINY if each.name == "mixtral-full")
     tiny.save(tmp_path)
