@@ -18,7 +18,11 @@ from pagoda.common.errors import ConfigError
 def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "find_device", lambda index=0: Device(torch.device("cuda", index), CPU.chip, "X"))
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     ranks.check_devices(2)
+    ranks.device(1)
+    assert current[-1] == torch.device("cuda", 1)
     with pytest.raises(
         ConfigError, match=r"^--tensor-parallel-size: 4 ranks need 4 GPUs, 2 are visible; use 2 or less"
     ):
