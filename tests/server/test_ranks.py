@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from fakes import FakeBackend, full_layout, scrambled
+from support import fake_ranks
 from support.fake_ranks import LIMITS, fake_backend, lead
 from support.served import environment
 from support.watching import children, gone
@@ -19,7 +20,7 @@ from support.watching import children, gone
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.errors import EngineDeadError
+from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.engine_build import BuiltEngine
 from pagoda.server.executors import mp
 
@@ -93,6 +94,19 @@ def test_what_a_rank_lacks_is_the_error_of_the_start(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
+def test_what_rank_0_lacks_ends_ranks_that_have_no_job_yet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(size: int) -> None:
+        raise ConfigError("--tensor-parallel-size", f"{size} are too many")
+
+    monkeypatch.setattr(fake_ranks, "check_devices", refuse)
+    with pytest.raises(ConfigError, match="^--tensor-parallel-size: 2 are too many$"):
+        lead("fake", 2)
+    assert children() == []
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("place", ["import", "meet"])
 def test_a_rank_that_dies_early_keeps_nobody_waiting(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_ENDS_IN", place)
@@ -132,7 +146,8 @@ def lead_until_killed() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_engine_is_killed(number: int) -> None:
     code = (
-        "import runpy; from support.fake_ranks import fake_backend\n"
+        "import runpy; from support import fake_ranks
+from support.fake_ranks import fake_backend\n"
         f"with fake_backend():\n    runpy.run_path({__file__!r})['lead_until_killed']()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
