@@ -146,8 +146,7 @@ def lead_until_killed() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_engine_is_killed(number: int) -> None:
     code = (
-        "import runpy; from support import fake_ranks
-from support.fake_ranks import fake_backend\n"
+        "import runpy; from support.fake_ranks import fake_backend\n"
         f"with fake_backend():\n    runpy.run_path({__file__!r})['lead_until_killed']()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
