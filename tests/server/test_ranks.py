@@ -101,7 +101,7 @@ def test_what_rank_0_lacks_ends_ranks_that_have_no_job_yet(
         raise ConfigError("--tensor-parallel-size", f"{size} are too many")
 
     monkeypatch.setattr(fake_ranks, "check_devices", refuse)
-    with pytest.raises(ConfigError, match="^--tensor-parallel-size: 2 are too many$"):
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel-size: 2 are too many$"):
         lead("fake", 2)
     assert children() == []
     assert capfd.readouterr().err == ""
