@@ -74,7 +74,7 @@ class TorchCudaModel:
         elsewhere = self.offload.places() if self.offload else {}
         self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
         self.loader.fill(weights)
-        self.decoder = Decoder(spec, self.loader.params, device, max_len, comm, self.offload)
+        self.decoder = Decoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:
