@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 from pagoda.backends.registry import load_rank_runtime
 from pagoda.common.config.defaults import Usage
@@ -82,10 +82,15 @@ def _end(seconds: float) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
+def main(build: Build = build_engine) -> NoReturn:
+    """Run the process that DESCRIPTOR and BACKEND of the command line describe."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
-    status = work(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    status = work(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], build)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # daemon threads hold devices; an orderly interpreter exit would wait for them
+
+
+if __name__ == "__main__":
+    main()

@@ -88,13 +88,9 @@ class LeadingRanks:
 
 @contextmanager
 def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
-    """The other ranks while the engine is built. They end with an error in it.
-
-    Raises ConfigError when the model cannot be shared among so many, before any is started.
-    """
+    """The other ranks while the engine is built. They end with an error in it. Raises ConfigError."""
     parallel = resolved.config.parallel
     runtime = load_rank_runtime(resolved.backend)
-    runtime.check(resolved.spec, parallel.tensor_parallel_size)
     ranks = LeadingRanks(resolved, usage, runtime, make_executor(parallel, resolved.backend, runtime.needs_gpu()))
     try:
         ranks.start()

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pagoda.backends.registry import check_checkpoints, check_moves, choose_backend, spread
+from pagoda.backends.registry import (
+    check_checkpoints,
+    check_moves,
+    choose_backend,
+    load_rank_runtime,
+    runs_ranks,
+    spread,
+)
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
@@ -103,6 +110,8 @@ def resolve(
         spec, family = spec_from_config(hf_config)
     except ModelError as error:
         raise ModelError(f"{config.model.model}: {error}") from None
+    if runs_ranks(backend, config.parallel):
+        load_rank_runtime(backend).check(spec, config.parallel.tensor_parallel_size)
     model = _model_limits(spec)
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
@@ -128,6 +137,7 @@ def resolve(
             *found.rows,
             ResolvedRow("dtype", dtype, "model", dtype_why),
             ResolvedRow("backend", backend, "platform default", "the first that can run here"),
+            _executor_row(config, backend),
             *_model_rows(config, checkpoint, generation),
         ),
     )
@@ -203,6 +213,14 @@ def _dtype(asked: str, hf_config: Mapping[str, Any]) -> tuple[str, str]:
     if stated in _SERVED_DTYPES:
         return str(stated), f"the checkpoint says {stated}"
     return "bfloat16", f"the checkpoint says {stated}, which is not served" if stated else "the checkpoint says nothing"
+
+
+def _executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
+    several = runs_ranks(backend, config.parallel)
+    name, why = (
+        ("mp", "a process for each GPU") if several else ("uni", "one process drives the device, or all of them")
+    )
+    return ResolvedRow("distributed_executor_backend", name, "default", why)
 
 
 def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Generation) -> Iterator[ResolvedRow]:

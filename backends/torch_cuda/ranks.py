@@ -37,10 +37,15 @@ def check_devices(size: int) -> None:
 
 
 def device(index: int) -> Device:
-    """The GPU of that number among those that this process sees. Raises ConfigError."""
+    """The GPU of that number among those that this process sees, from now on this thread's own. Raises ConfigError."""
+    import torch
+
     from pagoda.backends.torch_cuda.device import find_device
 
-    return find_device(index)
+    found = find_device(index)
+    if found.use_kernels:
+        torch.cuda.set_device(found.torch)  # else pinned memory would belong to GPU 0, and take a context there
+    return found
 
 
 def needs_gpu() -> bool:

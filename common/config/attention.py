@@ -16,7 +16,7 @@ AUTO: Final = "AUTO"
 
 _OF_A_CPU: Final = ("TORCH_SDPA", "CPU_ATTN")
 KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
-    "torch_cuda": ("TRITON_ATTN", "FLASH_ATTN", "TORCH_VARLEN"),
+    "torch_cuda": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_VARLEN"),
     "reference": _OF_A_CPU,
     "jax_tpu": _OF_A_CPU,
     "simulated": _OF_A_CPU,
@@ -24,7 +24,7 @@ KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
 """Backend -> what else it may be asked for, by the names that vLLM has. Only torch_cuda has more than its own."""
 
 _ELSEWHERE: Final = (
-    *("FLASHINFER", "FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "CUSTOM", "NO_ATTENTION", "FLASH_ATTN_DIFFKV"),
+    *("FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "CUSTOM", "NO_ATTENTION", "FLASH_ATTN_DIFFKV"),
     *("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASHMLA", "FLASHMLA_SPARSE"),
     *("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "IPEX"),
 )
@@ -51,8 +51,9 @@ class AttentionConfig:
     attention_backend: str | None = option(
         None,
         "Attention kernel of prefill and mixed steps: auto; with --backend torch_cuda also TRITON_ATTN (its own), "
-        "FLASH_ATTN (FlashAttention 3, of the package flash_attn_interface) or TORCH_VARLEN (torch's FlashAttention 2, "
-        "with --block-size 256); elsewhere TORCH_SDPA and CPU_ATTN stand for auto.",
+        "FLASH_ATTN (FlashAttention 3, of the package flash_attn_interface), FLASHINFER (of the package flashinfer) or "
+        "TORCH_VARLEN (torch's FlashAttention 2, with --block-size 256). Elsewhere TORCH_SDPA and CPU_ATTN mean "
+        "auto.",
         parse=kernel_name,
     )
     attention_config: Mapping[str, Any] = option(

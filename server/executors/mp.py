@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Final
 
 from pagoda.server.child import environment, fate
@@ -17,6 +19,7 @@ RANK_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.rank_proc")
 _LAST_SECONDS: Final = 5.0
 """A worker has been told to end, or has lost its connection, for so long: it hangs."""
 
+_LOOK_SECONDS: Final = 0.01
 _NEWS_SECONDS: Final = 1.0
 """Between the end of a process's connections and its own."""
 
@@ -57,7 +60,19 @@ class ProcessExecutor:
 
 
 def _fate(process: subprocess.Popen[bytes]) -> str:
-    try:
-        return fate(process.wait(_NEWS_SECONDS))
-    except subprocess.TimeoutExpired:
-        return ""
+    deadline = time.monotonic() + _NEWS_SECONDS
+    while (status := _status(process)) is None:
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(_LOOK_SECONDS)
+    return fate(status)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit status, also while the system still takes the device from the process, which may last seconds."""
+    status = process.poll()
+    if status is None:
+        with contextlib.suppress(OSError):
+            code = int(Path(f"/proc/{process.pid}/stat").read_text().split()[-1])
+            return os.waitstatus_to_exitcode(code) if code else None
+    return status

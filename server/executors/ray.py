@@ -143,7 +143,7 @@ class RayExecutor:
         try:
             return f"ended with exit status {self._ray.get(run)}"
         except self._ray.exceptions.RayError as error:
-            return f"is gone: {str(error).splitlines()[0]}"
+            return f"is gone, says Ray: {str(error).splitlines()[0]}"
 
 
 class _Rank:

@@ -54,6 +54,19 @@ def test_where_values_come_from(
 
 
 @pytest.mark.model
+@pytest.mark.setting("--explain-config", "--distributed-executor-backend", "--tensor-parallel-size")
+def test_how_ranks_are_started(
+    model_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    words = ("serve", str(model_file), "--backend", "torch_cuda")
+    assert explained(capsys, *words)["distributed_executor_backend"][:2] == ("uni", "default")
+    assert explained(capsys, *words, "-tp", "3")["distributed_executor_backend"][:2] == ("mp", "default")
+    assert cli.main([*words, "-tp", "2", "--explain-config"]) == 2
+    assert "--tensor-parallel-size: 2 ranks cannot share 9 query heads evenly; use 1" in capsys.readouterr().err
+
+
+@pytest.mark.model
 @pytest.mark.setting("--explain-config")
 def test_the_defaults_are_those_of_the_command(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = explained(capsys, "serve", str(model_file))

@@ -52,6 +52,8 @@ def core_of(built: BuiltEngine) -> EngineCore:
 def test_ranks_follow_and_end_in_good_order(capfd: pytest.CaptureFixture[str]) -> None:
     built = lead("fake")
     assert len(children()) == 2
+    for rank in children():
+        os.kill(rank, signal.SIGINT)  # as Ctrl-C in a terminal does
     assert core_of(built).stats.kv_blocks_total == 37  # rank 2 has least room: 38 with the null block
     alone = FakeBackend(full_layout(), num_blocks=38, next_token=scrambled)
     assert answers(core_of(built)) == answers(EngineCore(alone, alone.layout, LIMITS, 38))
@@ -99,6 +101,17 @@ def test_a_rank_that_dies_early_keeps_nobody_waiting(place: str, monkeypatch: py
     assert children() == []
 
 
+def test_what_killed_a_process_is_known_before_the_system_is_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    assert mp._status(process) is None
+    process.kill()
+    assert gone(process.pid)  # but not waited for
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "poll", lambda: None)
+        assert mp._fate(process) == "was killed by SIGKILL: out of memory?"
+    process.wait()
+
+
 def test_a_rank_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mp, "_LAST_SECONDS", 0.05)
     built = lead("fake:stay", 2)
@@ -106,11 +119,21 @@ def test_a_rank_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     assert children() == []
 
 
+def lead_until_killed() -> None:
+    """The engine of the next test: its ranks hang in a step."""
+    built = lead("fake:hang")
+    core = core_of(built)
+    core.add_request(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], rules=SamplingRules(), max_tokens=9))
+    core.step()
+    print(*children(), flush=True)
+    threading.Event().wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_engine_is_killed(number: int) -> None:
     code = (
-        "import time; from support.fake_ranks import fake_backend, lead; from support.watching import children\n"
-        "with fake_backend():\n    built = lead('fake'); print(*children(), flush=True); time.sleep(3600)"
+        "import runpy; from support.fake_ranks import fake_backend\n"
+        f"with fake_backend():\n    runpy.run_path({__file__!r})['lead_until_killed']()"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None

@@ -251,10 +251,16 @@ def test_the_attention_kernel(
     [
         ("--attention-backend FLASH_ATTN", "--attention-backend: reference has no FLASH_ATTN; use one of auto, "),
         ('--attention-config {"backend":"TRITON_ATTN"}', "--attention-config: reference has no TRITON_ATTN; use one"),
-        ("--attention-backend FLASHINFER", "--attention-backend: 'FLASHINFER': not in this version; use one of AUTO, "),
+        (
+            "--attention-backend FLEX_ATTENTION",
+            "--attention-backend: 'FLEX_ATTENTION': not in this version; use one of AUTO, ",
+        ),
         ("--attention-backend flash_atn", "--attention-backend: 'flash_atn': unknown; did you mean FLASH_ATTN"),
         ('--attention-config {"flash_attn_version":3}', "--attention-config: flash_attn_version is not supported, "),
-        ('--attention-config {"backend":"FLASHINFER"}', "--attention-config: FLASHINFER: not in this version; use "),
+        (
+            '--attention-config {"backend":"FLEX_ATTENTION"}',
+            "--attention-config: FLEX_ATTENTION: not in this version; use ",
+        ),
         ('--attention-backend auto --attention-config {"backend":"AUTO"}', "--attention-config: names a backend, and "),
     ],
 )

@@ -1,7 +1,8 @@
 """Ranks over FakeBackend, for tests of how they start, follow and end. Run as a program, it is a rank's process.
 
 The model's name says how ranks other than 0 behave: "fake" follows, "fake:load" finds no weights on rank 2,
-"fake:step" fails in a step on rank 1, "fake:stay" does not end when it is told to. RANK_ENDS_IN in the environment:
+"fake:step" fails in a step on rank 1, "fake:hang" never comes back from one, "fake:stay" does not end when it is told
+to. RANK_ENDS_IN in the environment:
 "import" ends them before they have their job, "meet" while they meet rank 0.
 """
 
@@ -94,7 +95,12 @@ def build(config: EngineConfig, usage: str, gather: Gather) -> BuiltEngine:
         told = company.arrive(resolved_checkpoint(config))
         rank = int(told["device"])
         fails = kind == "step" and rank == 1
-        own = FakeBackend(full_layout(), num_blocks=40 - rank, next_token=scrambled, fail_at=2 if fails else None)
+        own = FakeBackend(
+            full_layout(),
+            num_blocks=40 - rank,
+            next_token=hang if kind == "hang" and rank else scrambled,
+            fail_at=2 if fails else None,
+        )
         backend = company.joined(own)
         try:
             if kind == "load" and rank == 2:
@@ -109,6 +115,11 @@ def build(config: EngineConfig, usage: str, gather: Gather) -> BuiltEngine:
         backend.close = threading.Event().wait  # type: ignore[method-assign, assignment]
     core = EngineCore(backend, own.layout, LIMITS, blocks)
     return BuiltEngine(core, backend, None, backend)  # type: ignore[arg-type]
+
+
+def hang(history: list[int]) -> int:
+    threading.Event().wait()
+    return 0
 
 
 def resolved_checkpoint(config: EngineConfig) -> Any:
@@ -140,4 +151,4 @@ if __name__ == "__main__":
     if os.environ.get("RANK_ENDS_IN") == "import":
         os._exit(7)
     with fake_backend():
-        os._exit(rank_proc.work(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], build))
+        rank_proc.main(build)

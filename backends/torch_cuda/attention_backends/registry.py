@@ -14,6 +14,7 @@ MODULES: Final[Mapping[str, str]] = {
     "TRITON_ATTN": "triton_attn",
     "TORCH_VARLEN": "torch_varlen",
     "FLASH_ATTN": "flash_attn",
+    "FLASHINFER": "flashinfer",
 }
 """Name -> module here with `create(needs) -> Prefill`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.torch_cuda_model import TorchCudaModel
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from pagoda.backends.torch_cuda.attention_backends import flash_attn, torch_varlen
+from pagoda.backends.torch_cuda.attention_backends import flash_attn, flashinfer, torch_varlen
 from pagoda.backends.torch_cuda.attention_backends.protocol import Needs, Prefill
 from pagoda.backends.torch_cuda.attention_backends.registry import MODULES, find
 from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
@@ -96,22 +97,70 @@ def stand_in_flash(
     return paged(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, softcap)
 
 
+class StandInFlashInfer:
+    """flashinfer.BatchPrefillWithPagedKVCacheWrapper for pages [K, B, H]: `plan` once a step, `run` for each layer."""
+
+    planned = 0
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool,
+        sm_scale: float,
+        logits_soft_cap: float | None,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        starts = paged_kv_indptr.tolist()
+        assert causal
+        assert starts[0] == 0
+        assert starts[-1] == len(paged_kv_indices)
+        pages = paged_kv_indptr.diff()
+        lens = (pages - 1).clamp_min(0) * page_size + paged_kv_last_page_len
+        table = torch.zeros(len(pages), int(pages.max()), dtype=torch.int32)
+        for s, (begin, end) in enumerate(pairwise(starts)):
+            table[s, : end - begin] = paged_kv_indices[begin:end]
+        self.shapes = (num_qo_heads, head_dim_qk), (num_kv_heads, page_size, head_dim_qk), q_data_type, kv_data_type
+        self.arrays, self.rules = (qo_indptr, lens.int(), table), (sm_scale, logits_soft_cap or 0.0)
+        StandInFlashInfer.planned += 1
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        keys, values = paged_kv_cache
+        assert self.shapes == (q.shape[1:], keys.shape[1:], q.dtype, keys.dtype)
+        assert keys.shape == values.shape
+        assert len(q) == self.arrays[0][-1]
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        check(q, k, v, *self.arrays)
+        return paged(q, k, v, *self.arrays, *self.rules)
+
+
 KINDS: dict[str, Prefill] = {
     "TORCH_VARLEN": torch_varlen.TorchVarlen(stand_in_varlen),
     "FLASH_ATTN": flash_attn.FlashAttn(stand_in_flash),
+    "FLASHINFER": flashinfer.FlashInfer(StandInFlashInfer),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_decoder_computes_the_same(name: str) -> None:
     """Two sequences, prefilled in chunks beside decodes of one of them, scattered pages, padding, unused memory NaN."""
-    spec = tiny_spec(softcap=2.0) if name == "FLASH_ATTN" else SPEC
+    spec = SPEC if name == "TORCH_VARLEN" else tiny_spec(softcap=2.0)
     own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
     calls = []
     for layer in other.decoder.layers:
         layer.mixer.prefill = lambda *args: (calls.append(args[1].num_decodes), KINDS[name](*args))
     torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
     assert {0, 1} <= set(calls), "with decodes before it and without"
+    if name == "FLASHINFER":
+        assert StandInFlashInfer.planned == len(calls) / len(spec.layers), "once a step"
 
 
 def test_every_name_of_the_flag_has_a_kernel() -> None:
@@ -126,8 +175,16 @@ def test_they_are_found_where_they_can_work(monkeypatch: pytest.MonkeyPatch) -> 
     package.flash_attn_with_kvcache = stand_in_flash
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     assert find("FLASH_ATTN", NEEDS).with_kvcache is stand_in_flash
+    made = []
+    package = ModuleType("flashinfer")
+    package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: made.append(args)
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: (size, dtype, device))
+    find("FLASHINFER", replace(NEEDS, mixers=DIM_64)).make_wrapper()
+    assert made == [((128 << 20, torch.uint8, H200.torch), "HND")]
 
 
+DIM_64 = tuple(replace(mixer, head_dim=64) for mixer in NEEDS.mixers)
 SOFT = tuple({layer.mixer for layer in tiny_spec(softcap=2.0).layers})
 WINDOW = tuple({layer.mixer for layer in tiny_spec(window=6).layers})
 WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
@@ -146,6 +203,9 @@ WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
         ("TORCH_VARLEN", {"mixers": WIDE}, "heads of up to 256 channels, this model's have 512"),
         ("TORCH_VARLEN", {"page": 16}, "--block-size: TORCH_VARLEN reads pages of 256 tokens, not 16; use --block-"),
         ("FLASH_ATTN", {"device": replace(H200, chip=CHIPS["sm_100"], name="B200")}, "Hopper GPUs, this is B200"),
+        ("FLASHINFER", {"device": CPU}, "--attention-backend: FLASHINFER needs a GPU; use auto, or drop the flag"),
+        ("FLASHINFER", {}, "heads of 64, 128, 256 channels, this model's have "),
+        ("FLASHINFER", {"mixers": DIM_64}, "needs the package flashinfer: pip install flashinfer-python"),
         ("FLASH_ATTN", {}, "needs the package flash_attn_interface: build it"),
     ],
 )

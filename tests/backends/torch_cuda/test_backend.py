@@ -100,12 +100,21 @@ def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
     assert result.token_ids.tolist() == alone * 2
 
 
-def engine(backend: str, spec: ModelSpec, *, blocks: int, warm: bool = False, limits: dict | None = None, **make):
+def engine(
+    backend: str,
+    spec: ModelSpec,
+    *,
+    blocks: int,
+    warm: bool = False,
+    limits: dict | None = None,
+    hybrid: bool = True,
+    **make,
+) -> EngineCore:
     """A step loop over that backend, small enough that requests wait and are preempted."""
     chosen = Limits(
         **{"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 6, "block_size": 4, **(limits or {})}
     )
-    layout = kv_layout(spec, chosen.block_size)
+    layout = kv_layout(spec, chosen.block_size, hybrid=hybrid)
     made = load_backend(backend).create(
         spec, limits=chosen, layout=layout, cache=CacheConfig(), dtype="float32", **make
     )
@@ -170,6 +179,25 @@ def test_an_engine_answers_like_reference(kind: str, plain: bool) -> None:
             np.testing.assert_allclose(values, their_values, atol=1e-4)
     assert cores[1].stats.preemptions > 0
     assert plain or cores[1].stats.prefix_hits > 0
+
+
+def test_layers_of_several_windows_share_a_group() -> None:
+    asked = asked_for(seed=3)
+    make = {"blocks": 31, "hybrid": False}
+    theirs = answers(engine("reference", SPECS["window"], **make), asked)
+    ours = answers(engine("torch_cuda", SPECS["window"], device=CPU, **make), asked)
+    assert {key: tokens_of(each) for key, each in ours.items()} == {k: tokens_of(each) for k, each in theirs.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_numbers_stay_close(dtype: str) -> None:
+    spec = SPECS["window"]
+    want = NaiveModel(spec, random_weights(spec)).logits(PROMPT).log_softmax(-1).numpy()
+    d = driver(spec, dtype=dtype)
+    _, result = d.step({3: PROMPT}, [d.start(3, PROMPT, EVERYTHING)])
+    error = np.abs(by_token(result.prompt_logprobs[0]) - want[:-1]).max()
+    assert 1e-4 < error < 0.2
+    assert {cache.keys.dtype for cache in d.backend._runner.programs.parts.caches.values()} == {getattr(torch, dtype)}
 
 
 def test_200_random_requests_capture_and_compile_nothing() -> None:

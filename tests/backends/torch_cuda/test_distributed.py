@@ -17,6 +17,7 @@ from support.served import environment
 
 from pagoda.backends.torch_cuda.distributed import TorchComm, join
 from pagoda.common.errors import ConfigError
+from pagoda.common.hosts.place import RankPlace
 
 CPU = torch.device("cpu")
 
@@ -63,3 +64,23 @@ def test_a_rank_that_is_gone_ends_a_collective() -> None:
     comm.release()
     comm.release()
     assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_collectives_are_captured() -> None:
+    gpu, listener = torch.device("cuda", 0), socket.create_server(("127.0.0.1", 0))
+    alone = RankPlace(rank=0, size=1, device=0, host="127.0.0.1", port=listener.getsockname()[1])
+    comm = join(alone, listener, gpu)
+    x, stream = torch.ones(8, 16, device=gpu), torch.cuda.Stream(gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        comm.gather_last(comm.all_reduce(x))
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            found = comm.gather_last(comm.all_reduce(x))
+        x.fill_(3)
+        graph.replay()
+    torch.cuda.synchronize(gpu)
+    assert torch.equal(found, torch.full_like(x, 3))
+    graph.reset()
+    comm.leave()
+    comm.release()

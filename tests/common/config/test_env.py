@@ -100,8 +100,10 @@ def test_an_unreadable_variable_is_named(name: str, text: str, line: str) -> Non
 
 @pytest.mark.variable("PAGODA_ATTENTION_BACKEND")
 def test_a_refused_value_is_told_by_the_name_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
-    with pytest.raises(ConfigError, match=r"^VLLM_ATTENTION_BACKEND: --attention-backend: 'FLASHINFER': not in this"):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLEX_ATTENTION")
+    with pytest.raises(
+        ConfigError, match=r"^VLLM_ATTENTION_BACKEND: --attention-backend: 'FLEX_ATTENTION': not in this"
+    ):
         EngineArgs()
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "triton_attn")
     assert EngineArgs().attention_backend == "TRITON_ATTN"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fakes import FakeBackend, FakeShards, hybrid_layout, scrambled
+from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
@@ -42,7 +43,14 @@ class Pair:
         self.here = FakeShards(hybrid_layout(), copies, num_blocks=48, next_token=scrambled)
         self.there = FakeShards(hybrid_layout(), copies, num_blocks=blocks, next_token=scrambled, fail_at=fail_at)
         self.leader, self.follower = Peer(theirs, "host 0 (a)", 0.3), Peer(ours, "host 1 (b)", 0.3)
-        self.leading = LeadingBackend(self.here, (self.follower,), lambda: self.left.append("leader"))
+        self.abandoned = threading.Event()
+        self.leading = LeadingBackend(
+            self.here,
+            (self.follower,),
+            lambda: self.left.append("leader"),
+            abandon=self.abandoned.set,
+            release=lambda: self.left.append("release"),
+        )
         self.following = FollowingBackend(self.there, self.leader, lambda: self.left.append("follower"))
         self.pool = pool
 
@@ -117,7 +125,8 @@ def test_every_host_runs_the_same_steps(make: Make) -> None:
         for mine, other in zip(arrays(ours), arrays(theirs), strict=True):
             assert mine.dtype == other.dtype
             np.testing.assert_array_equal(mine, other)
-    assert sorted(pair.left) == ["follower", "leader"]
+    assert sorted(pair.left) == ["follower", "leader", "release"]
+    assert not pair.abandoned.is_set()
     assert pair.here.closed
     assert pair.there.closed
 
@@ -159,7 +168,7 @@ def test_a_follower_that_fails_says_why(make: Make) -> None:
     assert str(heard.get()) == "host 1 (b): the checkpoint lacks 3 parameters"
     pair.leading.close()
     assert isinstance(failing.exception(), WeightError)
-    assert pair.left == []
+    assert pair.left == ["release"]
 
 
 def test_an_error_of_host_0_ends_the_others(make: Make) -> None:
@@ -170,7 +179,7 @@ def test_an_error_of_host_0_ends_the_others(make: Make) -> None:
         raise KeyError("a bug")
     with pytest.raises(EngineDeadError, match=r"^host 0 \(a\): KeyError: 'a bug'$"):
         following.result()
-    assert pair.left == []
+    assert pair.left == ["release"]
 
 
 def test_a_host_that_vanishes_is_the_cause_of_what_failed(make: Make) -> None:
@@ -184,6 +193,35 @@ def test_a_host_that_vanishes_is_the_cause_of_what_failed(make: Make) -> None:
         answers(engine)
     assert following.exception() is not None
     pair.leading.close()
+
+
+def test_a_step_that_was_abandoned_has_no_result(make: Make) -> None:
+    """What waits for a dead host may come back with anything."""
+    pair = make()
+    following = pair.follow()
+    engine = pair.start()
+    heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
+    pair.leading.watch(heard.put)
+    execute = pair.here.execute
+
+    def lose(plan: StepPlan) -> FakePending:
+        pending = execute(plan)
+        pair.leader.close()
+        heard.get(timeout=10)
+        return pending
+
+    pair.here.execute = lose  # type: ignore[method-assign]
+    pending = []
+    lead = pair.leading.execute
+    pair.leading.execute = lambda plan: pending.append(lead(plan)) or pending[-1]  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match=r"^host 1 \(b\) is gone: "):
+        answers(engine)
+    with pytest.raises(EngineDeadError, match=r"^host 1 \(b\) is gone: "):
+        pending[0].result()
+    assert pair.abandoned.wait(10)
+    assert following.exception() is not None
+    pair.leading.close()
+    assert pair.left == ["release"]
 
 
 def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(make: Make) -> None:

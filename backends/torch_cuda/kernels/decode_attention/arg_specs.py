@@ -42,9 +42,9 @@ class ArgSpec:
         parts += [TRITON_TYPES[shape.cache]] if shape.cache != self.dtype else []
         return "-".join([*parts, *(name for name, on in (*traits, ("direct", self.direct)) if on)])
 
-    def attend(self, chip: Chip, chosen: Blocks | None = None) -> Launch:
-        """The launch over the splits, with the chip's blocks or with others on trial."""
-        use, cached = chosen or blocks(self.shape, chip), TRITON_TYPES[self.shape.cache]
+    def attend(self, chip: Chip) -> Launch:
+        """The launch over the splits."""
+        use, cached = blocks(self.shape, chip), TRITON_TYPES[self.shape.cache]
         quantised = self.shape.cache.itemsize == 1
         if quantised and not chip.float8:
             cached = "i8"

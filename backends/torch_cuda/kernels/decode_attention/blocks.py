@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from pagoda.backends.torch_cuda.kernels.chips import KIB, Chip
-from pagoda.backends.torch_cuda.kernels.tuning import Settings, settings
+from pagoda.backends.torch_cuda.kernels.tuning import settings
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 LEAST: Final = 16
@@ -59,9 +60,9 @@ def padded(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def blocks(shape: Shape, chip: Chip, tuned: Settings | None = None) -> Blocks:
-    """Of the table, or of settings on trial."""
-    found = tuned if tuned is not None else settings(TUNING, chip, shape.key)
+def blocks(shape: Shape, chip: Chip) -> Blocks:
+    """Of the table."""
+    found = settings(TUNING, chip, shape.key)
     return Blocks(min(found["ROWS"], shape.rows), found["TILE"], found["num_warps"], found["num_stages"])
 
 
@@ -73,17 +74,12 @@ def shared_bytes(shape: Shape, chosen: Blocks, chip: Chip) -> int:
 
 
 def candidates(shape: Shape, chip: Chip) -> Iterator[Blocks]:
-    """What a benchmark should try: enough bytes in flight for the memory, of which two programs fit the chip."""
-    for rows in sorted({min(shape.rows, most) for most in (LEAST, 32, WGMMA_ROWS)}):
-        for tile in (16, 32, 64, 128):
-            for warps in (1, 2, 4, 8):
-                for stages in (2, 3, 4, 5):
-                    chosen = Blocks(rows, tile, warps, stages)
-                    bytes_of_tile = 2 * tile * shape.width * shape.cache.itemsize
-                    if (
-                        8 * KIB <= bytes_of_tile <= 64 * KIB
-                        and bytes_of_tile // warps >= 4 * KIB
-                        and shared_bytes(shape, chosen, chip) <= chip.shared_bytes // 2
-                        and not (rows >= WGMMA_ROWS and warps < 4)
-                    ):
-                        yield chosen
+    """What a benchmark should try: enough bytes in flight for the memory, two programs to a multiprocessor."""
+    all_rows = sorted({min(shape.rows, most) for most in (LEAST, 32, WGMMA_ROWS)})
+    for choice in product(all_rows, (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5)):
+        chosen = Blocks(*choice)
+        size = 2 * chosen.TILE * shape.width * shape.cache.itemsize
+        enough = 8 * KIB <= size <= 64 * KIB and size // chosen.num_warps >= 4 * KIB
+        fits = shared_bytes(shape, chosen, chip) <= chip.shared_bytes // 2
+        if enough and fits and (chosen.ROWS < WGMMA_ROWS or chosen.num_warps >= 4):
+            yield chosen

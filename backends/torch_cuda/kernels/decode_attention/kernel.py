@@ -67,7 +67,8 @@ def _load(cache, offsets, H: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _typed(x, DTYPE: tl.constexpr):
     """Cached values as DTYPE. The bits of a float8 e4m3, as int8, become 1/256 of it, subnormals too: its fields are
-    moved to where a float16 has them, and the second of the two signs is dropped.
+    moved to where a float16 has them, and the second of the two signs is dropped. NaN becomes a number. This takes a
+    third of the instructions of `float8.bits.decode`, and they are what limits the speed of chips that need it.
     """
     if x.dtype == tl.int8:
         return ((x.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True).to(DTYPE)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 
 PROGRAMS = 3
-"""Programs that a multiprocessor runs at a time: the settings in tuning.json keep within a third of it."""
+"""Programs that a multiprocessor runs at a time with the settings for one token and heads of up to 128."""
 
 LEAST_TOKENS = 64
 """A split of fewer tokens costs more than it hides."""
 
-MOST_WAVES = 4
-"""With more programs than that the last, partly filled wave weighs little."""
+LEAST_WAVES = 2
+"""So that programs of short sequences make room for those of long ones. One sequence alone is shared out evenly."""
+
+MOST_WAVES = 8
+"""With more programs than that neither a wave that is not full nor one long sequence among short ones weighs much."""
 
 ENOUGH = 0.95
 """Of the best filling of the chip: among such the fewest splits are taken."""
@@ -24,10 +27,11 @@ def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip) -> int:
     """
     slots, pairs = PROGRAMS * chip.sms, seqs * kv_heads
     most = max(1, min(-(-max_len // LEAST_TOKENS), MOST_WAVES * slots // pairs))
+    least = max(1, min(most, min(seqs, LEAST_WAVES) * slots // pairs))
 
     def filled(splits: int) -> float:
         programs = pairs * splits
         return programs / (-(-programs // slots) * slots)
 
-    best = max(map(filled, range(1, most + 1)))
-    return next(splits for splits in range(1, most + 1) if filled(splits) >= ENOUGH * best)
+    best = max(map(filled, range(least, most + 1)))
+    return next(splits for splits in range(least, most + 1) if filled(splits) >= ENOUGH * best)

@@ -21,7 +21,7 @@ from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_pr
 TUNING = Path(__file__).with_name("tuning.json")
 
 TILES = (16, 64, 128)
-"""Rows of one expert that a program has room for."""
+"""Rows of one expert that a program has room for; not the last where packed numbers take registers too."""
 
 _SUM_BLOCK = 1024
 
@@ -103,7 +103,7 @@ def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexp
 def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip):
     """Every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k]."""
     count, pairs, top = matrices(inner)[0].shape[0], chosen.numel(), chosen.shape[1]
-    tile = choose_tile(pairs, count)
+    tile = choose_tile(pairs, count, isinstance(inner, Packed))
     sorted_pairs = align(chosen, count, tile)
     width = matrices(down)[2]
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -174,6 +174,7 @@ def settings(scheme, group, inputs, tile, chip):
     }
 
 
-def choose_tile(pairs, count):
+def choose_tile(pairs, count, packed):
     """The least tile that an expert's rows fill on average; the largest for more."""
-    return next((tile for tile in TILES if tile * count >= pairs), TILES[-1])
+    tiles = TILES[:-1] if packed else TILES
+    return next((tile for tile in tiles if tile * count >= pairs), tiles[-1])

@@ -1,35 +1,51 @@
-"""Experts with many rows each, by torch's own grouped product, which beats a small kernel where compute is the bound."""
+"""Experts with many rows each, by torch's own grouped product, which is faster where arithmetic is the bound."""
+
+from __future__ import annotations
+
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels import activation
+from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES
 from pagoda.backends.torch_cuda.kernels.moe.routing import align
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed
+from pagoda.common.models.spec import Mlp
 
-grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_GROUPED_MM: Final[Any] = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_ALIGNED: Final = 8
+_LEAST: Final = (9, 0)
 
-_ALIGNED = 8
-_LEAST = (9, 0)
 
-
-def has_grouped_product(x, chosen, inner, down, chip):
+def has_grouped_product(x: Tensor, chosen: Tensor, inner: Tensor | Packed, down: Tensor | Packed, chip: Chip) -> bool:
     """Whether torch multiplies these by expert on the chip, and they are many."""
-    if grouped_mm is None or isinstance(inner, Packed) or x.dtype != torch.bfloat16 or chip.capability < _LEAST:
+    if isinstance(inner, Packed) or isinstance(down, Packed) or x.dtype != torch.bfloat16:
         return False
     aligned = x.shape[1] % _ALIGNED == 0 and down.shape[2] % _ALIGNED == 0
-    return aligned and chosen.numel() > TILES[-2] * inner.shape[0]
+    many = chosen.numel() > TILES[-2] * inner.shape[0]
+    return _GROUPED_MM is not None and chip.capability >= _LEAST and aligned and many
 
 
-def experts(x, chosen, inner, down, inner_bias, down_bias, expert):
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    inner: Tensor,
+    down: Tensor,
+    inner_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert: Mlp,
+) -> Tensor:
     """Every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k]."""
     order, row_experts, ends = align(chosen, inner.shape[0], 1)
-    both = grouped_mm(x[order // chosen.shape[1]], inner.transpose(1, 2), offs=ends)
+    both: Tensor = _GROUPED_MM(x[order // chosen.shape[1]], inner.transpose(1, 2), offs=ends)
     if inner_bias is not None:
         both += inner_bias[row_experts]
     act = activation.gated if expert.gated else activation.plain
-    rows = grouped_mm(act(both, expert.activation, use_kernel=True), down.transpose(1, 2), offs=ends)
+    hidden = act(both, expert.activation, use_kernel=True)
+    rows: Tensor = _GROUPED_MM(hidden, down.transpose(1, 2), offs=ends)
     if down_bias is not None:
         rows += down_bias[row_experts]
     out = torch.empty_like(rows)

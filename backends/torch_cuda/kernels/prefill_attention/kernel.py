@@ -39,28 +39,41 @@ def lookup(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def inside(rows, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Mask of those rows' channels; [n, 1] where there is no padding, [n, WIDTH] else."""
+    mask = rows[:, None]
+    if WIDTH != HEAD_DIM:
+        mask = mask & (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
+    return mask
+
+
+@triton.jit
+def load(pointers, rows, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values; zero in padded channels and, masked, in all but the `rows`."""
+    if MASKED:
+        x = tl.load(pointers, mask=inside(rows, pointers.shape[1], HEAD_DIM), other=0)
+    elif pointers.shape[1] == HEAD_DIM:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=(tl.arange(0, pointers.shape[1]) < HEAD_DIM)[None, :], other=0)
+    return x
+
+
+@triton.jit
 def attend(
-    carry, q, start, pages, first, last, lowest, positions, keys, values, scale, softcap, page_stride,
+    carry, q, start, pages, last, lowest, positions, keys, values, scale, softcap, page_stride,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """A pass: `carry` (maximum, sum and weighted values of each row) after the keys from `start` on, in `pages`.
 
-    Masked, only keys `first` to `last` are read, and a row sees those from `lowest` to its position.
+    Masked, only keys up to `last` are read, and a row sees those from `lowest` to its position.
     """
     top, total, acc = carry
     at = start + tl.arange(0, pages.shape[0])
     channels = tl.arange(0, q.shape[1])
     offsets = (pages.to(tl.int64) * page_stride + (at & (PAGE - 1)) * HEAD_DIM)[:, None] + channels[None, :]
-    if MASKED:
-        mask = ((at >= first) & (at <= last))[:, None] & (channels < HEAD_DIM)[None, :]
-        k = tl.load(keys + offsets, mask=mask, other=0)
-        v = tl.load(values + offsets, mask=mask, other=0)
-    elif q.shape[1] == HEAD_DIM:
-        k = tl.load(keys + offsets)
-        v = tl.load(values + offsets)
-    else:
-        k = tl.load(keys + offsets, mask=(channels < HEAD_DIM)[None, :], other=0)
-        v = tl.load(values + offsets, mask=(channels < HEAD_DIM)[None, :], other=0)
+    k = load(keys + offsets, at <= last, HEAD_DIM, MASKED)
+    v = load(values + offsets, at <= last, HEAD_DIM, MASKED)
     if FLOAT8:
         k, v = decode(k, NATIVE).to(q.dtype), decode(v, NATIVE).to(q.dtype)
 
@@ -105,10 +118,10 @@ def prefill_attention(
     token = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
     positions = tl.minimum(first_position + token, last_position)
-    real = (token < TILE) & (first_position + token <= last_position)
-    where = real[:, None] & (channels < HEAD_DIM)[None, :]
+    real = first_position + token <= last_position
     source = (begin + tile_start + token).to(tl.int64)
-    x = tl.load(q + (source * q_stride + head * HEAD_DIM)[:, None] + channels[None, :], mask=where, other=0)
+    pointers = q + (source * q_stride + head * HEAD_DIM)[:, None] + channels[None, :]
+    x = tl.load(pointers, mask=inside(real, BLOCK_H, HEAD_DIM), other=0)
 
     if k_scale is not None:
         scale = scale * tl.load(k_scale)
@@ -137,7 +150,7 @@ def prefill_attention(
     for _ in tl.range(0, whole):
         following = lookup(table, start + BLOCK_N, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, pages, first, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
+            carry, x, start, pages, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
             HEAD_DIM, PAGE, k_scale is not None, NATIVE, False,
         )  # fmt: skip
         start, pages = start + BLOCK_N, following
@@ -147,7 +160,7 @@ def prefill_attention(
         then = first + (i if i < edges else i + whole) * BLOCK_N
         following = lookup(table, then, last_position, PAGE, BLOCK_N)
         carry = attend(
-            carry, x, start, pages, first, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
+            carry, x, start, pages, last_position, lowest, positions, keys, values, scale, softcap, page_stride,
             HEAD_DIM, PAGE, k_scale is not None, NATIVE, True,
         )  # fmt: skip
         start, pages = then, following
@@ -158,10 +171,10 @@ def prefill_attention(
     # A second look at the tile makes the compiler work out addresses anew, rather than keep them through the loops.
     rows += tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True) - tile_start
     token = rows // GROUP
-    real = (token < TILE) & (first_position + token <= last_position)
+    real = first_position + token <= last_position
     target = (begin + tile_start + token).to(tl.int64) * out_stride + (kv_head * GROUP + rows % GROUP) * HEAD_DIM
-    where = real[:, None] & (channels < HEAD_DIM)[None, :]
-    tl.store(out + target[:, None] + channels[None, :], result.to(out.dtype.element_ty), mask=where)
+    pointers = out + target[:, None] + channels[None, :]
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=inside(real, BLOCK_H, HEAD_DIM))
 
 
 def kernel(

@@ -1,4 +1,4 @@
-"""Many rows of x, bound by arithmetic: the matrix is unpacked piece by piece for torch, or x goes to float8 as it is."""
+"""Many rows of x, bound by arithmetic: the matrix unpacked piece by piece for torch, or x in float8 like the matrix."""
 
 import torch
 import triton

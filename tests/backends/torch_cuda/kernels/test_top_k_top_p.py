@@ -111,6 +111,7 @@ def test_the_best_may_lie_in_one_group() -> None:
     """Then the k-th best peak is below the k-th best logit."""
     logits = np.full((3, VOCAB), -9.0, np.float32)
     logits[:, 400:404] = [10, 9, 8, 7]
+    logits[0, 402:404] = -9
     logits[:, 8] = 5
     rules: list[Rule] = [(1.0, 2, 1.0, 0.0), (5.0, 0, 0.5, 0.0), (5.0, 4, 0.9, 0.0)]
     found = kept(logits, rules, use_kernel=True)
