@@ -74,7 +74,7 @@ class Arena:
     def sleep(self, keep: bool) -> None:
         """Give the memory back; with `keep`, what it holds is on the host meanwhile. Nothing may be using it.
 
-        Raises RuntimeError, and stays awake, when the host has no room.
+        Raises MemoryError, and stays awake, when the host has no room.
         """
         if self.asleep:
             return
@@ -121,7 +121,10 @@ class Arena:
             yield begin, min(PIECE, self._used - begin)
 
     def _to_host(self, begin: int, size: int) -> Tensor:
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pages.pinned)
+        try:
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pages.pinned)
+        except RuntimeError as error:
+            raise MemoryError(f"no room in host memory: {str(error).splitlines()[0]}") from None
         return host.copy_(self._pages.view(begin, size))
 
 

@@ -35,10 +35,7 @@ class Storage:
     def sleep(self, keep: bool) -> None:
         """Give it back; with `keep`, what it holds is on the host meanwhile. Raises MemoryError when it has no room."""
         assert self._arena is not None, "what sleeps was made so"
-        try:
-            self._arena.sleep(keep)
-        except RuntimeError as error:
-            raise MemoryError(f"no room in host memory: {str(error).splitlines()[0]}") from None
+        self._arena.sleep(keep)
 
     def wake_up(self) -> None:
         """Have it again. Raises MemoryError."""

@@ -186,3 +186,18 @@ def test_more_than_the_device_has_and_other_failures_are_told() -> None:
 
 def test_addresses_cost_no_memory() -> None:
     assert HostPages(1 << 42).view((1 << 42) - 8, 8).shape == (8,)
+
+
+def test_without_room_on_the_host_it_stays_awake(arena: Arena, monkeypatch) -> None:
+    tensors = _filled(arena)
+    before = [tensor.clone() for tensor in tensors]
+
+    def full(*_, **__) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nlong advice")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "empty", full)
+        with pytest.raises(MemoryError, match=r"^no room in host memory: CUDA error: out of memory$"):
+            arena.sleep(keep=True)
+    assert not arena.asleep
+    assert all(torch.equal(tensor, held) for tensor, held in zip(tensors, before))
