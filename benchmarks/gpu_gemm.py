@@ -65,14 +65,14 @@ def linear_errors(device: torch.device, chip: Chip) -> dict[str, float]:
             x = torch.randn(rows, inputs, device=device).to(BF16)
             got = weight_only_linear(x, packed, bias, use_kernel=True, chip=chip)
             want = x.double() @ exact.T + bias.double()
-            # Many rows round the matrix as well, or x to three bits; errors of so many terms add up to much less.
-            roundings = 1 if rows <= kernel.FEW else 12 if scheme == "fp8" else 3
+            # Many rows round the matrix too, by 0.1 %, or x to float8, by 3 %; of a million results the worst is 5 times that.
+            roundings = 1 if rows <= kernel.FEW else 64 if scheme == "fp8" else 3
             found[f"{scheme}_{rows}"] = worst(got, want, roundings)
     return found
 
 
 def moe_errors(device: torch.device, chip: Chip) -> dict[str, float]:
-    """The same for mixtures of experts; expert products round three times."""
+    """The same for mixtures of experts; what lies between the products is rounded up to four times."""
     found = {}
     for name, (experts, top, width, ffn) in {"few": (8, 2, 512, 768), "many": (64, 8, 512, 256)}.items():
         inner, down = random(experts, 2 * ffn, width, device=device), random(experts, width, ffn, device=device)
@@ -80,10 +80,10 @@ def moe_errors(device: torch.device, chip: Chip) -> dict[str, float]:
             x, logits = torch.randn(tokens, width, device=device).to(BF16), torch.randn(tokens, experts, device=device)
             want = mixture64(x, logits, inner, down, top)
             facts = {"router": Router(top, True), "expert": Mlp(ffn, "silu", True), "use_kernel": True, "chip": chip}
-            found[f"{name}_{tokens}"] = worst(moe(x, logits, inner, down, **facts), want, 4)
+            found[f"{name}_{tokens}"] = worst(moe(x, logits, inner, down, **facts), want, 8)
             packed = [pack(part, "int8") for part in (inner, down)]
             exact = mixture64(x, logits, *(unpack(part) for part in packed), top)
-            found[f"{name}_{tokens}_int8"] = worst(moe(x, logits, *packed, **facts), exact, 4)
+            found[f"{name}_{tokens}_int8"] = worst(moe(x, logits, *packed, **facts), exact, 8)
     return found
 
 
@@ -202,7 +202,7 @@ def best_settings(module, name: str, usual: dict, time: Callable[[], float]) -> 
         with patch.object(module.tuning, "settings", lambda *_, tried=tried: tried):
             try:
                 found.append((time(), tried))
-            except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+            except (triton.errors.TritonError, RuntimeError) as error:
                 print(f"{name} {tried}: {str(error).splitlines()[0]}", file=sys.stderr)
     us, best = min(found, key=lambda each: each[0])
     print(f"{name}: {us:.1f} us", file=sys.stderr)

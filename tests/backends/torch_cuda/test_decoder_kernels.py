@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TorchCudaModel
 
 from pagoda.backends.torch_cuda.device import CPU, Device
+from pagoda.backends.torch_cuda.kernels.weight_only import pack
 from pagoda.common.models.spec import Layer, ModelSpec
 
 TOKENS, OTHER = [5, 17, 3], [41, 2, 9, 60]
@@ -44,3 +46,12 @@ def test_kernels_answer_as_their_references(kind: str) -> None:
     found = TorchCudaModel(spec, random_weights(spec), 8, device=device).both(TOKENS, OTHER)
     assert want[1].std() > 0.1
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
+def test_kernels_read_packed_matrices(scheme: str) -> None:
+    spec, device = SPECS["experts"], Interpreted(CPU.torch, CPU.chip, "interpreter")
+    make = partial(TorchCudaModel, spec, max_len=8, pack=partial(pack, scheme=scheme))
+    want = make(random_weights(spec)).both(TOKENS, OTHER)
+    found = make(random_weights(spec), device=device).both(TOKENS, OTHER)
+    torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ from support.tiny_folder import write_model
 from pagoda.backends.reference.naive import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack
-from pagoda.backends.torch_cuda.quantize import SCHEMES, packing
+from pagoda.backends.torch_cuda.quantize import packing
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError
@@ -34,7 +34,7 @@ def rounded(spec: ModelSpec, method: str) -> Iterator[tuple[str, np.ndarray]]:
     """The weights with what is left of the matrices of layers."""
     for name, array in random_weights(spec):
         if name.startswith("layers.") and name.endswith(MATRICES):
-            array = unpack(pack(torch.from_numpy(array), SCHEMES[method])).numpy()
+            array = unpack(pack(torch.from_numpy(array), method)).numpy()
         yield name, array
 
 

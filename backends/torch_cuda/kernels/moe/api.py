@@ -41,10 +41,10 @@ def moe(
     if not use_kernel:
         return reference(x, router_logits, inner, down, inner_bias, down_bias, router, expert)
     weights, chosen = route(router_logits, router)
-    if many.has_grouped_product(x, chosen, inner, down, chip):
-        parts = many.experts(x, chosen, inner, down, inner_bias, down_bias, expert)
-    else:
+    if isinstance(inner, Packed) or isinstance(down, Packed) or not many.is_faster(x, chosen, inner, down, chip):
         parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip)
+    else:
+        parts = many.experts(x, chosen, inner, down, inner_bias, down_bias, expert)
     return kernel.mix(parts, weights, x)
 
 

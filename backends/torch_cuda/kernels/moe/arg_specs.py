@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: Mixtral's experts (8, two a token) and those of Qwen3-MoE (128, eight a token)."""
+"""What is compiled ahead of time: few large experts, two of them a token's, and many small ones, eight a token's."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from pagoda.backends.torch_cuda.kernels import activation
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES
 from pagoda.backends.torch_cuda.kernels.moe.routing import align
-from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed
 from pagoda.common.models.spec import Mlp
 
 _GROUPED_MM: Final[Any] = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -20,13 +19,11 @@ _ALIGNED: Final = 8
 _LEAST: Final = (9, 0)
 
 
-def has_grouped_product(x: Tensor, chosen: Tensor, inner: Tensor | Packed, down: Tensor | Packed, chip: Chip) -> bool:
-    """Whether torch multiplies these by expert on the chip, and they are many."""
-    if isinstance(inner, Packed) or isinstance(down, Packed) or x.dtype != torch.bfloat16:
-        return False
+def is_faster(x: Tensor, chosen: Tensor, inner: Tensor, down: Tensor, chip: Chip) -> bool:
+    """Whether torch has a grouped product for these on the chip, and they are many."""
     aligned = x.shape[1] % _ALIGNED == 0 and down.shape[2] % _ALIGNED == 0
     many = chosen.numel() > TILES[-2] * inner.shape[0]
-    return _GROUPED_MM is not None and chip.capability >= _LEAST and aligned and many
+    return _GROUPED_MM is not None and x.dtype == torch.bfloat16 and chip.capability >= _LEAST and aligned and many
 
 
 def experts(
