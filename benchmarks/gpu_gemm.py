@@ -53,37 +53,44 @@ def random(*shape: int, device: torch.device) -> Tensor:
     return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(BF16)
 
 
-def linear_errors(device: torch.device, chip: Chip) -> dict[str, float]:
+def linear_errors(
+    device: torch.device, chip: Chip, matrix: tuple[int, int] = (1040, 4096), most: int = 300
+) -> dict[str, float]:
     """Worst error of each scheme and number of rows, in bfloat16 roundings of a result; at most 1 is right."""
     found = {}
-    outputs, inputs = 1040, 4096
+    outputs, inputs = matrix
     weight, bias = random(outputs, inputs, device=device), torch.randn(outputs, device=device).to(BF16)
     for scheme in SCHEMES:
         packed = pack(weight, scheme)
         exact = unpack(packed).double()
-        for rows in (1, 7, 16, 33, 64, 300):
+        for rows in (1, 7, 16, 33, 64, most):
             x = torch.randn(rows, inputs, device=device).to(BF16)
             got = weight_only_linear(x, packed, bias, use_kernel=True, chip=chip)
             want = x.double() @ exact.T + bias.double()
-            # Many rows round the matrix too, by 0.1 %, or x to float8, by 3 %; of a million results the worst is 5 times that.
+            # Many rows round the matrix too, by 0.1 %, or x to float8, by 3 %; the worst of many errs 5 times as much.
             roundings = 1 if rows <= kernel.FEW else 64 if scheme == "fp8" else 3
             found[f"{scheme}_{rows}"] = worst(got, want, roundings)
     return found
 
 
-def moe_errors(device: torch.device, chip: Chip) -> dict[str, float]:
+def moe_errors(
+    device: torch.device,
+    chip: Chip,
+    sizes: tuple[tuple[int, int, int, int], ...] = ((8, 2, 512, 768), (64, 8, 512, 256)),
+    rows: tuple[int, ...] = (1, 40, 300, 3000),
+) -> dict[str, float]:
     """The same for mixtures of experts; what lies between the products is rounded up to four times."""
     found = {}
-    for name, (experts, top, width, ffn) in {"few": (8, 2, 512, 768), "many": (64, 8, 512, 256)}.items():
+    for experts, top, width, ffn in sizes:
         inner, down = random(experts, 2 * ffn, width, device=device), random(experts, width, ffn, device=device)
-        for tokens in (1, 40, 300, 3000):
+        for tokens in rows:
             x, logits = torch.randn(tokens, width, device=device).to(BF16), torch.randn(tokens, experts, device=device)
             want = mixture64(x, logits, inner, down, top)
             facts = {"router": Router(top, True), "expert": Mlp(ffn, "silu", True), "use_kernel": True, "chip": chip}
-            found[f"{name}_{tokens}"] = worst(moe(x, logits, inner, down, **facts), want, 8)
+            found[f"{experts}_experts_{tokens}"] = worst(moe(x, logits, inner, down, **facts), want, 8)
             packed = [pack(part, "int8") for part in (inner, down)]
             exact = mixture64(x, logits, *(unpack(part) for part in packed), top)
-            found[f"{name}_{tokens}_int8"] = worst(moe(x, logits, *packed, **facts), exact, 8)
+            found[f"{experts}_experts_{tokens}_int8"] = worst(moe(x, logits, *packed, **facts), exact, 8)
     return found
 
 
