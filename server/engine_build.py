@@ -158,7 +158,7 @@ def _assemble(
         dtype=resolved.dtype,
         sampling=sampling,
         **resolved.spread,
-        **_programs(config.compilation, resolved.backend),
+        **_programs(config.compilation, resolved.backend, limits.max_num_seqs),
         **_attention(config.attention, resolved.backend),
         **others,
         **moves_of(config, resolved.backend),
@@ -225,13 +225,16 @@ def _core(
     return ShardedCore(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler)
 
 
-def _programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
+def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dict[str, Any]:
     """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
     bundle, kept = config.compiled_bundle, config.xla_cache_path
     for key in config.without_effect:
         logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)
     if backend != "torch_cuda" and config.about_graphs:
         logger.warning("%s: %s captures no CUDA graphs", " and ".join(config.about_graphs), backend)
+    if backend == "torch_cuda" and (beyond := [size for size in config.capture_sizes if size > max_num_seqs]):
+        sizes = " and ".join(map(str, beyond))
+        logger.warning("--cudagraph-capture-sizes: no step has %s sequences; --max-num-seqs is %d", sizes, max_num_seqs)
     if backend != "jax_tpu":
         if bundle is not None:
             raise ConfigError(
@@ -286,8 +289,9 @@ def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int
         return limits
     if config.model.max_model_len is None and room > 0:
         return replace(limits, max_model_len=room)
+    size = "--kv-cache-memory-bytes" if config.cache.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
     raise ConfigError(
         "--max-model-len",
         f"a sequence of {limits.max_model_len} tokens needs more KV cache than there is: {num_blocks} blocks hold "
-        f"{room} tokens; lower --max-model-len to {room} or raise --kv-cache-memory-bytes",
+        f"{room} tokens; lower --max-model-len to {room} or raise {size}",
     )

@@ -216,11 +216,15 @@ def _dtype(asked: str, hf_config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
-    several = runs_ranks(backend, config.parallel)
-    name, why = (
-        ("mp", "a process for each GPU") if several else ("uni", "one process drives the device, or all of them")
-    )
-    return ResolvedRow("distributed_executor_backend", name, "default", why)
+    """Who starts the ranks: what was asked, as far as there are any to start."""
+    if not runs_ranks(backend, config.parallel):
+        if config.parallel.distributed_executor_backend == "ray":
+            logger.warning("--distributed-executor-backend: ray starts nothing for --tensor-parallel-size 1")
+        return ResolvedRow(
+            "distributed_executor_backend", "uni", "default", "one process drives the device, or all of them"
+        )
+    asked = config.parallel.distributed_executor_backend
+    return ResolvedRow("distributed_executor_backend", asked or "mp", "default", "a process for each GPU")
 
 
 def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Generation) -> Iterator[ResolvedRow]:

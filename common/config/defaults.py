@@ -203,6 +203,6 @@ def _named(platform: Platform) -> str:
     words = [f"a {kind}", f"({platform.device_name})" if platform.device_name else ""]
     if platform.kind != "cpu" and platform.memory_bytes:
         words.append(f"with {platform.memory_bytes >> 30} GiB")
-    if platform.world_size > 1:
+    if platform.kind == "cpu" and platform.world_size > 1:
         words.append(f"times {platform.world_size} devices")
     return " ".join(filter(None, words))

@@ -102,8 +102,10 @@ def test_dtype_and_length_as_asked(folder: Path) -> None:
 def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
     info = build(folder, block_size=16, num_gpu_blocks_override=4).info
     assert info.max_model_len == 48
-    with pytest.raises(ConfigError, match="lower --max-model-len to 48 or raise --kv-cache-memory-bytes"):
+    with pytest.raises(ConfigError, match="lower --max-model-len to 48 or raise --num-gpu-blocks-override"):
         build(folder, block_size=16, num_gpu_blocks_override=4, max_model_len=128)
+    with pytest.raises(ConfigError, match=r"lower --max-model-len to [0-9]+ or raise --kv-cache-memory-bytes"):
+        build(folder, block_size=16, kv_cache_memory_bytes=1 << 14, max_model_len=128)
 
 
 @pytest.mark.parametrize(

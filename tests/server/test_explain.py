@@ -62,6 +62,8 @@ def test_how_ranks_are_started(
     words = ("serve", str(model_file), "--backend", "torch_cuda")
     assert explained(capsys, *words)["distributed_executor_backend"][:2] == ("uni", "default")
     assert explained(capsys, *words, "-tp", "3")["distributed_executor_backend"][:2] == ("mp", "default")
+    ray = explained(capsys, *words, "-tp", "3", "--distributed-executor-backend", "ray")
+    assert ray["distributed_executor_backend"][:2] == ("ray", "flag")
     assert cli.main([*words, "-tp", "2", "--explain-config"]) == 2
     assert "--tensor-parallel-size: 2 ranks cannot share 9 query heads evenly; use 1" in capsys.readouterr().err
 

@@ -297,6 +297,18 @@ def test_which_steps_are_captured(
     engine.shutdown()
 
 
+def test_what_asks_for_nothing_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    sizes = ["--max-num-seqs", "6", "--num-gpu-blocks-override", "16", "--cudagraph-capture-sizes", "2", "7", "9"]
+    tiny(folder, "--backend", "torch_cuda", "--distributed-executor-backend", "ray", *sizes).shutdown()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "--distributed-executor-backend: ray starts nothing for --tensor-parallel-size 1",
+        "--cudagraph-capture-sizes: no step has 7 and 9 sequences; --max-num-seqs is 6",
+    ]
+
+
 def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocks = ["--num-gpu-blocks-override", "16"]
     tiny(folder, "--enforce-eager", "-O.level=3", "--gpu-memory-utilization", "0.5", *blocks).shutdown()

@@ -69,6 +69,11 @@ def test_the_table(platform: Platform, llm: tuple[int, int], server: tuple[int, 
     assert batch_defaults(platform, "server") == BatchDefaults(*server)
 
 
+def test_devices_are_named_where_they_count() -> None:
+    rows = [resolved(Platform(kind, world_size=3)).rows[1] for kind in ("cpu", "cuda", "tpu")]
+    assert [row.why.removeprefix("for an API server on a ") for row in rows] == ["CPU times 3 devices", "GPU", "TPU"]
+
+
 @pytest.mark.setting("--max-num-batched-tokens", "--max-num-seqs", "--max-model-len", "--enable-chunked-prefill")
 @pytest.mark.parametrize(
     ("max_len", "settings", "tokens", "seqs"),
