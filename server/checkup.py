@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pagoda.backends.registry import BACKENDS, choose_backend, spread
+from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, runs_ranks, spread
 from pagoda.common.config import env
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.doctor import DoctorConfig
@@ -91,7 +91,7 @@ def backends(config: DoctorConfig) -> Findings:
     for entry in BACKENDS:
         obstacle = entry.obstacle()
         if entry.name == chosen:
-            yield Finding("ok", "backend", f"{entry.name}, on {entry.device}")
+            yield _serving(entry)
         elif entry.name == config.backend or not entry.needs:
             continue
         elif obstacle is not None and entry.name != "reference" and entry.has_device():
@@ -102,6 +102,18 @@ def backends(config: DoctorConfig) -> Findings:
                 "backend",
                 f"{entry.name} is not used: {obstacle or (f'{chosen} comes first' if chosen else 'nobody asked')}",
             )
+
+
+def _serving(entry: Entry) -> Finding:
+    """The chosen backend; its framework is asked about the device where that knows more than the machine tells."""
+    if entry.ranks is None:
+        return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
+    runtime = load_rank_runtime(entry.name)
+    try:
+        runtime.check_devices(1)
+    except (ConfigError, ImportError, OSError) as error:
+        return Finding("fail", "backend", str(error))
+    return Finding("ok", "backend", f"{entry.name}, on {entry.device if runtime.needs_gpu() else 'CPU tensors'}")
 
 
 def devices(config: DoctorConfig) -> Findings:
@@ -134,9 +146,15 @@ def spreading(config: DoctorConfig) -> Findings:
         return
     try:
         asked = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
-        spread(choose_backend(config.backend), asked)
-    except ConfigError as error:
+        backend = choose_backend(config.backend)
+        spread(backend, asked)
+        if ranks := runs_ranks(backend, asked):
+            load_rank_runtime(backend).check_devices(tensor)
+    except (ConfigError, ImportError, OSError) as error:
         yield Finding("fail", "spread", str(error).partition("; here: ")[0])
+        return
+    if ranks:
+        yield Finding("ok", "spread", f"{tensor} ranks have a device each")
         return
     chips = len(machine.device_files("accel[0-9]*", "vfio/[0-9]*"))
     if chips < wanted:

@@ -150,6 +150,20 @@ def test_a_model_on_several_chips(
         assert f"{2 * wanted} devices" in each.text
 
 
+@pytest.mark.setting("--backend", "--tensor-parallel-size")
+def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "choose_backend", lambda name: name)
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    assert Finding("ok", "backend", "torch_cuda, on CPU tensors") in found(checkup.backends, backend="torch_cuda")
+    both = {"backend": "torch_cuda", "tensor_parallel_size": 2}
+    assert one(checkup.spreading, **both) == Finding("ok", "spread", "2 ranks have a device each")
+    monkeypatch.delenv("PAGODA_TORCH_CUDA_DEVICE")
+    monkeypatch.setattr("torch.version.cuda", None)
+    shown = [*found(checkup.backends, backend="torch_cuda"), one(checkup.spreading, **both)]
+    assert [each.subject for each in shown if each.level == "fail"] == ["backend", "spread"]
+    assert all("is built without CUDA; pip" in each.text for each in shown if each.level == "fail")
+
+
 @pytest.mark.parametrize(
     ("check", "patches", "level", "text"),
     [
