@@ -111,6 +111,8 @@ def test_repr_shows_what_changed_and_hides_the_token() -> None:
 # --- four ways to say the same ---
 
 EXAMPLES: dict[str, Any] = {
+    "attention_backend": "TRITON_ATTN",
+    "attention_config": {"backend": "TRITON_ATTN"},
     "block_size": 32,
     "compilation_config": {"pass_config": {"b": [1, "x"]}, "level": 3},
     "cpu_omp_threads_bind": "0-1",
