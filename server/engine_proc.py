@@ -52,7 +52,8 @@ class _SocketInbox:
 def serve(address: str, build: Build = build_engine) -> int:
     """Build the engine that stdin describes and run it. Returns the exit status."""
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole terminal, a service manager's all of a
+        signal.signal(number, signal.SIG_IGN)  # service; the parent decides what it means
     stdin = sys.stdin.buffer
     config = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(4), "big")), type=EngineConfig)
     configure(config.logging)

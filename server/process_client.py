@@ -135,9 +135,7 @@ class ProcessClient:
         if self._process.poll() is None:
             self._in.send(encode(Shutdown()))
             if not self._supervisor.ready or not self._ends_within(timeout):
-                self._process.terminate()
-                if not self._ends_within(timeout):
-                    self._process.kill()
+                self._process.kill()  # it leaves every other signal to this process
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

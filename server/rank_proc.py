@@ -85,7 +85,8 @@ def _end(seconds: float) -> None:
 def main(build: Build = build_engine) -> NoReturn:
     """Run the process that DESCRIPTOR and BACKEND of the command line describe."""
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole terminal, a service manager's all of a
+        signal.signal(number, signal.SIG_IGN)  # service; rank 0 decides what it means
     status = work(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], build)
     sys.stdout.flush()
     sys.stderr.flush()

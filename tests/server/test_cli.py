@@ -1,6 +1,7 @@
 """The command line: flags, errors in one line, and the life and death of `serve`."""
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
@@ -171,6 +172,18 @@ def test_a_signal_ends_it_in_good_order() -> None:
         ]
         assert "".join(said) == "bcd"
         process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_a_signal_to_all_of_its_processes_lets_requests_finish() -> None:
+    """As service managers stop a service."""
+    with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "20") as (process, url):
+        wait_ready(process)
+        events = ApiClient(f"{url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 12})
+        said = next(events)["choices"][0]["text"]
+        os.killpg(process.pid, signal.SIGTERM)
+        said += "".join(event["choices"][0]["text"] for event in events)
+        assert said == "bcdefghijklm"
         assert process.wait(10) == 0
 
 

@@ -24,9 +24,9 @@ def environment() -> dict[str, str]:
 def served(
     model: str, *flags: str, program: tuple[str, ...] = FAKE, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and its address, read from its log. `variables`: more of its environment."""
+    """The process, first of a group of its own, and its address from its log. `variables`: more of its environment."""
     words = [sys.executable, *program, model, "--port", "0", *flags]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment() | variables)
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment() | variables, process_group=0)
     try:
         assert process.stderr is not None
         url = ""
