@@ -214,7 +214,8 @@ class TorchCudaBackend:
 
     def wake_kv_cache(self) -> None:
         """Have the memory of the KV cache again. Raises MemoryError."""
-        self._cache.wake_up()
+        with self._stream.running():
+            self._cache.wake_up()
 
     def close(self) -> None:
         """Let go of the device's memory."""

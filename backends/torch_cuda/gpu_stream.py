@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class GpuStream:
         for _ in range(_WARM_UPS):
             run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool, self._steps, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, pool, self._steps, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
@@ -103,6 +104,19 @@ class GpuStream:
         torch.cuda.synchronize(self.device.torch)
 
     def close(self) -> None:
-        """After the last step is over."""
+        """After the last step is over. Programs and the functions that they hold know each other: cycles."""
         self.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pinned memory and graphs that are collected during a capture call CUDA, and what they call would be captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

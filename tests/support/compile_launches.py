@@ -25,21 +25,25 @@ def programs(code: str) -> list[list[str]]:
     return found
 
 
+class AbsentGpu:
+    """What Triton asks of a driver: an H100 that nobody has."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def main(code: str) -> None:
-    """In a process of its own: an H100 that nobody has."""
-    from triton.backends.compiler import GPUTarget
+    """In a process of its own."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    class Absent:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
 
     launched: list[tuple[str, Any]] = []
     run = JITFunction.run
@@ -49,7 +53,7 @@ def main(code: str) -> None:
         launched.append((self.__name__, program))
         return program
 
-    driver.set_active(Absent())
+    driver.set_active(AbsentGpu())
     JITFunction.run = bind
     exec(code, {})
     numbers: dict[int, str] = {}

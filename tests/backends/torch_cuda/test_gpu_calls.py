@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,6 +80,13 @@ def test_copies_and_steps_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -
         ("steps", "marks", "read"),
     ]
     assert device.tolist() == [1, 1, 1]
+
+
+def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder(monkeypatch)
+    stream, enabled = GpuStream(GPU), []
+    stream.capture(lambda: enabled.append(gc.isenabled()), None)
+    assert enabled == [True, True, False] and gc.isenabled()
 
 
 def test_a_capture_comes_after_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,174 @@
+"""Drives torch_cuda as an engine on an H100 that nobody has: warms up, serves, and tells what would be compiled when.
+
+Tensors are a CPU's; launches of Triton kernels are bound to their arguments as on a GPU and go no further, so results
+are zeros. Must run where TRITON_INTERPRET is not set: `compiled(name)` starts such a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+SERVED = 40
+"""Steps that are served."""
+
+
+def compiled(name: str) -> tuple[list[str], list[str]]:
+    """(kernels compiled until the engine is warm, those compiled while it serves) for a model of `models`."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    return before, after
+
+
+def watch_launches() -> list[str]:
+    """The kernels that would have been compiled until now, in order; grows."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from support.compile_launches import AbsentGpu
+
+    new: list[str] = []
+    run = JITFunction.run
+
+    def note(self: JITFunction, key: str, signature: Any, device: int, *_: Any) -> object:
+        new.append(f"{self.__name__} {key}")
+        program = self.device_caches[device][0][key] = object()
+        return program
+
+    def bind(self: JITFunction, *args: Any, grid: tuple[int, ...], **how: Any) -> Any:
+        assert all(0 < size for size in grid) and all(size < 1 << 16 for size in grid[1:]), (self.__name__, grid)
+        return run(self, *args, grid=grid, **{**how, "warmup": True})
+
+    driver.set_active(AbsentGpu())
+    JITFunction._do_compile, JITFunction.run = note, bind
+    return new
+
+
+def models() -> dict[str, Any]:
+    """Models and what else `create` takes: name -> (spec, keyword arguments)."""
+    from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
+
+    norm = Norm(1e-5)
+
+    def model(attention: Attention, ffn: Mlp | Moe, window: int | None = None) -> ModelSpec:
+        layers = tuple(
+            Layer(replace(attention, window=seen), ffn, Norms(norm, None, norm, None)) for seen in (None, window)
+        )
+        return ModelSpec(vocab=1003, width=128, layers=layers, final_norm=norm, tied=True, max_positions=4096)
+
+    usual, mlp = Attention(8, 2, 32, 0.2, Rope(1e4, 32)), Mlp(96, "silu", True)
+    full = Attention(8, 2, 32, 0.2, Rope(1e4, 32), qk_norm=norm, qk_norm_over="full")
+    mixture = Moe(4, Mlp(96, "silu", True), Router(2, True))
+    return {
+        "windows": (model(usual, mlp, window=40), {}),
+        "experts, int8": (model(usual, mixture), {"quantization": "int8"}),
+        "full norms, int4": (model(full, mlp), {"quantization": "int4"}),
+    }
+
+
+def some_rules(rng: Any) -> Any:
+    """What a request may ask for, now and then."""
+    from pagoda.common.engine.sampling import SamplingRules
+
+    asked: dict[str, Any] = {"temperature": float(rng.integers(2))}
+    for chance, wish in (
+        (0.3, {"top_k": int(rng.integers(1, 50)), "top_p": 0.9, "min_p": 0.1}),
+        (0.2, {"repetition_penalty": 1.1}),
+        (0.2, {"presence_penalty": 0.3}),
+        (0.2, {"logit_bias": tuple((token, 1.0) for token in range(rng.integers(1, 20)))}),
+        (0.2, {"bad_words": (tuple(range(2, rng.integers(3, 6))),) * int(rng.integers(1, 6))}),
+        (0.2, {"allowed_token_ids": tuple(range(rng.integers(1, 900)))}),
+        (0.2, {"min_tokens": 5, "stop_ids": (1, 2)}),
+        (0.2, {"logprobs": int(rng.integers(-1, 21))}),
+        (0.2, {"prompt_logprobs": int(rng.integers(-1, 21))}),
+    ):
+        if rng.random() < chance:
+            asked |= wish
+    return SamplingRules(**asked)
+
+
+def steps(limits: Any, groups: int) -> Iterator[Any]:
+    """Decode, prefill and mixed steps of all sizes, each of requests of its own."""
+    import numpy as np
+
+    from pagoda.common.engine.step import RowStart, StepPlan
+
+    rng = np.random.default_rng(0)
+    for step in range(SERVED):
+        seqs = int(rng.integers(1, limits.max_num_seqs + 1))
+        decodes = seqs if step % 3 == 0 else int(rng.integers(0, seqs + 1))
+        lengths = [1] * decodes
+        while len(lengths) < seqs and (left := limits.max_num_batched_tokens - sum(lengths)) > 1:
+            lengths.append(int(rng.integers(2, min(left, rng.choice([3, 20, 200])) + 1)))
+        size = np.array(lengths, np.int32)
+        context = np.array([rng.integers(n == 1, limits.max_model_len - n) for n in lengths], np.int32)
+        context[(rng.random(len(size)) < 0.3) & (size > 1)] = 0
+        known = context + size
+        starts = (RowStart(row, np.zeros(n, np.int32), n, some_rules(rng)) for row, n in enumerate(known.tolist()))
+        pages = -(-int(known.max()) // limits.block_size)
+        yield StepPlan(
+            step=step,
+            starts=tuple(starts),
+            rows=np.arange(len(size), dtype=np.int32),
+            query_start=np.concatenate([[0], np.cumsum(size)]).astype(np.int32),
+            context=context,
+            token_ids=np.zeros(int(size.sum()), np.int32),
+            block_tables=tuple(np.zeros((len(size), pages), np.int32) for _ in range(groups)),
+            samples=rng.random(len(size)) < rng.choice([0.0, 0.8, 1.0]),
+        )
+
+
+def main(name: str) -> None:
+    """In a process of its own."""
+    import torch
+    from support.reference_driver import random_weights
+
+    from pagoda.backends.torch_cuda.backend import create
+    from pagoda.backends.torch_cuda.device import CPU, Device
+    from pagoda.common.config.cache import CacheConfig
+    from pagoda.common.config.engine import Limits
+    from pagoda.common.engine.kv_spec import kv_layout
+
+    class Absent(Device):
+        use_kernels = True
+
+    empty, empty_like = torch.empty, torch.empty_like
+    torch.empty = lambda *shape, **how: empty(*shape, **how).fill_(0)
+    torch.empty_like = lambda x, **how: empty_like(x, **how).fill_(0)
+    new = watch_launches()
+    spec, extra = models()[name]
+    limits = Limits(max_model_len=512, max_num_batched_tokens=400, max_num_seqs=70, block_size=16)
+    layout = kv_layout(spec, limits.block_size)
+    backend = create(
+        spec,
+        limits=limits,
+        layout=layout,
+        cache=CacheConfig(),
+        dtype="bfloat16",
+        device=Absent(CPU.torch, CPU.chip, "H100"),
+        **extra,
+    )
+    backend.load(random_weights(spec))
+    backend.init_cache(2)
+    backend._plans.few = lambda: backend._plans.every(backend.setup.ladder.sizes)  # as on a GPU
+    backend.warmup()
+    before = len(new)
+    for plan in steps(limits, len(layout.groups)):
+        backend.execute(plan).result()
+    print(json.dumps([new[:before], new[before:]]))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main(sys.argv[1])
