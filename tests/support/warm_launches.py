@@ -33,10 +33,9 @@ def compiled(name: str) -> tuple[list[str], list[str]]:
 
 def watch_launches() -> list[str]:
     """The kernels that would have been compiled until now, in order; grows."""
+    from support.compile_launches import AbsentGpu
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    from support.compile_launches import AbsentGpu
 
     new: list[str] = []
     run = JITFunction.run
@@ -47,7 +46,7 @@ def watch_launches() -> list[str]:
         return program
 
     def bind(self: JITFunction, *args: Any, grid: tuple[int, ...], **how: Any) -> Any:
-        assert all(0 < size for size in grid) and all(size < 1 << 16 for size in grid[1:]), (self.__name__, grid)
+        assert min(grid) > 0 and max(grid[1:], default=0) < 1 << 16, (self.__name__, grid)  # noqa: PT018
         return run(self, *args, grid=grid, **{**how, "warmup": True})
 
     driver.set_active(AbsentGpu())

@@ -17,7 +17,7 @@ from pagoda.common.models.spec import Mlp
 _GROUPED_MM: Final[Any] = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNED: Final = 8
 _MAJORS: Final = (9, 10)
-"""Compute capabilities that torch has a kernel for; on others it reads the experts' rows on the host, group by group."""
+"""Compute capabilities that torch has a kernel for; on others it waits for the device to loop over the experts."""
 
 
 def is_faster(x: Tensor, chosen: Tensor, inner: Tensor, down: Tensor, chip: Chip) -> bool:
