@@ -44,22 +44,33 @@ def measure(
     usable = int(total * cache.gpu_memory_utilization)
     before = Usage(device.name, total, usable, weights, held - weights, 0, 0, other=total - free - held)
     try:
-        activations, graphs = _steps(make_runner(), gpu, largest)
+        activations, kernels, graphs = _steps(make_runner(), gpu, largest)
     except torch.OutOfMemoryError:
         raise ConfigError(
             "--max-num-batched-tokens", f"the largest step does not fit: {before}; lower it, or --max-num-seqs"
         ) from None
     _give_back(gpu)
-    return Usage(device.name, total, usable, weights, before.buffers, activations, graphs, before.other)
+    return Usage(device.name, total, usable, weights, before.buffers, activations, graphs, before.other + kernels)
 
 
-def _steps(runner: Runner, gpu: torch.device, largest: Iterable[StepPlan]) -> tuple[int, int]:
-    """Bytes that steps take for a while, and that all graphs take for good. The runner is of no use afterwards."""
+def _steps(runner: Runner, gpu: torch.device, largest: Iterable[StepPlan]) -> tuple[int, int, int]:
+    """Bytes that steps take for a while, those of the kernels that CUDA loads for them, and what all graphs take.
+
+    The runner is of no use afterwards.
+    """
     torch.cuda.reset_peak_memory_stats(gpu)
-    before = torch.cuda.memory_reserved(gpu)
+    before, outside = torch.cuda.memory_reserved(gpu), _outside(gpu)
     for plan in largest:
         runner.run(plan).result()
-    return torch.cuda.max_memory_reserved(gpu) - before, _graphs(runner, gpu)
+    activations = torch.cuda.max_memory_reserved(gpu) - before
+    _give_back(gpu)
+    return activations, max(_outside(gpu) - outside, 0), _graphs(runner, gpu)
+
+
+def _outside(gpu: torch.device) -> int:
+    """Bytes in use that are not torch's."""
+    free, total = torch.cuda.mem_get_info(gpu)
+    return total - free - torch.cuda.memory_reserved(gpu)
 
 
 def _graphs(runner: Runner, gpu: torch.device) -> int:
