@@ -82,6 +82,7 @@ ERRORS = {
     "float8": replace(SMALL, cache=FP8),
     "float8 drafts": replace(SMALL, cache=FP8, query_len=4),
     "float8 head dim 64": replace(SMALL, cache=FP8, head_dim=64),
+    "float8 head dim 80": replace(SMALL, cache=FP8, head_dim=80, heads=8),
     "float8 head dim 256": replace(SMALL, cache=FP8, head_dim=256),
 }
 

@@ -73,6 +73,7 @@ ERRORS = {
     "head dim 256, soft cap, window": replace(SMALL, head_dim=256, heads=16, softcap=50.0, window=300),
     "float8": replace(SMALL, cache=FP8),
     "float8 head dim 64": replace(SMALL, cache=FP8, head_dim=64),
+    "float8 head dim 80": replace(SMALL, cache=FP8, head_dim=80, heads=8),
     "float8 head dim 256": replace(SMALL, cache=FP8, head_dim=256, heads=16),
 }
 

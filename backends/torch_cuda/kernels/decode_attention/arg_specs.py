@@ -106,6 +106,7 @@ def _specs() -> Iterator[ArgSpec]:
     for dim, group in ((64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1)):
         yield ArgSpec(Shape(dim, group, 1, bf16))
     yield ArgSpec(Shape(128, 16, 8, bf16))
+    yield ArgSpec(Shape(80, 1, 1, fp8))
     for cache in (bf16, fp8):
         yield ArgSpec(Shape(128, 4, 1, cache), direct=True)
     yield ArgSpec(Shape(128, 4, 1, fp16), dtype=fp16)

@@ -61,7 +61,7 @@ def _load(cache, offsets, H: tl.constexpr, WIDTH: tl.constexpr):
     if H == WIDTH:
         return tl.load(cache + offsets[:, None] + dims[None, :])
     else:
-        return tl.load(cache + offsets[:, None] + dims[None, :], mask=(dims < H)[None, :], other=0)
+        return tl.load(cache + offsets[:, None] + dims[None, :], mask=(dims < H)[None, :], other=0.0)
 
 
 @triton.jit
