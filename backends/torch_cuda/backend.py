@@ -26,7 +26,7 @@ from pagoda.backends.torch_cuda.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.held import Held, hold
 from pagoda.backends.torch_cuda.kv_scales import find_scales
 from pagoda.backends.torch_cuda.ladder import make_ladder
-from pagoda.backends.torch_cuda.memory import GIB, Usage, cpu_usage, plan_blocks
+from pagoda.backends.torch_cuda.memory import GIB, Usage, cpu_usage, no_room, plan_blocks
 from pagoda.backends.torch_cuda.parameters import Empty
 from pagoda.backends.torch_cuda.pending import PendingStep
 from pagoda.backends.torch_cuda.profile import measure
@@ -156,10 +156,16 @@ class TorchCudaBackend:
             )
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks, and find their scales when that is asked for."""
+        """Allocate K and V for `num_blocks` blocks, and find their scales when that is asked for.
+
+        Raises ConfigError when there is no memory for so many, which somebody stated then.
+        """
         setup = self.setup
         with self._stream.running():
-            self._runner = self._make_runner(num_blocks, self._cache.empty)
+            try:
+                self._runner = self._make_runner(num_blocks, self._cache.empty)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise no_room(num_blocks, setup.cache) from None
             if setup.cache.calculate_kv_scales:
                 parts = self._runner.programs.parts
                 longest = setup.limits.max_model_len

@@ -77,6 +77,16 @@ def plan_blocks(usage: Usage, limits: Limits, layout: KvLayout, config: CacheCon
     )
 
 
+def no_room(num_blocks: int, config: CacheConfig) -> ConfigError:
+    """What to say when so many blocks were to be allocated and could not be."""
+    name = "--gpu-memory-utilization"
+    if config.num_gpu_blocks_override is not None:
+        name = "--num-gpu-blocks-override"
+    elif config.kv_cache_memory_bytes is not None:
+        name = "--kv-cache-memory-bytes"
+    return ConfigError(name, f"the device has no memory for {num_blocks} KV blocks; use less")
+
+
 def cpu_usage(weights: int) -> Usage:
     """On a CPU: room for as much as the reference backend would take."""
     total = weights + min(CPU_KV_BYTES, available_bytes() // 2)

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.reference_driver import tiny_spec
+from support.reference_driver import random_weights, tiny_spec
 
+from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.cache import allocate, block_bytes
+from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.memory import GIB, Usage, plan_blocks
 from pagoda.backends.torch_cuda.sharding import Shard
 from pagoda.common.config.cache import CacheConfig
@@ -53,6 +55,31 @@ def test_stated_sizes_count() -> None:
     assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == 7
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes: 2 KV blocks .* use 3145728 or more"):
         plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=2 * BLOCK), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("stated", "named"),
+    [
+        ({}, "--gpu-memory-utilization"),
+        ({"kv_cache_memory_bytes": 1 << 50}, "--kv-cache-memory-bytes"),
+        ({"num_gpu_blocks_override": 1 << 40}, "--num-gpu-blocks-override"),
+    ],
+)
+def test_more_blocks_than_there_is_memory_for(
+    monkeypatch: pytest.MonkeyPatch, stated: dict[str, int], named: str
+) -> None:
+    limits = Limits(max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2, block_size=4)
+    spec = tiny_spec()
+    cache, layout = CacheConfig(**stated), kv_layout(spec, 4)
+    backend = create(spec, limits=limits, layout=layout, cache=cache, dtype="float32", device=CPU)
+    backend.load(random_weights(spec))
+
+    def full(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend._cache, "empty", full)
+    with pytest.raises(ConfigError, match=f"{named}: the device has no memory for 9 KV blocks; use less"):
+        backend.init_cache(9)
 
 
 @pytest.mark.parametrize(
