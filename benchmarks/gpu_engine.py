@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import gpu_model
@@ -76,6 +77,7 @@ def decode(config: dict, args: argparse.Namespace) -> dict:
             begin = now
         wall = statistics.median(times)
         busy = gpu_busy(engine) if torch.cuda.is_available() else wall
+        waited = waits(engine, prompts(config, 1, context)[0], f"{batch}-more") if torch.cuda.is_available() else []
         engine.abort_all()
         floor = (2 * gpu_model.matrix_elements(config) + batch * context * gpu_model.kv_bytes(config)) / bandwidth
         found[f"batch_{batch}"] = {
@@ -84,6 +86,7 @@ def decode(config: dict, args: argparse.Namespace) -> dict:
             "of_floor": floor / wall,
             "gpu_busy_ms": 1e3 * busy,
             "host_not_hidden": 1 - busy / wall,
+            "waits": waited,
         }
     llm.shutdown()
     return found | {"copy_bytes_per_s": bandwidth, "context": context}
@@ -107,6 +110,21 @@ def gpu_busy(engine) -> float:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     return busy / 1e6 / PROFILED
+
+
+def waits(engine, prompt: dict, name: str) -> list[str]:
+    """Where a step makes the host wait for the GPU, but for the events that steps end with. One more request comes."""
+    rules = pagoda.SamplingParams(
+        temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=2, max_tokens=4, ignore_eos=True, detokenize=False
+    )
+    engine.add_request(name, prompt, rules)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(PROFILED):
+            engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sorted({f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)})
 
 
 def prefill(config: dict, args: argparse.Namespace) -> dict:
