@@ -26,6 +26,11 @@ class Buffers:
         self.logits = torch.zeros((seqs, vocab), dtype=torch.float32, device=device)
         self.tokens = torch.zeros(seqs, dtype=torch.int32, device=device)
 
+    def clear(self) -> None:
+        """Padding alone, whatever the size: what a step leaves behind lies otherwise in steps of other sizes."""
+        self._numbers.zero_()
+        self._tables.zero_()
+
     def fill(self, shape: StepShape, sent: Tensor, seqs: int) -> None:
         """Take a decode step as it came, int32 [shape.size]; `seqs`: how many of its sequences are no padding."""
         self._numbers[: shape.numbers].copy_(sent[: shape.numbers])

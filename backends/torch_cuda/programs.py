@@ -48,6 +48,7 @@ class Programs:
         """Capture these sizes, by default all that the ladder wants: the largest first, the others reuse its memory."""
         begin = time.perf_counter()
         wanted = sorted(self.ladder.captured if sizes is None else sizes, reverse=True)
+        self.parts.buffers.clear()  # a capture runs on what they hold
         for size in wanted:
             self._forward[size] = self._stream.capture(self._forward[size], self._pool)
             self._choose[size] = self._stream.capture(self._choose[size], self._pool)
