@@ -70,16 +70,17 @@ class Decoder:
         return self.final_norm(update, residual)[0]
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden [R, D] -> float32 logits [R, V], contiguous, on every rank."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden [R, D] -> float32 logits [R, V], contiguous, on every rank; in `out` where that is given."""
         spec = self.spec
         if self.embed_out is not None:
             hidden = self.embed_out(hidden)
-        logits = self.build.comm.gather_last(self.head(hidden))[:, : spec.vocab].float().contiguous()
+        narrow = self.build.comm.gather_last(self.head(hidden))[:, : spec.vocab]
+        logits = narrow.float().contiguous() if out is None else out.copy_(narrow)
         if spec.logit_scale != 1.0:
-            logits = logits * spec.logit_scale
+            logits *= spec.logit_scale
         if spec.logit_softcap is not None:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
         return logits
 
 

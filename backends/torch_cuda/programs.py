@@ -65,7 +65,7 @@ class Programs:
 
     def logits(self, hidden: Tensor) -> None:
         """Hidden [R, D] -> the first R rows of logits in the buffers."""
-        self.parts.buffers.logits[: len(hidden)].copy_(self.parts.decoder.logits(hidden))
+        self.parts.decoder.logits(hidden, self.parts.buffers.logits[: len(hidden)])
 
     def choose(self, size: int) -> Tensor:
         """The buffers' logits and rules -> tokens int32 [size], which the sampler remembers."""
