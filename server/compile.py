@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from pagoda.backends.registry import CompileTarget, load_compiler
+from pagoda.backends.modules import CompileTarget
+from pagoda.backends.registry import load_compiler
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.compile import CompileConfig
 from pagoda.common.config.engine import EngineConfig

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
-from pagoda.backends.registry import BackendModule, choose_backend, load_backend, runs_ranks
+from pagoda.backends.modules import BackendModule
+from pagoda.backends.registry import choose_backend, load_backend, runs_ranks
 from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, SleepingBackend, Weight
 from pagoda.common.config.attention import AttentionConfig
 from pagoda.common.config.cache import CacheConfig

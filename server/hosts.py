@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pagoda import __version__
-from pagoda.backends.registry import HostRuntime, load_host_runtime
+from pagoda.backends.modules import HostRuntime
+from pagoda.backends.registry import load_host_runtime
 from pagoda.common.backend import Backend
 from pagoda.common.errors import ConfigError
 from pagoda.common.hosts.facts import Host, HostFacts

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
-from pagoda.backends.registry import RankComm, RankRuntime, load_rank_runtime
+from pagoda.backends.modules import RankComm, RankRuntime
+from pagoda.backends.registry import load_rank_runtime
 from pagoda.common.backend import Backend
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig

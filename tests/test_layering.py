@@ -14,12 +14,19 @@ PACKAGES = ("common", "backends", "kernels_pallas", "server")
 OURS: dict[str, tuple[str, ...]] = {
     "common": ("pagoda.common",),
     "backends.registry": ("pagoda.common", "pagoda.backends"),
+    "backends.modules": ("pagoda.common",),
     "backends.reference": ("pagoda.common", "pagoda.backends.reference"),
     "backends.torch_cuda": ("pagoda.common", "pagoda.backends.torch_cuda", "pagoda.backends.reference"),
     "backends.jax_tpu": ("pagoda.common", "pagoda.backends.jax_tpu", "pagoda.kernels_pallas", "pagoda.__version__"),
     "backends.simulated": ("pagoda.common", "pagoda.backends.simulated"),
     "kernels_pallas": ("pagoda.kernels_pallas",),
-    "server": ("pagoda.common", "pagoda.server", "pagoda.backends.registry", "pagoda.__version__"),
+    "server": (
+        "pagoda.common",
+        "pagoda.server",
+        "pagoda.backends.registry",
+        "pagoda.backends.modules",
+        "pagoda.__version__",
+    ),
 }
 FOREIGN: dict[str, frozenset[str]] = {
     "common": frozenset({"jax", "flax", "torch", "triton", "transformers", "fastapi", "starlette", "uvicorn", "zmq"}),
