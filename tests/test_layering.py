@@ -10,6 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "backends", "kernels_pallas", "server")
 
+# What of the backends the server knows.
+BACKENDS = ("pagoda.backends.registry", "pagoda.backends.modules")
+
 # Package -> what of ours it may import (longest prefix wins).
 OURS: dict[str, tuple[str, ...]] = {
     "common": ("pagoda.common",),
@@ -20,13 +23,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "backends.jax_tpu": ("pagoda.common", "pagoda.backends.jax_tpu", "pagoda.kernels_pallas", "pagoda.__version__"),
     "backends.simulated": ("pagoda.common", "pagoda.backends.simulated"),
     "kernels_pallas": ("pagoda.kernels_pallas",),
-    "server": (
-        "pagoda.common",
-        "pagoda.server",
-        "pagoda.backends.registry",
-        "pagoda.backends.modules",
-        "pagoda.__version__",
-    ),
+    "server": ("pagoda.common", "pagoda.server", *BACKENDS, "pagoda.__version__"),
 }
 FOREIGN: dict[str, frozenset[str]] = {
     "common": frozenset({"jax", "flax", "torch", "triton", "transformers", "fastapi", "starlette", "uvicorn", "zmq"}),
