@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
-from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES, expert_kernel, mix_kernel, settings
+from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES, TUNING, expert_kernel, mix_kernel
 from pagoda.backends.torch_cuda.kernels.moe.routing import align_kernel, route_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.arg_specs import NUMBERS, SCALES
+from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
 
 _GROUP: Final = {"plain": 0, "int8": 0, "fp8": 0, "int4": 128}
 _FEW, _SOME, _MANY = TILES
@@ -50,7 +51,7 @@ def _expert(
     inputs: int = 14336,
     hot: bool = True,
 ) -> Launch:
-    constants = settings(scheme, _GROUP[scheme], inputs, tile, chip)
+    constants: dict[str, Any] = {**tile_settings(TUNING, scheme, _GROUP[scheme], inputs, tile, chip)}
     warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
     signature = {"x": f"*{dtype}", "weights": NUMBERS[scheme], "scales": SCALES[scheme], "bias": f"*{dtype}"}
     if scheme == "plain":

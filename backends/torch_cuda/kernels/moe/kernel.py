@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels import tuning
 from pagoda.backends.torch_cuda.kernels.activation.kernel import activated
 from pagoda.backends.torch_cuda.kernels.float8.bits import native
 from pagoda.backends.torch_cuda.kernels.moe.routing import align
-from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed, block
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_product
+from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product
+from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
 
 TUNING = Path(__file__).with_name("tuning.json")
 
@@ -116,7 +116,7 @@ def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip):
 def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation, gated):
     order, tile_experts, ends = sorted_pairs
     data, scale, inputs, scheme, group = matrices(stack)
-    constants = settings(scheme, group, inputs, tile, chip)
+    constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
     pairs, outputs = out.shape
     expert_kernel[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
         x,
@@ -158,20 +158,6 @@ def matrices(stack):
         return stack, stack, stack.shape[2], "plain", 0
     data = stack.data.view(torch.uint8) if stack.scheme == "fp8" else stack.data
     return data, stack.scale, stack.inputs, stack.scheme, stack.group
-
-
-def settings(scheme, group, inputs, tile, chip):
-    """Constants of expert_kernel that depend on the numbers and the tile."""
-    found = dict(tuning.settings(TUNING, chip, f"{scheme}-{tile}"))
-    depth = block(group) if scheme == "int4" else found.pop("DEPTH")
-    return {
-        "SCHEME": SCHEMES[scheme],
-        "GROUP": group,
-        "EVEN": inputs % depth == 0,
-        "TOKENS": tile,
-        "DEPTH": depth,
-        **found,
-    }
 
 
 def choose_tile(pairs, count, packed):

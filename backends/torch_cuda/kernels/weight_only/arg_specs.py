@@ -6,10 +6,11 @@ from typing import Final
 
 from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.launch import Launch
-from pagoda.backends.torch_cuda.kernels.weight_only.kernel import TILES, product_kernel, settings, sum_kernel
+from pagoda.backends.torch_cuda.kernels.weight_only.kernel import TILES, TUNING, product_kernel, sum_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.many import quantise_kernel, unpack_kernel, warps
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
 from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES
+from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
 
 NUMBERS: Final = {"plain": "*bf16", "int8": "*i8", "fp8": "*u8", "int4": "*i32"}
 SCALES: Final = {"plain": "*fp32", "int8": "*fp32", "fp8": "*fp32", "int4": "*i32"}
@@ -39,7 +40,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
 def _product(
     scheme: str, group: int, tile: int, dtype: str, chip: Chip, *, inputs: int = _INPUTS, hot: bool = True
 ) -> Launch:
-    constants = settings(scheme, group, inputs, tile, chip)
+    constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
     warps_, stages = constants.pop("num_warps"), constants.pop("num_stages")
     whole = inputs == _INPUTS
     signature = {"x": f"*{dtype}", "weights": NUMBERS[scheme], "scales": SCALES[scheme], "bias": f"*{dtype}"}

@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels import tuning
 from pagoda.backends.torch_cuda.kernels.float8.bits import native
-from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_product
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product
+from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
 
 TUNING = Path(__file__).with_name("tuning.json")
 
@@ -80,7 +79,7 @@ def product(x, packed, bias, chip):
     """X [M, I], M at most FEW, times a packed matrix: [M, O]. As api.weight_only_linear."""
     tokens, outputs, inputs = x.shape[0], packed.outputs, packed.inputs
     tile = next(tile for tile in TILES if tile >= tokens)
-    constants = settings(packed.scheme, packed.group, inputs, tile, chip)
+    constants = tile_settings(TUNING, packed.scheme, packed.group, inputs, tile, chip)
     split_inputs = choose_split(outputs, inputs, chip)
     splits = triton.cdiv(inputs, split_inputs)
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
@@ -113,20 +112,6 @@ def product(x, packed, bias, chip):
             BLOCK=_SUM_BLOCK,
         )
     return out
-
-
-def settings(scheme, group, inputs, tile, chip):
-    """Constants of product_kernel but NATIVE and BIAS."""
-    found = dict(tuning.settings(TUNING, chip, f"{scheme}-{tile}"))
-    depth = block(group) if scheme == "int4" else found.pop("DEPTH")
-    return {
-        "SCHEME": SCHEMES[scheme],
-        "GROUP": group,
-        "EVEN": inputs % depth == 0,
-        "TOKENS": tile,
-        "DEPTH": depth,
-        **found,
-    }
 
 
 def choose_split(outputs, inputs, chip):
