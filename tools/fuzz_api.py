@@ -242,6 +242,14 @@ def served(model: str, *flags: str) -> Iterator[str]:
         process.wait()
 
 
+def canary_of(url: str) -> tuple[str, dict[str, Any]]:
+    """A plain request that this server's kind of model answers."""
+    for path in ("/v1/completions", "/pooling"):
+        if requests.post(url + path, json=PLAIN[path], timeout=60).ok:
+            return path, PLAIN[path]
+    raise SystemExit(f"{url} answers no plain request: neither a completion nor a vector")
+
+
 def _drain(process: subprocess.Popen[str]) -> None:
     """Read the log on, so that the server never waits for a reader."""
     assert process.stderr is not None
@@ -274,9 +282,7 @@ def main() -> int:
 
 def _report(url: str, args: argparse.Namespace) -> int:
     print(f"seed {args.seed}", flush=True)
-    findings = Fuzz(url, ("/v1/completions", {"prompt": "Hello", "max_tokens": 2}), timeout=args.timeout).run(
-        args.cases, args.seed
-    )
+    findings = Fuzz(url, canary_of(url), timeout=args.timeout).run(args.cases, args.seed)
     print(findings.table())
     print(f"{findings.cases} cases in {findings.seconds:.0f} s, {len(findings.failures)} kinds of failure")
     for kind, example in findings.failures.items():
