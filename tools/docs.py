@@ -237,8 +237,8 @@ def _field_rows(body: type[Body]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, field in body.model_fields.items():
         refused = is_unsupported(field)
         default = field.get_default(call_default_factory=True)
-        accepted = ", ".join(f"`{json.dumps(value)}`" for value in field.examples or ()) if refused else ""
-        notes = [field.description or "", f"{accepted} is accepted too." if accepted else ""]
+        accepted = " or ".join(f"`{json.dumps(value)}`" for value in field.examples or ()) if refused else ""
+        notes = [field.description or "", f"{accepted} is accepted." if accepted else ""]
         yield (
             name,
             (

@@ -94,7 +94,10 @@ class AnthropicCountTokensRequest(Body):
     cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     speed: Any = unsupported(harmless=("standard",))
-    context_management: Any = unsupported()
+    context_management: Any = unsupported(
+        harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # agents send these
+        why="nothing is taken out of a conversation",
+    )
     mcp_servers: Any = unsupported()
     user_profile_id: Any = unsupported()
     workspace_id: Any = unsupported()

@@ -123,6 +123,29 @@ def test_what_openais_clients_note_about_a_request_is_taken() -> None:
         read("ChatCompletionRequest", metadata={"a": 1})
 
 
+@pytest.mark.parametrize(
+    ("edits", "taken"),
+    [
+        ([], True),
+        ([{"type": "clear_thinking_20251015", "keep": "all"}], True),
+        ([{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}], False),
+        ([{"type": "clear_tool_uses_20250919"}], False),
+    ],
+)
+def test_keeping_everything_is_what_is_done_anyway(edits: list[Any], taken: bool) -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "a"}],
+        "context_management": {"edits": edits},
+    }
+    raw = json.dumps(body).encode()
+    if taken:
+        parse(AnthropicCountTokensRequest, raw)
+    else:
+        with pytest.raises(RequestError, match="nothing is taken out of a conversation"):
+            parse(AnthropicCountTokensRequest, raw)
+
+
 def test_the_nearest_field_is_named() -> None:
     with pytest.raises(RequestError, match="did you mean 'temperature'"):
         read("CompletionRequest", temprature=1.0)
