@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.common.errors import PagodaError
+from pagoda.server.load_report import ASKED, load_report
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.protocol.head import id_header
 from pagoda.server.state import ServerState
@@ -69,6 +70,7 @@ async def respond(
         headers |= id_header(generation.request_id)
     if not stream:
         whole = await until_left(request.receive, state.stopping, _whole(generation, answer))
+        headers |= load_report(request.headers.get(ASKED), state.engine.stats)
         return Response(encode_json(whole), media_type="application/json", headers=headers)
     pause, log_errors = config.sse_keep_alive_interval, config.log_error_stack
     events = _events(generation, answer, style, pause=pause, log_errors=log_errors)

@@ -1,0 +1,54 @@
+"""The load in an answer's head, in both of the forms that balancers read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from pagoda.common.engine.messages import EngineStats
+from pagoda.server.load_report import ASKED, TOLD, load_report
+from tests.support.live_server import LiveServer, live_server
+
+LOADED = EngineStats(waiting=3, kv_blocks_used=2, kv_blocks_total=5)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server() as found:
+        yield found
+
+
+@pytest.mark.parametrize("form", ["TEXT", "text"])
+def test_text(form: str) -> None:
+    told = {TOLD: "TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=3.0"}
+    assert load_report(form, LOADED) == told
+
+
+def test_json() -> None:
+    kind, _, told = load_report("JSON", LOADED)[TOLD].partition(" ")
+    assert kind == "JSON"
+    assert json.loads(told) == {"named_metrics": {"kv_cache_usage_perc": 0.4, "num_requests_waiting": 3.0}}
+
+
+@pytest.mark.parametrize("form", [None, "", "BIN", "TEXT\t"])
+def test_no_known_form(form: str | None) -> None:
+    assert load_report(form, LOADED) == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_whole_answers_carry_it_when_asked(server: LiveServer, path: str, body: dict[str, object]) -> None:
+    asked = server.response("POST", path, {"max_tokens": 1} | body, {ASKED: "JSON"})
+    assert asked.status == 200
+    assert json.loads(asked.headers[TOLD].removeprefix("JSON "))["named_metrics"].keys() == {
+        "kv_cache_usage_perc",
+        "num_requests_waiting",
+    }
+    assert TOLD not in server.response("POST", path, {"max_tokens": 1} | body).headers
