@@ -14,7 +14,7 @@ from typing import Final
 
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.async_llm import LONG_TEXT
+from pagoda.server.async_inputs import LONG_TEXT
 from pagoda.server.async_pooling import PoolingAnswer
 from pagoda.server.pooling_inputs import PooledPrompt
 from pagoda.server.pooling_outputs import PoolingOutput, PoolingRequestOutput

@@ -18,6 +18,7 @@ from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.config.runtime import RuntimeConfig
 from pagoda.common.config.scheduler import SchedulerConfig
 from pagoda.common.config.structured_outputs import StructuredOutputsConfig
+from pagoda.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +54,19 @@ class Limits:
     long_prefill_token_threshold: int = 0
     policy: str = "fcfs"
     async_scheduling: bool = True
+
+    def check(self) -> None:
+        """Raise ConfigError for limits that would starve someone or promise what does not happen."""
+        tokens = self.max_num_batched_tokens
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError("--scheduling-policy", f"{self.policy} is not known; use fcfs or priority")
+        if tokens < self.max_num_seqs:
+            raise ConfigError("--max-num-batched-tokens", f"{tokens} is below --max-num-seqs {self.max_num_seqs}")
+        if self.chunked_prefill:
+            return
+        if tokens < self.max_model_len:
+            raise ConfigError(
+                "--max-num-batched-tokens", f"{tokens} cannot hold a whole prompt of {self.max_model_len}"
+            )
+        if self.long_prefill_token_threshold:
+            raise ConfigError("--long-prefill-token-threshold", "splits prompts, which needs --enable-chunked-prefill")

@@ -86,6 +86,23 @@ class Rows:
         """Who holds each of `rows`, all of them taken."""
         return [request for row in rows.tolist() if (request := self.request[row]) is not None]
 
+    def token_ids(self, rows: Int32, take: Int32, query_start: Int32, samples: Bool) -> Int32:
+        """int32 [T]: the next `take` [n] tokens of `rows` [n], row by row from `query_start` [n + 1] on.
+
+        `samples` bool [n]: these are all that a row has. A lone newest token may still be in flight; everything else
+        was known when its row was taken.
+        """
+        newest = samples & (take == 1)
+        if newest.all():
+            return self.newest[rows]
+        ids = np.empty(query_start[-1], np.int32)
+        ids[query_start[:-1][newest]] = self.newest[rows[newest]]
+        for i in np.flatnonzero(~newest):
+            row, start, count = int(rows[i]), int(query_start[i]), int(take[i])
+            first = int(self.computed[row])
+            ids[start : start + count] = self.holder(row).tokens[first : first + count]
+        return ids
+
     def plan(self, rows: Int32, take: Int32, samples: npt.NDArray[np.bool_]) -> None:
         """Note that the next step computes `take` tokens of each row and samples one more where `samples`."""
         self.computed[rows] += take

@@ -254,7 +254,7 @@ async def test_a_dying_engine_tells_all_who_wait(llm: AsyncLLM) -> None:
     left, waiting = (asyncio.ensure_future(llm.reset_prefix_cache()) for _ in range(2))
     await asyncio.sleep(0)
     left.cancel()
-    llm._die(EngineDeadError("gone"))
+    llm._engine.die(EngineDeadError("gone"))
     with pytest.raises(EngineDeadError, match="gone"):
         await waiting
 

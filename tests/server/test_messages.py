@@ -177,7 +177,7 @@ def test_a_client_that_leaves_frees_its_request() -> None:
     with live_server("fake:slow") as slow:
         with slow.raw("POST", "/v1/messages", ASK | {"max_tokens": 40, "stream": True}) as raw:
             assert raw.recv(100)
-        eventually(lambda: slow.state.running == 0 and slow.llm._outputs.num_sequences == 0)
+        eventually(lambda: slow.state.running == 0 and slow.llm.num_unfinished == 0)
 
 
 def test_a_stream_that_is_cut_ends_with_an_error(server: LiveServer) -> None:

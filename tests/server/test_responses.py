@@ -190,7 +190,7 @@ def test_a_client_that_leaves_frees_its_request(slow: LiveServer) -> None:
     with slow.raw("POST", "/v1/responses", {"input": "a", "stream": True}) as raw:
         assert raw.recv(100)
         assert slow.state.running == 1
-    eventually(lambda: slow.state.running == 0 and slow.llm._outputs.num_sequences == 0)
+    eventually(lambda: slow.state.running == 0 and slow.llm.num_unfinished == 0)
 
 
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
@@ -342,7 +342,7 @@ def test_cancelled_in_the_background(slow: LiveServer) -> None:
     assert cancelled.status == "cancelled"
     assert cancelled.output_text
     assert client.responses.retrieve(response.id).model_dump() == cancelled.model_dump()
-    eventually(lambda: slow.llm._outputs.num_sequences == 0)
+    eventually(lambda: slow.llm.num_unfinished == 0)
 
 
 def test_deleting_ends_it(slow: LiveServer) -> None:
@@ -351,7 +351,7 @@ def test_deleting_ends_it(slow: LiveServer) -> None:
         200,
         {"id": response["id"], "object": "response", "deleted": True},
     )
-    eventually(lambda: slow.state.running == 0 and slow.llm._outputs.num_sequences == 0)
+    eventually(lambda: slow.state.running == 0 and slow.llm.num_unfinished == 0)
 
 
 def test_only_the_background_can_be_cancelled(server: LiveServer) -> None:
