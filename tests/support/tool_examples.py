@@ -67,7 +67,12 @@ EXAMPLES = [
             "Let me see.\n",
             *CALLS,
         )
-        for form, tag in (("hermes", "tool_call"), ("longcat", "longcat_tool_call"), ("ernie45", "tool_call"))
+        for form, tag in (
+            ("hermes", "tool_call"),
+            ("longcat", "longcat_tool_call"),
+            ("ernie45", "tool_call"),
+            ("qwen3_json", "tool_call"),
+        )
     ),
     example(
         "hermes",
@@ -142,6 +147,7 @@ EXAMPLES = [
             ("xlam", "[TOOL_CALLS]", ""),
             ("xlam", "<tool_call>", "</tool_call>"),
             ("xlam", "```json\n", "\n```"),
+            ("xlam", "</think>\n", ""),
         )
     ),
     example("granite", "<|tool_call|>[] none", "<|tool_call|>[] none"),
@@ -152,6 +158,7 @@ EXAMPLES = [
         ("now", "{}"),
         '5, {"name": "now"}]!',
     ),
+    example("xlam", "Hm.</think>[1] is one.", "Hm.</think>[1] is one."),
     example("xlam", 'As in\n```json\n{"a": 1}\n```\n', 'As in\n```json\n{"a": 1}\n```\n'),
     example("xlam", '```json\n{"name": "Ann"}\n```', '```json\n{"name": "Ann"}\n```'),
     example("xlam", '[{"name": "Ann", "age": 3}]', '[{"name": "Ann", "age": 3}]'),
@@ -202,6 +209,11 @@ EXAMPLES = [
             ('{"title": 1, "name": "now", "parameters": {}}', ('{"title": 1, "name": "now", "parameters": {}}',)),
             ('{"title": "{}", "name": "x"} {', ('{"title": "{}", "name": "x"} {',)),
             (" {x} <|python_tag|>print(1)", (" {x} <|python_tag|>print(1)",)),
+            (
+                f'Let me.\n\n{{"name": "weather", "parameters": {PARIS}}}\nThen:\n{{"name": "now", "parameters": {{}}}}',
+                ("Let me.\n", CALLS[0], "\nThen:", CALLS[1]),
+            ),
+            ('Like so:\n{"name": "Ann"}\n{x}', ('Like so:\n{"name": "Ann"}\n{x}',)),
         )
     ),
     # A name, then JSON.
@@ -256,6 +268,19 @@ EXAMPLES = [
         ("now", "{}"),
         ("now", "", "now:3"),
         "'x'",
+    ),
+    example(
+        "plamo3",
+        "Ok.<|plamo:begin_tool_requests:plamo|>"
+        + "".join(
+            f"<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>"
+            f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{arguments}"
+            "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+            for name, arguments in CALLS
+        )
+        + "<|plamo:end_tool_requests:plamo|>",
+        "Ok.",
+        *CALLS,
     ),
     # Python.
     *(
@@ -320,6 +345,9 @@ EXAMPLES = [
             ("qwen3_coder", "Let me.\n", "<tool_call>\n", "</tool_call>\n", "\n"),
             ("qwen3_xml", "", "<tool_call>\n", "</tool_call>\n", "\n"),
             ("qwen3_coder", "", "", "", "\n"),
+            ("step3p5", "Let me.\n", "<tool_call>\n", "</tool_call>\n", "\n"),
+            ("mimo", "Let me.\n", "<tool_call>", "</tool_call>", ""),
+            ("seed_oss", "", "<seed:tool_call>\n", "</seed:tool_call>\n", "\n"),
             ("seed_oss", "Let me.\n", "<seed:tool_call>\n", "</seed:tool_call>\n", ""),
         )
     ),
@@ -338,7 +366,12 @@ EXAMPLES = [
         "qwen3_coder",
         "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\nx y\n</parameter>\n"
         "<parameter=c>\n007\n<parameter=d>\n\n</parameter>\n</function>\n</tool_call>",
-        ("f", '{"a": 5, "b": "x y", "c": "007", "d": ""}'),
+        ("f", '{"a": "5", "b": "x y", "c": "007", "d": ""}'),
+    ),
+    example(
+        "mimo",
+        "<function=weather><parameter=city>\nParis\n</parameter><parameter=days>\n3</parameter></function>",
+        ("weather", '{"city": "\\nParis\\n", "days": 3}'),
     ),
     example(
         "qwen3_coder",
@@ -363,6 +396,25 @@ EXAMPLES = [
         ("weather", '{"city": "  a\\n"}'),
     ),
     example(
+        "dots",
+        'Ok.<dots_function_call>\n<invoke name="weather">\n<parameter name="city">Paris 🗼</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</dots_function_call>',
+        "Ok.",
+        *CALLS,
+    ),
+    example(
+        "minicpm5",
+        'Ok.\n<function name="weather"><param name="city">Paris 🗼</param><param name="days">3</param></function>\n'
+        '<function name="now"></function>',
+        "Ok.\n",
+        *CALLS,
+    ),
+    example(
+        "minicpm5",
+        '<function name="f"><param name="a"><![CDATA[x < "]]y]]></param><param name="b">[1]</param></function>',
+        ("f", '{"a": "x < \\"]]y", "b": [1]}'),
+    ),
+    example(
         "step3",
         "Ok.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
         '<steptml:invoke name="weather">\n<steptml:parameter name="city">Paris 🗼</steptml:parameter>\n'
@@ -385,6 +437,14 @@ EXAMPLES = [
         for form, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
     ),
     example(
+        "deepseek_v41",
+        'Ok.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="true">'
+        'Paris 🗼</｜DSML｜ parameter>\n<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n'
+        '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="now">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+        "Ok.\n\n",
+        *CALLS,
+    ),
+    example(
         "deepseek_v32",
         '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">5'
         '</｜DSML｜parameter><｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter></｜DSML｜invoke>'
@@ -402,6 +462,22 @@ EXAMPLES = [
         "glm47",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris 🗼</arg_value><arg_key>days</arg_key>"
         "<arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+        *CALLS,
+    ),
+    *(
+        example(
+            form,
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
+            ("f", arguments),
+        )
+        for form, arguments in (("glm47", '{"a": "5"}'), ("ling3", '{"a": "5"}'), ("poolside_v1", '{"a": 5}'))
+    ),
+    example(
+        "hy_v3",
+        "Ok.<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris 🗼</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n"
+        "</tool_calls>",
+        "Ok.",
         *CALLS,
     ),
     example("glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),

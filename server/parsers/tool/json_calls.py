@@ -10,7 +10,7 @@ from pagoda.server.parsers.tool.output import Output
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner, Sink
 
 _NAMES: Final = ("name", "tool_name")
-_ARGUMENTS: Final = ("arguments", "parameters")
+_ARGUMENTS: Final = ("arguments", "parameters", "args")
 _BESIDES: Final = ("type",)
 
 
@@ -53,6 +53,11 @@ def _next(scanner: Scanner, output: Output, sure: bool) -> Reading[None]:
 def call(scanner: Scanner, output: Output, *, sure: bool = True) -> Reading[None]:
     """One call. A name without arguments is a call without any. Keys of no meaning are skipped."""
     yield from scanner.expect("{")
+    yield from opened_call(scanner, output, sure=sure)
+
+
+def opened_call(scanner: Scanner, output: Output, *, sure: bool = True) -> Reading[None]:
+    """One call behind its brace."""
     name = own_id = ""
     called = has_arguments = False
     early: list[str] = []

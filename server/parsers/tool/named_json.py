@@ -124,3 +124,10 @@ KIMI_K2: Final = NamedJson(
     end="<|tool_call_end|>",
     ids=True,
 )
+PLAMO3: Final = NamedJson(
+    section="<|plamo:begin_tool_requests:plamo|>",
+    section_end="<|plamo:end_tool_requests:plamo|>",
+    begin="<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>",
+    name_end="<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+    end="<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+)

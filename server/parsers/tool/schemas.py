@@ -11,6 +11,8 @@ _DEEPEST: Final = 16
 """Schemas within schemas that are looked into."""
 
 _CHOICES: Final = ("anyOf", "oneOf", "allOf")
+_OF_A_KIND: Final = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
+"""Keywords that only values of one type have."""
 _TYPES: Final = {bool: "boolean", int: "number", float: "number", str: "string", type(None): "null"}
 
 
@@ -42,7 +44,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
         branches = schema.get(choice)
         for branch in branches if isinstance(branches, list) else ():
             found |= _types(branch, root, depth + 1)
-    return found
+    return found or {kind for keyword, kind in _OF_A_KIND.items() if keyword in schema}
 
 
 def _type(value: Any) -> str:

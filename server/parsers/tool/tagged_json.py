@@ -12,6 +12,9 @@ from pagoda.server.parsers.tool.machine import Machine, calls_in_text, tried
 from pagoda.server.parsers.tool.output import Output
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
 
+_LINE: Final = "\n{"
+"""Where a line may begin with a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tag:
@@ -24,10 +27,12 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """Calls behind any of `tags`. `bare`: an answer may also begin with a call that has no tag."""
+    """Calls behind any of `tags`. `bare`: an answer may also begin with a call that has no tag. `lines`: and so may lines
+    of it."""
 
     tags: tuple[Tag, ...]
     bare: bool = False
+    lines: bool = False
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
         """A reader of one answer."""
@@ -37,11 +42,15 @@ class TaggedJson:
         tags = {tag.begin: tag for tag in self.tags}
 
         def read(begin: str) -> Reading[None]:
+            if begin == _LINE:
+                return json_calls.opened_call(scanner, output, sure=False)
             return json_calls.calls(scanner, output, sure=tags[begin].sure)
 
         if self.bare:
             yield from tried(scanner, output, self._bare(scanner, output))
         opens = {tag.begin: (tag.end,) if tag.end else () for tag in self.tags}
+        if self.lines:
+            opens[_LINE] = ()
         yield from calls_in_text(scanner, output, opens, read)
 
     def _bare(self, scanner: Scanner, output: Output) -> Reading[None]:
@@ -54,7 +63,7 @@ class TaggedJson:
 HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),))
 """Also what Qwen 2.5 and 3, Granite 4 and ERNIE 4.5 write."""
 
-LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True)
+LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True, lines=True)
 GRANITE: Final = TaggedJson((Tag("<|tool_call|>"), Tag("<tool_call>")), bare=True)
 GRANITE_20B_FC: Final = TaggedJson((Tag("<function_call>"),))
 PHI4_MINI: Final = TaggedJson((Tag("functools", sure=False), Tag("<|tool_call|>", "<|/tool_call|>")))
@@ -66,5 +75,11 @@ LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),
 GIGACHAT3: Final = TaggedJson((Tag("<|message_sep|>\n\nfunction call<|role_sep|>\n"), Tag("<|function_call|>")))
 COMMAND: Final = TaggedJson((Tag("<|START_ACTION|>", "<|END_ACTION|>"),))
 XLAM: Final = TaggedJson(
-    (Tag("<tool_call>", "</tool_call>"), Tag("[TOOL_CALLS]"), Tag("```json", "```", sure=False)), bare=True
+    (
+        Tag("<tool_call>", "</tool_call>"),
+        Tag("[TOOL_CALLS]"),
+        Tag("```json", "```", sure=False),
+        Tag("</think>", sure=False),
+    ),
+    bare=True,
 )

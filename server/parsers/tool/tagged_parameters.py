@@ -1,6 +1,7 @@
 """Formats that write each argument between tags of its own, as in <function=f><parameter=a>1</parameter></function>.
 
-Values have no quotes: a tool's schema says which are strings. Strings are handed on as they come.
+Values have no quotes: a tool's schema says which are strings, and where it says nothing all are. Strings are handed on
+as they come.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class TaggedParameters:
 
     `blocks`: what calls stand in, outermost first, and what closes it; models leave it out at times. `kind`: what may
     stand before `call`, the name behind it. `between`: what stands between a key and its value. `lines`: values stand
-    on lines of their own. `string_end`: the one of `key_ends` whose value is a string, where no schema says otherwise.
+    on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is. `quotes`:
+    what a value may stand in, which is none of it.
     """
 
     blocks: tuple[tuple[str, str], ...] = ()
@@ -35,9 +37,10 @@ class TaggedParameters:
     name_end: str = ""
     key: str
     key_ends: tuple[str, ...]
-    string_end: str = ""
+    json_ends: tuple[str, ...] = ()
     between: str = ""
     value_end: str
+    quotes: tuple[str, str] = ("", "")
     lines: bool = False
     call_end: str
 
@@ -75,7 +78,7 @@ class TaggedParameters:
             yield from scanner.expect(self.key)
             key, end = yield from self._key(scanner)
             output.arguments(f'{opening}"{json_text.quoted(key)}": ')
-            types = types_of(tools, name, key) or (STRING if end == self.string_end else frozenset())
+            types = types_of(tools, name, key) or (frozenset() if end in self.json_ends else STRING)
             yield from self._value(scanner, output.arguments, types)
             opening = ", "
             yield from scanner.space()
@@ -96,21 +99,29 @@ class TaggedParameters:
     def _value(self, scanner: Scanner, sink: Sink, types: frozenset[str]) -> Reading[None]:
         if self.lines:
             yield from scanner.accept("\n")
+        ends = self._value_ends
+        opening, closing = self.quotes
+        if opening and (yield from scanner.accept(opening)):
+            ends = (closing + self.value_end,)
         is_null = types == NULLABLE and (yield from scanner.looking_at("null", "None"))
         if types == STRING or (types == NULLABLE and not is_null):
             sink('"')
-            yield from self._text(scanner, lambda text: sink(json_text.quoted(text)))
+            yield from self._text(scanner, lambda text: sink(json_text.quoted(text)), ends)
             sink('"')
         else:
             pieces: list[str] = []
-            yield from self._text(scanner, pieces.append)
+            yield from self._text(scanner, pieces.append, ends)
             sink(as_json("".join(pieces), types))
 
-    def _text(self, scanner: Scanner, sink: Sink) -> Reading[None]:
-        """Hand on a value's text. Where values have lines of their own, the next key or the call's end ends one too."""
-        ends: tuple[str, ...] = (self.value_end,)
+    @property
+    def _value_ends(self) -> tuple[str, ...]:
+        """What ends a value. Where values have lines of their own, the next key and the call's end do so too."""
         if self.lines:
-            ends = (f"\n{self.value_end}", self.value_end, f"\n{self.key}", f"\n{self.call_end}")
+            return (f"\n{self.value_end}", self.value_end, f"\n{self.key}", f"\n{self.call_end}")
+        return (self.value_end,)
+
+    def _text(self, scanner: Scanner, sink: Sink, ends: tuple[str, ...]) -> Reading[None]:
+        """Hand on a value's text, up to one of its ends, which is taken if it ends nothing else."""
         yield from scanner.until(markers(*ends), sink)
         if (yield from scanner.need(*ends)).endswith(self.value_end):
             yield from scanner.expect(*ends)
@@ -126,7 +137,8 @@ QWEN3_CODER: Final = TaggedParameters(
     lines=True,
     call_end="</function>",
 )
-SEED_OSS: Final = replace(QWEN3_CODER, blocks=(("<seed:tool_call>", "</seed:tool_call>"),), lines=False)
+SEED_OSS: Final = replace(QWEN3_CODER, blocks=(("<seed:tool_call>", "</seed:tool_call>"),))
+MIMO: Final = replace(QWEN3_CODER, lines=False)
 MINIMAX_M2: Final = TaggedParameters(
     blocks=(("<minimax:tool_call>", "</minimax:tool_call>"),),
     call='<invoke name="',
@@ -152,11 +164,21 @@ DEEPSEEK_V32: Final = TaggedParameters(
     name_end='">',
     key='<｜DSML｜parameter name="',
     key_ends=('" string="true">', '" string="false">', '">'),
-    string_end='" string="true">',
+    json_ends=('" string="false">',),
     value_end="</｜DSML｜parameter>",
     call_end="</｜DSML｜invoke>",
 )
 DEEPSEEK_V4: Final = replace(DEEPSEEK_V32, blocks=(("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),))
+DEEPSEEK_V41: Final = TaggedParameters(
+    blocks=(("<｜DSML｜ calls>", "</｜DSML｜ calls>"),),
+    call='<｜DSML｜ invoke name="',
+    name_end='">',
+    key='<｜DSML｜ parameter name="',
+    key_ends=DEEPSEEK_V32.key_ends,
+    json_ends=DEEPSEEK_V32.json_ends,
+    value_end="</｜DSML｜ parameter>",
+    call_end="</｜DSML｜ invoke>",
+)
 GLM: Final = TaggedParameters(
     call="<tool_call>",
     key="<arg_key>",
@@ -164,4 +186,17 @@ GLM: Final = TaggedParameters(
     between="<arg_value>",
     value_end="</arg_value>",
     call_end="</tool_call>",
+)
+POOLSIDE: Final = replace(GLM, json_ends=("</arg_key>",))
+HUNYUAN: Final = replace(GLM, blocks=(("<tool_calls>", "</tool_calls>"),), name_end="<tool_sep>")
+DOTS: Final = replace(MINIMAX_M2, blocks=(("<dots_function_call>", "</dots_function_call>"),))
+MINICPM5: Final = TaggedParameters(
+    call='<function name="',
+    name_end='">',
+    key='<param name="',
+    key_ends=('">',),
+    json_ends=('">',),
+    value_end="</param>",
+    quotes=("<![CDATA[", "]]>"),
+    call_end="</function>",
 )

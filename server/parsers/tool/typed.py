@@ -10,14 +10,26 @@ from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
 
 STRING: Final = frozenset({"string"})
 NULLABLE: Final = frozenset({"string", "null"})
+_BOOLEAN: Final = frozenset({"boolean", "null"})
+_KNOWN: Final = {
+    "true": ("boolean", "true"),
+    "false": ("boolean", "false"),
+    "1": ("boolean", "true"),
+    "0": ("boolean", "false"),
+    "null": ("null", "null"),
+}
 _TYPES: Final = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
     """`text` as one JSON value of `types`; empty: whatever it looks like.
 
-    What looks like a value of no such type is a string, if it may be one.
+    What looks like a value of no such type is a string, if it may be one. Where a boolean alone is wanted, so are 1 and 0;
+    the case of words makes no difference.
     """
+    known = _KNOWN.get(text.strip().lower())
+    if known is not None and known[0] in types and (text.strip().isalpha() or types <= _BOOLEAN):
+        return known[1]
     found = _literal(text.strip(), types)
     if found is not None:
         kind = _TYPES.get(found[0], "number")

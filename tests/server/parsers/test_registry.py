@@ -118,7 +118,7 @@ def test_entry_points_are_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     points = EntryPoints([EntryPoint("installed", f"{__name__}:INSTALLED", "pagoda.tool_parsers")])
     monkeypatch.setattr(plugins, "entry_points", lambda group: points.select(group=group))
     assert tool_format("installed") is INSTALLED
-    with pytest.raises(ConfigError, match="hunyuan_a13b, installed, internlm"):
+    with pytest.raises(ConfigError, match="hy_v3, installed, internlm"):
         tool_format("other")
     with pytest.raises(ConfigError):
         reasoning_format("installed")
