@@ -121,3 +121,9 @@ def test_a_call_ends_the_thinking(reasoning: str, tools: str, prompt: str, call:
     assert isinstance(begun, ToolCall)
     assert begun.name == "now"
     assert rest == [Arguments(0, "{}")]
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_two_messages_for_the_user_are_two_lines(step: int) -> None:
+    text = f"{HARMONY}<|channel|>commentary<|message|>Wait.<|end|>{START}<|channel|>final<|message|>5<|return|>"
+    assert read("openai_gptoss", "openai", START, text, step) == [Reasoning("Hm."), Content("Wait.\n5")]

@@ -269,6 +269,7 @@ def test_harmony_without_its_markup() -> None:
         ("<|channel|>" + "x" * 600, [Content("x" * 600)]),
         ("<|channel|>" + "x" * 600 + "<|message|>y", [Content("x" * 600 + "<|message|>y")]),
         (" to=functions.f<|channel|>commentary<|message|>{}<|call|>", [Content("{}")]),
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
         ("", []),
     ],
 )
