@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Final
 
 from pagoda.common.config.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.grammar import Grammar, Thinking
@@ -13,9 +12,6 @@ from pagoda.common.structured.grammar_of import grammar_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
-
-LOOK_BACK: Final = 64
-"""Characters at a prompt's end in which the thinking may have been closed."""
 
 
 class AnswerForms:
@@ -51,9 +47,8 @@ class AnswerForms:
             return None
         prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         is_open = self._format.thinks(prompt)
-        closed = not is_open and any(end in prompt[-LOOK_BACK:] for end in self._format.ends)
         ends = self._sequences(self._format.ends)
-        if closed or not ends:
+        if not ends or not (is_open or self._may_start(self._format, prompt)):
             return None
         return Thinking(
             ends=ends,
@@ -62,6 +57,10 @@ class AnswerForms:
             budget=budget,
             holds=self._config.is_on("enable_in_reasoning"),
         )
+
+    def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:
+        """Whether thinking may still begin: the prompt has not ended it, and would think if it began it."""
+        return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
 
     def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         assert self._tokenizer is not None

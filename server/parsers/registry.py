@@ -65,22 +65,38 @@ TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
 """Value of --tool-call-parser -> (module of `parsers.tool`, name of the format in it)."""
 
 REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
+    "cohere_command3": ("cohere_command", "COMMAND3"),
+    "cohere_command4": ("cohere_command", "COMMAND4"),
     "deepseek_r1": ("deepseek", "R1"),
     "deepseek_v3": ("deepseek", "V3"),
+    "deepseek_v4": ("deepseek", "V3"),
+    "deepseek_v41": ("deepseek", "V3"),
     "ernie45": ("ernie45", "ERNIE45"),
+    "gemma4": ("gemma4", "GEMMA4"),
     "glm45": ("glm45", "GLM45"),
+    "glm47": ("glm45", "GLM45"),
     "granite": ("granite", "GRANITE"),
+    "granite_thinking_parser": ("granite", "THINKING"),
     "holo2": ("holo2", "HOLO2"),
     "hunyuan_a13b": ("hunyuan", "HUNYUAN_A13B"),
     "identity": ("identity", "IDENTITY"),
+    "k2_horizon": ("k2_horizon", "K2_HORIZON"),
+    "kimi_k2": ("kimi_k2", "KIMI_K2"),
+    "kimi_k3": ("kimi_k3", "KIMI_K3"),
+    "ling3": ("glm45", "GLM45"),
+    "mimo": ("qwen3", "QWEN3"),
     "minimax_m2": ("minimax_m2", "MINIMAX_M2"),
     "minimax_m2_append_think": ("minimax_m2", "APPEND_THINK"),
+    "minimax_m3": ("minimax_m3", "MINIMAX_M3"),
     "mistral": ("mistral", "MISTRAL"),
+    "nemotron_v3": ("qwen3", "QWEN3"),
     "olmo3": ("olmo3", "OLMO3"),
     "openai_gptoss": ("openai_gptoss", "HARMONY"),
+    "poolside_v1": ("poolside_v1", "POOLSIDE_V1"),
     "qwen3": ("qwen3", "QWEN3"),
     "seed_oss": ("seed_oss", "SEED_OSS"),
     "step3": ("step3", "STEP3"),
+    "step3p5": ("step3", "STEP3P5"),
 }
 """Value of --reasoning-parser -> (module of `parsers.reasoning`, name of the format in it)."""
 

@@ -214,6 +214,11 @@ def test_what_the_engine_is_told_of_thinking(monkeypatch):
     maybe = forms.thinking(held, "a", [])
     assert maybe is not None
     assert (maybe.open, maybe.starts) == (False, ((ord("<"),),))
+    asked = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
+    monkeypatch.undo()
+    forms = AnswerForms(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
+    assert forms.thinking(held, asked, []) is not None, "users may write tags"
+    assert forms.thinking(held, asked + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
     assert forms.thinking(SamplingParams(), "a<", []) is None
     with pytest.raises(RequestError, match="thinking_token_budget"):
         SamplingParams(thinking_token_budget=-1)

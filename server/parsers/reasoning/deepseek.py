@@ -10,6 +10,12 @@ _TURNS: Final = (
     "<｜tool▁output▁end｜>",
     "<|im_start|>assistant",  # QwQ, which is read as R1 is
 )
+_CALLS: Final = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜DSML｜function_calls>",
+    "<｜DSML｜tool_calls>",
+    "<｜DSML｜ calls>",
+)
 
-R1: Final = TaggedFormat(unasked=True, turns=_TURNS)
-V3: Final = TaggedFormat(turns=_TURNS)
+R1: Final = TaggedFormat(unasked=True, turns=_TURNS, calls=_CALLS)
+V3: Final = TaggedFormat(turns=_TURNS, calls=_CALLS)

@@ -2,8 +2,12 @@
 
 from typing import Final
 
+from pagoda.server.parsers.reasoning.calls import JSON_CALLS
 from pagoda.server.parsers.reasoning.tagged import TaggedFormat
 
 ERNIE45: Final = TaggedFormat(
-    unasked=True, turns=("<|im_start|>assistant", "\nAssistant: "), wrapping=("<response>", "</response>")
+    unasked=True,
+    turns=("<|im_start|>assistant", "\nAssistant: "),
+    wrapping=("<response>", "</response>"),
+    calls=JSON_CALLS,
 )

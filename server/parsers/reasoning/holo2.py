@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from pagoda.server.parsers.reasoning.calls import JSON_CALLS
 from pagoda.server.parsers.reasoning.tagged import TaggedFormat
 
-HOLO2: Final = TaggedFormat(unasked=True)
+HOLO2: Final = TaggedFormat(unasked=True, calls=JSON_CALLS)

@@ -8,7 +8,9 @@ from pagoda.server.parsers.parser import Parser
 from pagoda.server.parsers.reasoning.identity import AllContent
 from pagoda.server.parsers.reasoning.tagged import TaggedFormat
 
-MINIMAX_M2: Final = TaggedFormat(unasked=True, turns=("]~b]ai",))
+MINIMAX_M2: Final = TaggedFormat(
+    unasked=True, turns=("]~b]ai",), calls=("<minimax:tool_call>\n<invoke", "<minimax:tool_call><invoke")
+)
 
 
 class AppendThink:

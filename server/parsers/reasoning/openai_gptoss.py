@@ -48,7 +48,10 @@ class HarmonyFormat:
 
 
 class Channels:
-    """Reads headers and messages in turn. `raw`: other channels keep their markup. `within`: the header is over."""
+    """Reads headers and messages in turn. `within`: the header is over.
+
+    `raw`: other channels keep their markup, and so does what is said to a tool on the analysis channel.
+    """
 
     __slots__ = ("_in_header", "_kind", "_raw", "_said", "_unread")
 
@@ -98,7 +101,7 @@ class Channels:
 
     def _opened(self, header: str, rest: str) -> list[Event]:
         found = _CHANNEL.search(header)
-        thinking = found is not None and found[1] == "analysis" and " to=" not in header
+        thinking = found is not None and found[1] == "analysis" and not (self._raw and " to=" in header)
         self._kind = "thinking" if thinking else "other"
         self._in_header, self._unread = False, rest
         if self._raw and not thinking:

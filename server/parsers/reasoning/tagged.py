@@ -23,9 +23,12 @@ class TaggedFormat:
 
     `unasked`: the answer begins within the thinking unless the prompt says otherwise; models whose template opens the
     thinking often leave its start out. `turns`: texts after which a prompt holds what the model itself begins with.
-    `wrapping`: texts around the content after it, which some models write too.
+    `wrapping`: texts around the content after it, which some models write too. `calls`: texts with which tool calls
+    begin; models that call tools without having ended their thinking have ended it. `control`: the tags are tokens
+    that nobody writes as text, so they mean what they say in the middle of content, too.
 
-    Only an answer that begins with the start thinks: a start in the middle of content is content.
+    Else only an answer that begins with the start thinks: a start in the middle of content is content. A start right
+    after an end goes on with the thinking; an end where nothing was begun is left out.
     """
 
     starts: tuple[str, ...] = _THINK
@@ -33,6 +36,8 @@ class TaggedFormat:
     unasked: bool = False
     turns: tuple[str, ...] = ("<|im_start|>assistant",)
     wrapping: tuple[str, str] | None = None
+    calls: tuple[str, ...] = ()
+    control: bool = False
 
     def thinks(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins within the thinking.
@@ -58,15 +63,17 @@ class TaggedFormat:
 class TaggedParser:
     """The reader of one answer: a state reads what it can of the unread text, and names the state that goes on."""
 
-    __slots__ = ("_ends", "_format", "_said", "_state", "_thinking", "_unread", "_unwrap")
+    __slots__ = ("_ends", "_format", "_said", "_state", "_tags", "_thinking", "_thought", "_unread", "_unwrap")
 
     def __init__(self, format: TaggedFormat, thinking: bool) -> None:
         self._format = format
         self._thinking = thinking
-        self._ends = Marks(format.ends)
+        self._ends = Marks((*format.ends, *format.calls))
+        self._tags = Marks((*format.starts, *format.ends) if format.control else ())
         self._unwrap = Marks(format.wrapping[1:] if format.wrapping else ())
         self._unread = ""
         self._said = False  # some of the text between the present tags was not white space
+        self._thought = False  # there was thinking before: more of it begins on a new line
         self._state: Callable[[bool], list[Event]] = self._before
 
     def feed(self, text: str) -> list[Event]:
@@ -80,18 +87,22 @@ class TaggedParser:
 
     def _read(self, final: bool) -> list[Event]:
         events: list[Event] = []
-        state = None
-        while state != self._state:
-            state = self._state
+        while True:
+            state, length = self._state, len(self._unread)
             events += state(final)
-        return events
+            if not self._unread or (self._state == state and len(self._unread) == length):
+                return events
 
     def _before(self, final: bool) -> list[Event]:
-        """Nothing but white space was said: the start of the thinking may come."""
-        opening = self._opening(self._format.starts, final)
+        """Nothing but white space was said: the start of the thinking may come, or a needless end."""
+        format = self._format
+        opening = self._opening(format.starts if self._thinking else (*format.starts, *format.ends), final)
         if opening is None:
             return []
-        if opening or self._thinking:
+        if opening in format.ends:
+            self._skip(opening)
+            self._state = self._after
+        elif opening or self._thinking:
             self._skip(opening)
             self._state = self._within
         else:
@@ -104,20 +115,26 @@ class TaggedParser:
 
     def _after_nothing(self, final: bool) -> list[Event]:
         """Content, if not what wraps it, begins here; it has not been thought before."""
-        return self._unwrapped(final, keeps_space=True)
-
-    def _after(self, final: bool) -> list[Event]:
-        """The thinking has ended."""
-        return self._unwrapped(final, keeps_space=False)
-
-    def _unwrapped(self, final: bool, *, keeps_space: bool) -> list[Event]:
         wrapping = self._format.wrapping
-        opening = self._opening((wrapping[0],) if wrapping else (), final)
+        opening = self._opening(wrapping[:1] if wrapping else (), final)
         if opening is None:
             return []
-        if opening or not keeps_space:
+        if opening:
             self._skip(opening)
         self._state = self._wrapped if opening else self._content
+        return []
+
+    def _after(self, final: bool) -> list[Event]:
+        """The thinking has ended. It may go on at once, or be ended again."""
+        starts, ends, wrapping = self._format.starts, self._format.ends, self._format.wrapping
+        opening = self._opening((*starts, *ends, *(wrapping[:1] if wrapping else ())), final)
+        if opening is None:
+            return []
+        self._skip(opening)
+        if opening in starts:
+            self._state = self._within
+        elif opening not in ends:
+            self._state = self._wrapped if opening else self._content
         return []
 
     def _wrapped(self, final: bool) -> list[Event]:
@@ -131,16 +148,23 @@ class TaggedParser:
         text, end, rest = ends.split(self._unread, final=final)
         text = text if self._said else text.lstrip()
         shown = text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
+        again = kind is Reasoning and self._thought and not self._said
+        self._thought = self._thought or (kind is Reasoning and bool(shown))
         if end:
-            self._unread, self._state, self._said = rest, then, False
+            self._unread, self._state, self._said = (end if end in self._format.calls else "") + rest, then, False
         else:
             self._unread = ("" if final else text[len(shown) :]) + rest
             self._said = self._said or bool(shown)
-        return [kind(shown)] if shown else []
+        return [kind("\n" + shown if again else shown)] if shown else []
 
-    def _content(self, _final: bool) -> list[Event]:
-        """Plain content, to the end."""
-        text, self._unread = self._unread, ""
+    def _content(self, final: bool) -> list[Event]:
+        """Plain content: to the end, if no tag can be told from text."""
+        text, tag = self._unread, ""
+        self._unread = ""
+        if self._format.control:
+            text, tag, self._unread = self._tags.split(text, final=final)
+        if tag:
+            self._state = self._within if tag in self._format.starts else self._after
         return [Content(text)] if text else []
 
     def _opening(self, openings: tuple[str, ...], final: bool) -> str | None:

@@ -42,6 +42,7 @@ class Harmony:
 
 def _messages(scanner: Scanner, output: Output, names: frozenset[str]) -> Reading[None]:
     outside = markers(_START, _CHANNEL, _MESSAGE, *_CLOSING)
+    speaks = False  # the last message was for the user: the next one for the user begins on a new line
     while found := (yield from scanner.until(outside, output.content)):
         if found in _CLOSING:
             yield from scanner.take(len(found))
@@ -53,27 +54,31 @@ def _messages(scanner: Scanner, output: Output, names: frozenset[str]) -> Readin
             output.content(header)
         elif end == _MESSAGE:
             yield from scanner.take(len(end))
-            yield from _message(scanner, output, header, names)
+            speaks = yield from _message(scanner, output, header, names, again=speaks)
         elif not end:
             raise Ended
     output.content(scanner.rest())
 
 
-def _message(scanner: Scanner, output: Output, header: str, names: frozenset[str]) -> Reading[None]:
+def _message(scanner: Scanner, output: Output, header: str, names: frozenset[str], *, again: bool) -> Reading[bool]:
+    """Read one message. `again`: the one before was for the user. Whether this one is."""
     to, channel = _TO.search(header), _ON.search(header)
     name = to[1] if to else ""
-    said = output.reasoning if channel and channel[1] == "analysis" else output.content
     called = name.startswith("functions.") or name in names
+    speaks = not called and (channel is None or channel[1] != "analysis")
+    said = output.content if speaks or called else output.reasoning
     if called:
         output.call(name.removeprefix("functions."))
         yield from _arguments(scanner, output)
-        said = output.content
+    elif again and speaks:
+        output.content("\n")
     if (yield from scanner.until(_ENDS, said)):
         yield from scanner.accept(*_CLOSING)
     elif called:
         raise Ended
     else:
         said(scanner.rest())
+    return speaks
 
 
 def _arguments(scanner: Scanner, output: Output) -> Reading[None]:

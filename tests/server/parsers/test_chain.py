@@ -49,6 +49,43 @@ EXAMPLES = [
     ),
 ]
 
+XML = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+V31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+K2 = "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"
+UNENDED = [
+    (
+        "deepseek_v3",
+        "deepseek_v31",
+        "<think>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    ),
+    ("deepseek_v4", "deepseek_v4", "<think>", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'),
+    ("ernie45", "ernie45", "", f"<tool_call>\n{JSON}\n</tool_call>"),
+    ("gemma4", "gemma4", "<|channel>thought", "<|tool_call>call:now{}<tool_call|>"),
+    ("glm45", "glm45", "<think>", "<tool_call>now\n</tool_call>"),
+    ("granite", "granite", "<think>", f"<|tool_call|>[{JSON}]"),
+    ("granite_thinking_parser", "qwen3_xml", "<think>", XML),
+    ("cohere_command3", "cohere_command3", "<|START_THINKING|>", f"<|START_ACTION|>[{JSON}]<|END_ACTION|>"),
+    (
+        "kimi_k2",
+        "kimi_k2",
+        "<think>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}",
+    ),
+    (
+        "minimax_m2",
+        "minimax_m2",
+        "<think>",
+        '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
+    ("mistral", "mistral", "[THINK]", "[TOOL_CALLS]now[ARGS]{}"),
+    ("qwen3", "hermes", "<think>", f"<tool_call>{JSON}</tool_call>"),
+    ("qwen3", "qwen3_coder", "<think>", XML),
+    ("seed_oss", "seed_oss", "<seed:think>", XML.replace("tool_call>", "seed:tool_call>")),
+    ("step3p5", "qwen3_coder", "", XML),
+]
+"""Calls of models that do not end their thinking before."""
+
 
 def read(reasoning: str, tools: str, prompt: str, text: str, step: int) -> list[Event]:
     stages = (reasoning_format(reasoning).parser(prompt), tool_format(tools).parser([Tool("now")]))
@@ -74,3 +111,19 @@ def test_messages_for_the_user_come_before_and_after(step: int) -> None:
     )
     events = read("openai_gptoss", "openai", START, text, step)
     assert events == [Reasoning("Hm."), Content("Wait."), *CALL, Content("1 < 2")]
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize(("reasoning", "tools", "prompt", "call"), UNENDED)
+def test_a_call_ends_the_thinking(reasoning: str, tools: str, prompt: str, call: str, step: int) -> None:
+    thought, begun, *rest = read(reasoning, tools, prompt, f"Hm: <b>\n{call}", step)
+    assert thought == Reasoning("Hm: <b>")
+    assert isinstance(begun, ToolCall)
+    assert begun.name == "now"
+    assert rest == [Arguments(0, "{}")]
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_two_messages_for_the_user_are_two_lines(step: int) -> None:
+    text = f"{HARMONY}<|channel|>commentary<|message|>Wait.<|end|>{START}<|channel|>final<|message|>5<|return|>"
+    assert read("openai_gptoss", "openai", START, text, step) == [Reasoning("Hm."), Content("Wait.\n5")]

@@ -9,24 +9,42 @@ from pagoda.server.parsers.parser import LeavesMarkup
 from pagoda.server.parsers.reasoning.tagged import MAX_SPACE
 from pagoda.server.parsers.registry import REASONING_FORMATS, reasoning_format
 
+CHATML = "<|im_start|>user\nHELLO<|im_end|>\n<|im_start|>assistant\n"
+GRANITE = "<|start_of_role|>user<|end_of_role|>HELLO<|start_of_role|>assistant<|end_of_role|>"
+
 OPENED = {
+    "cohere_command3": "<|USER_TOKEN|>HELLO<|END_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>",
+    "cohere_command4": "<|USER_TOKEN|>HELLO<|END_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>",
     "deepseek_r1": "<｜begin▁of▁sentence｜><｜User｜>HELLO<｜Assistant｜><think>\n",
     "deepseek_v3": "<｜User｜>HELLO<｜Assistant｜><think>",
+    "deepseek_v4": "<｜User｜>HELLO<｜Assistant｜><think>",
+    "deepseek_v41": "<｜User｜>HELLO<｜Assistant｜><think>",
     "ernie45": "<|im_start|>user\nHELLO<|im_end|>\n\n<|im_start|>assistant\n<think>\n",
+    "gemma4": "<bos><|turn>user\nHELLO<turn|>\n<|turn>model\n<|channel>thought\n",
     "glm45": "<|user|>\nHELLO<|assistant|>\n<think>",
-    "granite": "<|start_of_role|>user<|end_of_role|>HELLO<|start_of_role|>assistant<|end_of_role|><think>",
-    "holo2": "<|im_start|>user\nHELLO<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    "glm47": "[gMASK]<sop><|user|>HELLO<|assistant|><think>",
+    "granite": GRANITE + "<think>",
+    "granite_thinking_parser": GRANITE + "<think>\n",
+    "holo2": CHATML + "<think>\n",
     "hunyuan_a13b": "<|startoftext|>HELLO<|extra_0|><think>",
+    "k2_horizon": CHATML + "<ifm|think_faster>",
+    "kimi_k2": "<|im_user|>user<|im_middle|>HELLO<|im_end|><|im_assistant|>assistant<|im_middle|><think>",
+    "ling3": "<role>HUMAN</role>HELLO<role>ASSISTANT</role><think>",
+    "mimo": CHATML + "<think>",
     "minimax_m2": "]~b]user\nHELLO[e~[\n]~b]ai\n<think>\n",
+    "minimax_m3": "]~b]user\nHELLO[e~[\n]~b]ai\n<mm:think>",
     "mistral": "<s>[INST]HELLO[/INST][THINK]",
-    "olmo3": "<|im_start|>user\nHELLO<|im_end|>\n<|im_start|>assistant\n<think>",
-    "qwen3": "<|im_start|>user\nHELLO<|im_end|>\n<|im_start|>assistant\n<think>\n",
+    "nemotron_v3": CHATML + "<think>\n",
+    "olmo3": CHATML + "<think>",
+    "poolside_v1": "<user>HELLO</user><assistant><think>",
+    "qwen3": CHATML + "<think>\n",
     "seed_oss": "<seed:bos>user\nHELLO<seed:eos><seed:bos>assistant\n<seed:think>",
     "step3": "<|BOT|>user\nHELLO<|EOT|><|BOT|>assistant\n<think>\n",
+    "step3p5": CHATML + "<think>\n",
 }
 """Prompts as the models' templates end them when they open the thinking."""
 
-ALWAYS = {"deepseek_r1", "ernie45", "holo2", "minimax_m2", "step3"}
+ALWAYS = {"deepseek_r1", "ernie45", "holo2", "minimax_m2", "step3", "step3p5"}
 """Formats that think unless the prompt says that they do not."""
 
 
@@ -42,7 +60,7 @@ def read(name: str, prompt: str, text: str) -> list[Event]:
 def test_every_format_is_there() -> None:
     for name in REASONING_FORMATS:
         assert isinstance(reasoning_format(name).starts, tuple)
-    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'r1'; use one of deepseek_r1, "):
+    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'r1'; use one of cohere_command3, "):
         reasoning_format("r1")
 
 
@@ -89,6 +107,61 @@ def test_an_answer_cut_anywhere_never_shows_half_a_tag_as_thinking(name: str) ->
 
 def test_a_start_in_the_middle_is_content() -> None:
     assert read("qwen3", "x", "Use <think> here</think>") == [Content("Use <think> here</think>")]
+
+
+@pytest.mark.parametrize("name", sorted(OPENED))
+def test_thinking_that_goes_on_or_is_ended_twice(name: str) -> None:
+    start, end = tags(name)
+    said = [Reasoning("one\ntwo\nthree"), Content("It is")]
+    assert (
+        read(name, "x", f"{start}one{end}\n{start}\ntwo{end}{end}\n{start}{end}{start}three{end}\n{end}\nIt is") == said
+    )
+    assert read(name, OPENED[name] + end, f"\n{end}\n\nIt is") == [Content("It is")], "an end where nothing began"
+    assert read(name, OPENED[name] + end, f"{start}hm{end}It is") == [Reasoning("hm"), Content("It is")]
+
+
+@pytest.mark.parametrize("name", ["cohere_command3", "gemma4", "mistral"])
+def test_control_tokens_mean_what_they_say_anywhere(name: str) -> None:
+    start, end = tags(name)
+    text = f"Well: {start}hm{end}\nit is {end}so. {start}no{end}"
+    assert read(name, "x", text) == [
+        Content("Well: "),
+        Reasoning("hm"),
+        Content("it is so. "),
+        Reasoning("\nno"),
+    ]
+    assert read(name, "x", f"so {start[:-2]}") == [Content(f"so {start[:-2]}")]
+
+
+def test_models_quote_the_tags_of_calls_while_they_think() -> None:
+    thought = "I write <tool_call> and </tool_call>, or <tool_call>\n<tool_call>"
+    for name in ("qwen3", "nemotron_v3", "step3p5", "ernie45"):
+        assert read(name, OPENED[name], f"{thought}</think>ok") == [Reasoning(thought), Content("ok")]
+    assert read("minimax_m2", OPENED["minimax_m2"], "in <minimax:tool_call> tags</think>ok") == [
+        Reasoning("in <minimax:tool_call> tags"),
+        Content("ok"),
+    ]
+
+
+def test_kimi_k3_has_elements() -> None:
+    think, end = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
+    answer = "<|open|>response<|sep|>1 < 2<|close|>response<|sep|><|close|>message<|sep|>"
+    for prompt, text in (("x", f"{think}hm{end}{answer}"), (f"x{think}", f"hm{end}{answer}")):
+        assert read("kimi_k3", prompt, text) == [Reasoning("hm"), Content("1 < 2")]
+    assert read("kimi_k3", "x", answer.removeprefix("<|open|>response<|sep|>")) == [Content("1 < 2")]
+    assert read("kimi_k3", f"x{think}", "hm<|open|>tools<|sep|>") == [Reasoning("hm"), Content("<|open|>tools<|sep|>")]
+
+
+def test_gemma4_goes_on_after_the_results_of_tools() -> None:
+    prompt = "<|turn>model\n<|tool_call>call:f{}<tool_call|><|tool_response>5<tool_response|>"
+    assert not reasoning_format("gemma4").thinks(prompt)
+    assert reasoning_format("gemma4").thinks(prompt + "<|channel>thought\n")
+
+
+def test_cohere_wraps_its_answers() -> None:
+    for name, tag in (("cohere_command3", "RESPONSE"), ("cohere_command4", "TEXT")):
+        text = f"hm<|END_THINKING|><|START_{tag}|>5<|END_{tag}|>"
+        assert read(name, OPENED[name], text) == [Reasoning("hm"), Content("5")]
 
 
 def test_an_empty_thinking_says_nothing() -> None:
@@ -196,6 +269,7 @@ def test_harmony_without_its_markup() -> None:
         ("<|channel|>" + "x" * 600, [Content("x" * 600)]),
         ("<|channel|>" + "x" * 600 + "<|message|>y", [Content("x" * 600 + "<|message|>y")]),
         (" to=functions.f<|channel|>commentary<|message|>{}<|call|>", [Content("{}")]),
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
         ("", []),
     ],
 )
