@@ -22,6 +22,7 @@ from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.server import cli, engine_build, engine_proc, serve
+from pagoda.server.built_engine import BuiltEngine
 from pagoda.server.process_client import ProcessClient
 
 BLOCKS = 100_000
@@ -72,7 +73,7 @@ class InstantBackend:
         """Holds nothing."""
 
 
-def build(config: EngineConfig, usage: Any = "server") -> engine_build.BuiltEngine:
+def build(config: EngineConfig, usage: Any = "server") -> BuiltEngine:
     """The real engine, whose backend is not."""
     words = tokens(config.model.model)
     module = SimpleNamespace(CAPABILITIES=CAPABILITIES, create=lambda *_, **__: InstantBackend(words))

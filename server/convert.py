@@ -23,10 +23,10 @@ from pagoda.common.config.table import ENGINE_SETTINGS, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.args import EngineArgs, settle_all
-from pagoda.server.engine_build import read_weights
 from pagoda.server.flags import FlagParser, add_settings
 from pagoda.server.inputs import open_tokenizer
 from pagoda.server.resolve import Resolved, resolve
+from pagoda.server.weights import read_weights
 
 SETTINGS: Final = COMMAND_SETTINGS["convert"]
 _BACKEND: Final = "jax_tpu"

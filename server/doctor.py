@@ -9,7 +9,8 @@ from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.doctor import DoctorConfig
 from pagoda.common.config.table import build
 from pagoda.server.args import settle_all
-from pagoda.server.checkup import CHECKS, Finding
+from pagoda.server.checks.finding import Finding
+from pagoda.server.checkup import CHECKS
 from pagoda.server.flags import FlagParser, add_settings
 from pagoda.server.redact import Redactor
 

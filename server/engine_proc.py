@@ -28,7 +28,8 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import EngineDeadError, PagodaError
 from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.observe.logs import configure
-from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import build_engine
 from pagoda.server.engine_loop import Progress, run_engine
 from pagoda.server.wire import FromEngine, Heartbeat, Ready, ToEngine, decode_to_engine, encode, failure
 

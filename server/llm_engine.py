@@ -20,7 +20,8 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
-from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import build_engine
 from pagoda.server.engine_client import only_first_host
 from pagoda.server.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
 from pagoda.server.output_processor import OutputProcessor

@@ -87,6 +87,11 @@ def gpus() -> tuple[list[str], str]:
     return lines, ""
 
 
+def gib(size: int) -> str:
+    """Bytes as text in GiB."""
+    return f"{size / GIB:.1f} GiB"
+
+
 def device_files(*patterns: str) -> list[Path]:
     """Files under /dev."""
     return sorted(path for pattern in patterns for path in Path("/dev").glob(pattern))

@@ -29,7 +29,8 @@ from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.hosts.leading import failure_in_hand
 from pagoda.common.hosts.peer import Peer
 from pagoda.common.observe.logs import configure
-from pagoda.server.engine_build import BuiltEngine, Gather, build_engine, import_backend
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import Gather, build_engine, import_backend
 from pagoda.server.executors.job import Job, receive_job
 from pagoda.server.ranks import FollowingRank
 from pagoda.server.resolve import Resolved

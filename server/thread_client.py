@@ -16,7 +16,7 @@ from pagoda.server.engine_loop import Progress, run_engine
 from pagoda.server.wire import EngineInfo, Failed, FromEngine, Heartbeat, Ready, Shutdown, ToEngine, failure
 
 if TYPE_CHECKING:
-    from pagoda.server.engine_build import BuiltEngine
+    from pagoda.server.built_engine import BuiltEngine
 
 
 class ThreadClient:

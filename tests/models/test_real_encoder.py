@@ -18,7 +18,8 @@ from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
-from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import build_engine
 from pagoda.server.inputs import open_tokenizer
 
 pytestmark = pytest.mark.model

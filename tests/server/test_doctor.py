@@ -12,8 +12,9 @@ import pytest
 
 from pagoda.common.config.doctor import DoctorConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import checkup, cli, machine
-from pagoda.server.checkup import Check, Finding
+from pagoda.server import cli, machine
+from pagoda.server.checks import backends, folders, hardware, model, network, software
+from pagoda.server.checks.finding import Check, Finding
 from pagoda.server.redact import Redactor
 
 
@@ -56,15 +57,15 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fail  port" in text
     assert "choose another --port" in text
     assert "to fix" in text.splitlines()[-1]
-    assert one(checkup.port, host="host.invalid", port=0).level == "fail"
+    assert one(network.port, host="host.invalid", port=0).level == "fail"
     with pytest.raises(ConfigError, match="--port"):
         DoctorConfig(port=70000)
 
 
 def test_an_older_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one(checkup.python_version).level == "ok"
+    assert one(software.python_version).level == "ok"
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    assert one(checkup.python_version).level == "fail"
+    assert one(software.python_version).level == "fail"
 
 
 def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +73,8 @@ def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(machine, "project", lambda: (">=3.11", wanted))
     versions = {"numpy": "1.9", "msgspec": "0.22", "torch": "2.0"}
     monkeypatch.setattr(machine, "version", versions.get)
-    monkeypatch.setattr(checkup, "choose_backend", lambda name: "reference")
-    assert found(checkup.packages) == [
+    monkeypatch.setattr(software, "choose_backend", lambda name: "reference")
+    assert found(software.packages) == [
         Finding("warn", "packages", "numpy 1.9 is not a version that was tried; pip install 'numpy<3,>=2.0'"),
         Finding("fail", "packages", "pyzmq is not installed; pip install 'pyzmq>=27'"),
         Finding("warn", "packages", "torch 2.0 is not a version that was tried; pip install 'torch>=2.11'"),
@@ -90,10 +91,10 @@ def test_the_requirements_are_the_projects() -> None:
 
 @pytest.mark.setting("--backend")
 def test_a_backend_that_cannot_run() -> None:
-    findings = found(checkup.backends, backend="simulated")
+    findings = found(backends.backends, backend="simulated")
     assert findings[0] == Finding("fail", "backend", "--backend: simulated: not in this version")
     assert {each.level for each in findings[1:]} <= {"ok", "warn"}
-    assert any(each == Finding("ok", "backend", "reference, on CPU") for each in found(checkup.backends))
+    assert any(each == Finding("ok", "backend", "reference, on CPU") for each in found(backends.backends))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_gpus(
 
     monkeypatch.setattr(machine, "device_files", device_files)
     monkeypatch.setattr(machine, "gpus", lambda: smi)
-    gpu = found(checkup.devices)[0]
+    gpu = found(hardware.devices)[0]
     assert (gpu.subject, gpu.level) == ("gpu", level)
     assert text in gpu.text
 
@@ -122,9 +123,9 @@ def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     chip = tmp_path / "accel0"
     chip.touch()
     monkeypatch.setattr(machine, "device_files", lambda *patterns: [chip] if "accel[0-9]*" in patterns else [])
-    assert found(checkup.devices)[-1] == Finding("ok", "tpu", f"1 chips or groups: {chip}")
+    assert found(hardware.devices)[-1] == Finding("ok", "tpu", f"1 chips or groups: {chip}")
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert found(checkup.devices)[-1].level == "warn"
+    assert found(hardware.devices)[-1].level == "warn"
 
 
 @pytest.mark.setting("--tensor-parallel-size", "--data-parallel-size")
@@ -140,26 +141,26 @@ def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_model_on_several_chips(
     backend: str, wanted: int, findings: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "choose_backend", lambda name: name)
+    monkeypatch.setattr(backends, "choose_backend", lambda name: name)
     monkeypatch.setattr(machine, "device_files", lambda *patterns: [Path("/dev/vfio/0"), Path("/dev/vfio/1")])
-    shown = found(checkup.spreading, backend=backend, tensor_parallel_size=wanted)
+    shown = found(backends.spreading, backend=backend, tensor_parallel_size=wanted)
     assert len(shown) == len(findings)
     assert all(each.level == level and text in each.text for each, (level, text) in zip(shown, findings))
     if backend == "jax_tpu":
-        (each,) = found(checkup.spreading, backend=backend, data_parallel_size=2, tensor_parallel_size=wanted)
+        (each,) = found(backends.spreading, backend=backend, data_parallel_size=2, tensor_parallel_size=wanted)
         assert f"{2 * wanted} devices" in each.text
 
 
 @pytest.mark.setting("--backend", "--tensor-parallel-size")
 def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "choose_backend", lambda name: name)
+    monkeypatch.setattr(backends, "choose_backend", lambda name: name)
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
-    assert Finding("ok", "backend", "torch_cuda, on CPU tensors") in found(checkup.backends, backend="torch_cuda")
+    assert Finding("ok", "backend", "torch_cuda, on CPU tensors") in found(backends.backends, backend="torch_cuda")
     both = {"backend": "torch_cuda", "tensor_parallel_size": 2}
-    assert one(checkup.spreading, **both) == Finding("ok", "spread", "2 ranks have a device each")
+    assert one(backends.spreading, **both) == Finding("ok", "spread", "2 ranks have a device each")
     monkeypatch.delenv("PAGODA_TORCH_CUDA_DEVICE")
     monkeypatch.setattr("torch.version.cuda", None)
-    shown = [*found(checkup.backends, backend="torch_cuda"), one(checkup.spreading, **both)]
+    shown = [*found(backends.backends, backend="torch_cuda"), one(backends.spreading, **both)]
     assert [each.subject for each in shown if each.level == "fail"] == ["backend", "spread"]
     assert all("is built without CUDA; pip" in each.text for each in shown if each.level == "fail")
 
@@ -167,13 +168,13 @@ def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("check", "patches", "level", "text"),
     [
-        (checkup.processor, {"has_bfloat16": lambda: False}, "ok", "no bfloat16"),
-        (checkup.processor, {"cores": lambda: 64, "cpu_quota": lambda: 4.0}, "warn", "set OMP_NUM_THREADS=4"),
-        (checkup.memory, {"memory": lambda: (2**34, 2**33)}, "ok", "8.0 GiB of 16.0 GiB free"),
-        (checkup.memory, {"memory": lambda: (2**34, 2**29)}, "warn", "--kv-cache-memory-bytes"),
-        (checkup.limits, {"limit": lambda name: 256}, "warn", "ulimit -n 65536"),
-        (checkup.limits, {"limit": lambda name: None}, "ok", "no limit"),
-        (checkup.folders, {"free_bytes": lambda folder: 2**25}, "warn", "make room"),
+        (hardware.processor, {"has_bfloat16": lambda: False}, "ok", "no bfloat16"),
+        (hardware.processor, {"cores": lambda: 64, "cpu_quota": lambda: 4.0}, "warn", "set OMP_NUM_THREADS=4"),
+        (hardware.memory, {"memory": lambda: (2**34, 2**33)}, "ok", "8.0 GiB of 16.0 GiB free"),
+        (hardware.memory, {"memory": lambda: (2**34, 2**29)}, "warn", "--kv-cache-memory-bytes"),
+        (hardware.limits, {"limit": lambda name: 256}, "warn", "ulimit -n 65536"),
+        (hardware.limits, {"limit": lambda name: None}, "ok", "no limit"),
+        (folders.folders, {"free_bytes": lambda folder: 2**25}, "warn", "make room"),
     ],
 )
 def test_what_is_scarce(
@@ -189,11 +190,11 @@ def test_what_is_scarce(
 @pytest.mark.setting("--download-dir", "--rpc-base-path")
 def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"download_dir": str(tmp_path / "new" / "cache"), "rpc_base_path": str(tmp_path)}
-    levels = {each.subject: each.level for each in found(checkup.folders, **here)}
+    levels = {each.subject: each.level for each in found(folders.folders, **here)}
     assert levels["sockets"] == "ok"
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr("os.access", lambda *_: False)
-    texts = {each.subject: each.text for each in found(checkup.folders, **here) if each.level == "fail"}
+    texts = {each.subject: each.text for each in found(folders.folders, **here) if each.level == "fail"}
     assert (
         texts["downloads"]
         == f"{here['download_dir']} cannot be written to; name another with --download-dir or HF_HOME"
@@ -203,10 +204,10 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.variable("HF_HUB_OFFLINE")
 def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "HF_HUB_OFFLINE is set" in one(checkup.hub).text
+    assert "HF_HUB_OFFLINE is set" in one(network.hub).text
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
-    finding = one(checkup.hub)
+    finding = one(network.hub)
     assert finding.level == "warn"
     assert "not reachable" in finding.text
 
@@ -215,9 +216,9 @@ def test_variables_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V1", "1")
     assert Finding(
         "warn", "environment", "VLLM_USE_V1 has no effect: there is one engine, and it works like V1"
-    ) in found(checkup.environment)
+    ) in found(software.environment)
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
-    assert found(checkup.environment)[-1].level == "fail"
+    assert found(software.environment)[-1].level == "fail"
 
 
 CONFIG = {
@@ -231,13 +232,13 @@ CONFIG = {
 def test_a_model_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    assert one(checkup.model, model=str(tmp_path)).text.endswith("float32, up to 128 tokens")
+    assert one(model.model, model=str(tmp_path)).text.endswith("float32, up to 128 tokens")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["NoSuchForCausalLM"]}))
-    finding = one(checkup.model, model=str(tmp_path))
+    finding = one(model.model, model=str(tmp_path))
     assert finding.level == "fail"
     assert "NoSuchForCausalLM" in finding.text
-    assert "not here" in one(checkup.model, model="org/never-downloaded").text
-    assert found(checkup.model) == []
+    assert "not here" in one(model.model, model="org/never-downloaded").text
+    assert found(model.model) == []
 
 
 def test_facts_of_this_machine() -> None:

@@ -7,7 +7,8 @@ import pytest
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.args import EngineArgs
-from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import build_engine
 from pagoda.server.inputs import open_tokenizer
 from pagoda.server.llm_engine import LLMEngine
 

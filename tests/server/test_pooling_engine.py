@@ -19,7 +19,8 @@ from pagoda.common.engine.pooling_core import PoolingCore
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
 from pagoda.server import wire
 from pagoda.server.args import EngineArgs
-from pagoda.server.engine_build import BuiltEngine, build_engine
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import build_engine
 from pagoda.server.inputs import open_tokenizer
 from pagoda.server.resolve import resolve
 

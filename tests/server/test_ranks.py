@@ -21,7 +21,7 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
-from pagoda.server.engine_build import BuiltEngine
+from pagoda.server.built_engine import BuiltEngine
 from pagoda.server.executors import mp
 
 

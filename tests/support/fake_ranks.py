@@ -27,7 +27,8 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.errors import WeightError
 from pagoda.common.hosts.place import RankPlace
 from pagoda.server.args import EngineArgs
-from pagoda.server.engine_build import BuiltEngine, Gather
+from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.engine_build import Gather
 from pagoda.server.executors import mp
 from pagoda.server.ranks import leading
 

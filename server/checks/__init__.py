@@ -1,0 +1,1 @@
+"""What `doctor` checks, by subject. A check never raises: what it cannot find out is a finding too."""
