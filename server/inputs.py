@@ -178,11 +178,11 @@ class InputProcessor:
         count, limit, vocab = len(prompt.token_ids), self._info.max_model_len, self._info.vocab_size
         if not count:
             raise RequestError("prompt", "the prompt is empty: it has no tokens")
-        if count >= limit:
+        if count >= limit:  # clients know by these words that a conversation has to be cut
             raise RequestError(
                 "prompt",
-                f"the prompt has {count} tokens, but the context is {limit} tokens and the answer needs at least 1; "
-                f"shorten it to {limit - 1} or set truncate_prompt_tokens",
+                f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens, "
+                f"and the answer needs at least 1; shorten it to {limit - 1} or set truncate_prompt_tokens",
             )
         low, high = min(prompt.token_ids), max(prompt.token_ids)
         if low < 0 or high >= vocab:

@@ -15,6 +15,7 @@ import jinja2
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text import content_format as formats
+from pagoda.common.text.roles import with_known_roles
 from pagoda.common.text.template_keywords import variables_of
 from pagoda.common.text.template_sandbox import compile_template
 from pagoda.common.text.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ def render(
         variables = _plain("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})
     except RecursionError:
         raise RequestError("messages", "the messages are nested too deeply") from None
+    plain = with_known_roles(template, plain)
     if continue_final_message:
         plain[-1] = {**plain[-1], "content": _marked(plain[-1]["content"])}
     scope = {"messages": plain, "add_generation_prompt": add_generation_prompt}
@@ -158,13 +160,19 @@ def _tool_call(place: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise RequestError("messages", f"{place} must hold objects with a function")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise RequestError("messages", f"{place}: the arguments of a call must be JSON") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: object) -> dict[str, Any]:
+    """The arguments of a call as an object. Whatever else a model made of them becomes an empty one.
+
+    They are said already and stay in the conversation: to refuse them would end it.
+    """
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return {}
+    return given if isinstance(given, dict) else {}
 
 
 def _plain(place: str, value: object) -> Any:

@@ -153,6 +153,9 @@ def test_litellm_names_errors(server: str) -> None:
         litellm.completion(**asked, api_key=KEY, temperature=-1)
     with pytest.raises(litellm.AuthenticationError):
         litellm.completion(**asked, api_key="wrong")
+    long = asked | {"messages": [{"role": "user", "content": "word " * 9_000}]}
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**long, api_key=KEY)
 
 
 # --- llm ---

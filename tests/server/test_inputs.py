@@ -64,7 +64,11 @@ def test_every_form_of_prompt(prompt: PromptType, text: str | None) -> None:
         ([1, -1], "prompt", "token id -1 is out of range; the vocabulary has 257"),
         ([1, 257], "prompt", "token id 257 is out of range"),
         ([1, 10**30], "prompt", "out of range"),
-        ("x" * MAX_LEN, "prompt", f"{MAX_LEN} tokens, but the context is {MAX_LEN}.*shorten it to {MAX_LEN - 1}"),
+        (
+            "x" * MAX_LEN,
+            "prompt",
+            f"This model's maximum context length is {MAX_LEN} tokens.*prompt is too long.*shorten it to {MAX_LEN - 1}",
+        ),
         ("\ud800", "prompt", "surrogate|UTF-8"),
     ],
 )

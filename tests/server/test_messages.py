@@ -243,7 +243,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": "a" * 100}]}, "the prompt has 117 tokens"),
+    ({"messages": [{"role": "user", "content": "a" * 100}]}, "the prompt is too long: 117 tokens"),
     ({"system": [IMAGE]}, "system[0]: type 'image'"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),

@@ -146,9 +146,34 @@ def test_arguments_as_text_become_objects():
     function["arguments"] = json.dumps(function["arguments"])
     assert render(CHATML, calls) == render(CHATML, CALLS)
     assert isinstance(function["arguments"], str)
-    function["arguments"] = "{"
-    with pytest.raises(RequestError, match="must be JSON"):
-        render(CHATML, calls)
+
+
+@pytest.mark.parametrize("said", ['{"city": "Zü', "[]", "42", "", "[" * 100_000, None, [1]])
+def test_arguments_that_are_no_object_end_no_conversation(said):
+    calls = json.loads(json.dumps(CALLS))
+    calls[1]["tool_calls"][0]["function"]["arguments"] = said
+    assert '"name": "get", "arguments": {}' in render(CHATML, calls)
+
+
+def test_developers_speak_as_the_system():
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        CHAT[0],
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+    ]
+    both = [{"role": "system", "content": "Be kind.\n\nBe brief."}, CHAT[0]]
+    for template in (CHATML, DEFAULT_SYSTEM):
+        assert render(template, chat) == render(template, both)
+        assert render(template, chat[1:]) == render(template, [{"role": "system", "content": "Be brief."}, CHAT[0]])
+
+
+def test_developers_where_the_template_knows_them():
+    template = "{% for m in messages %}{% if m.role == 'developer' %}D{% else %}{{ m.role }}{% endif %}{% endfor %}"
+    chat = [CHAT[0], {"role": "developer", "content": "x"}]
+    assert render(template, chat) == "userD"
+    parts = "{% for m in messages %}{{ m.role }}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    chat = [{"role": "developer", "content": "x"}, CHAT[0], {"role": "system", "content": "y"}]
+    assert render(parts, chat).startswith("system[x][y]user[")
 
 
 def test_text_parts_are_joined():
