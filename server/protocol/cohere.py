@@ -94,6 +94,7 @@ class CohereEmbedRequest(Body):
 def cohere_answer(answer_id: str, body: CohereEmbedRequest, vectors: Sequence[Array], tokens: int) -> dict[str, Any]:
     """The answer, with the vectors in each type that was asked for. Raises RequestError."""
     answer: dict[str, Any] = {
+        "response_type": "embeddings_by_type",
         "id": answer_id,
         "embeddings": {
             kind: [_as(kind, each) for each in vectors] for kind in dict.fromkeys(body.embedding_types or ["float"])
@@ -101,7 +102,8 @@ def cohere_answer(answer_id: str, body: CohereEmbedRequest, vectors: Sequence[Ar
     }
     if body.texts is not None:
         answer["texts"] = body.texts
-    return answer | {"meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens}}}
+    counted = {"billed_units": {"input_tokens": tokens, "image_tokens": 0}, "tokens": {"input_tokens": tokens}}
+    return answer | {"meta": {"api_version": {"version": "2"}} | counted}
 
 
 def _as(kind: str, vector: Array) -> Any:

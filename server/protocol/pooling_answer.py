@@ -30,7 +30,7 @@ class PoolingHead:
     @property
     def usage(self) -> dict[str, int]:
         """Prompts are all there is."""
-        return {"prompt_tokens": self.tokens, "total_tokens": self.tokens, "completion_tokens": 0}
+        return {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
 
     def listing(self, data: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The object around a list."""
@@ -40,7 +40,7 @@ class PoolingHead:
             "created": self.created,
             "model": self.model,
             "data": data,
-            "usage": self.usage,
+            "usage": self.usage | {"completion_tokens": 0},
         }
 
 

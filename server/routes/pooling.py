@@ -59,7 +59,7 @@ async def answer_embeddings(request: Request, raw: bytes) -> Response:
 async def answer_pooling(request: Request, raw: bytes) -> Response:
     """The answer to a body of /pooling."""
     body = parse_either(PoolingChatRequest, PoolingCompletionRequest, raw)
-    asked = Asked.of(request, body, "pool")
+    asked = Asked.of(request, body, "pooling")
     outputs = await _outputs(asked, body, body.params(body.task), body.encoding)
     return _vectors(asked, outputs, body.encoding, "pooling", "data")
 

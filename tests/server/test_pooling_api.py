@@ -305,7 +305,7 @@ def test_bytes(embed: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch) ->
     answer = embed.response("POST", path, body)
     assert answer.headers["content-type"] == "application/octet-stream"
     told = json.loads(answer.headers["metadata"])
-    assert told["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
+    assert told["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
     for item, text in zip(told["data"], ("abc", "x"), strict=True):
         assert (item["embed_dtype"], item["endianness"], item["shape"]) == ("float16", "little", [8])
         found = np.frombuffer(answer.body[item["start"] : item["end"]], "<f2")
@@ -330,7 +330,7 @@ def test_tasks(embed: LiveServer, classify: LiveServer) -> None:
     for body in ({"input": "ab", "add_special_tokens": False}, {"messages": CHAT}):
         answer = embed.post("/pooling", body | {"task": "token_embed"})[1]
         (found,) = answer["data"]
-        assert answer["id"].startswith("pool-")
+        assert answer["id"].startswith("pooling-")
         assert found["object"] == "pooling"
         assert len(found["data"]) == answer["usage"]["prompt_tokens"]
         assert all(sum(row) == 1 for row in found["data"])
@@ -353,10 +353,15 @@ def test_cohere(embed: LiveServer) -> None:
 
     status, answer = ask()
     assert status == 200
-    assert set(answer) == {"id", "embeddings", "texts", "meta"}
+    assert set(answer) == {"response_type", "id", "embeddings", "texts", "meta"}
+    assert answer["response_type"] == "embeddings_by_type"
     assert answer["texts"] == ["abc"]
     assert answer["embeddings"] == {"float": [pytest.approx(vector("abc"))]}
-    assert answer["meta"] == {"api_version": {"version": "2"}, "tokens": {"input_tokens": 4}}
+    assert answer["meta"] == {
+        "api_version": {"version": "2"},
+        "billed_units": {"input_tokens": 4, "image_tokens": 0},
+        "tokens": {"input_tokens": 4},
+    }
     parts = [{"content": [{"type": "text", "text": "abc"}]}]
     assert embed.post("/v2/embed", {"inputs": parts})[1]["embeddings"] == answer["embeddings"]
     assert ask(input_type="query")[1]["embeddings"] == {"float": [pytest.approx(vector("query: abc"))]}
