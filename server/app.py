@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware
 
 import pagoda
+from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.server.auth import ApiKeyMiddleware
 from pagoda.server.openapi import described
@@ -67,6 +68,15 @@ def create_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     app.openapi = lambda: described(app)  # type: ignore[method-assign]
+    _include_routes(app, config)
+    for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    _add_middlewares(app, config)
+    return app
+
+
+def _include_routes(app: FastAPI, config: ServerConfig) -> None:
+    """Those that every server has, and those that it was started with."""
     spoken = (chat, completion, responses, messages, render, generative_scoring)
     pooled = (pooling, scoring, cohere)
     for module in (*spoken, *pooled, tokenize, invocations, models, health, metrics, absent):
@@ -80,8 +90,10 @@ def create_app(state: ServerState) -> FastAPI:
     if config.server_dev_mode:
         for router in (dev.router, server_info.router, absent.development):
             app.include_router(router)
-    for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
+
+
+def _add_middlewares(app: FastAPI, config: ServerConfig) -> None:
+    """What is added later is further out. Raises ConfigError for a middleware that cannot be had."""
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
     app.add_middleware(  # added after the keys, so outside of them: preflights carry no key, and refusals can be read
@@ -94,7 +106,6 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(StraightParts)
     for name in config.middleware:  # outside of all that, so that they see every part
         _add_middleware(app, name)
-    return app
 
 
 def _add_middleware(app: FastAPI, name: str) -> None:

@@ -77,13 +77,7 @@ def serve(address: str, build: Build = build_engine) -> int:
         try:
             if built.hosts is not None:
                 built.hosts.watch(lambda death: _tell(context, address, death))
-            gc.collect()
-            gc.freeze()  # what is here now stays: collections between steps look at requests only
-            send(Ready(built.info))
-            if isinstance(built.hosts, FollowingBackend):
-                built.hosts.follow(built.sleeper)
-            else:
-                run_engine(built.core, _SocketInbox(commands), send, progress, built.sleeper)
+            _run(built, _SocketInbox(commands), send, progress)
         finally:
             built.backend.close()
     except BaseException as error:
@@ -95,6 +89,17 @@ def serve(address: str, build: Build = build_engine) -> int:
         outputs.close(linger=1000)
         output_context.term()
     return 0
+
+
+def _run(built: BuiltEngine, inbox: _SocketInbox, send: Callable[[FromEngine], None], progress: Progress) -> None:
+    """Say that the engine is warm, and run it until it is told to end."""
+    gc.collect()
+    gc.freeze()  # what is here now stays: collections between steps look at requests only
+    send(Ready(built.info))
+    if isinstance(built.hosts, FollowingBackend):
+        built.hosts.follow(built.sleeper)
+    else:
+        run_engine(built.core, inbox, send, progress, built.sleeper)
 
 
 def _tell(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pagoda.backends.registry import (
     check_checkpoints,
@@ -30,25 +30,16 @@ from pagoda.common.models.pooling import pooling_spec
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
-from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.generation_config import Generation, read_generation
+from pagoda.server.resolved_rows import engine_rows, executor_row, model_rows, runner_rows
 from pagoda.server.runner import Purpose, check_pooling, pooling_info, purpose_of
 from pagoda.server.wire import PoolingInfo
-
-if TYPE_CHECKING:
-    from pagoda.common.config.table import Setting
 
 __all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
 
 _DTYPES: Final = {"float": "float32", "half": "float16"}
 _SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
-_LATER: Final = {
-    "num_gpu_blocks_override": "counted once the weights are loaded",
-    "kv_cache_memory_bytes": "what the weights leave of the memory for it",
-    "download_dir": "the hub client's own cache",
-}
-"""Settings that nobody stated and that nothing before the weights decides, and what does."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +72,8 @@ class Resolved:
     @property
     def rows(self) -> tuple[ResolvedRow, ...]:
         """One row per engine setting, in the order of the documentation."""
-        from pagoda.common.config.table import ENGINE_GROUPS, settings_of  # 20 ms that an engine need not wait for
-
         derived = {row.name: row for row in self.derived}
-        return tuple(
-            _row(setting, getattr(getattr(self.config, attribute), setting.field), self.sources, derived)
-            for attribute, group in ENGINE_GROUPS.items()
-            for setting in settings_of(group)
-        )
+        return tuple(engine_rows(self.config, self.sources, derived))
 
 
 def resolve(
@@ -113,14 +98,7 @@ def resolve(
         check_checkpoints(backend)
     _check_quantization(config, checkpoint, backend)
     hf_config = _hf_config(config, checkpoint)
-    try:
-        purpose = purpose_of(config.model, checkpoint, hf_config)
-        if purpose is None:
-            spec, family = spec_from_config(hf_config)
-        else:
-            spec, family = pooling_spec(hf_config, purpose.use, purpose.modules, purpose.stated)
-    except ModelError as error:
-        raise ModelError(f"{config.model.model}: {error}") from None
+    purpose, spec, family = _architecture(config, checkpoint, hf_config)
     if purpose is not None:
         check_pools(backend)
         check_pooling(config, checkpoint)
@@ -153,9 +131,9 @@ def resolve(
             *found.rows,
             ResolvedRow("dtype", dtype, "model", dtype_why),
             ResolvedRow("backend", backend, "platform default", "the first that can run here"),
-            _executor_row(config, backend),
-            *_runner_rows(purpose),
-            *_model_rows(config, checkpoint, generation),
+            executor_row(config, backend),
+            *runner_rows(purpose),
+            *model_rows(config, checkpoint, generation),
         ),
     )
 
@@ -178,6 +156,19 @@ def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
         ignore_patterns=load.ignore_patterns,
         eager=load.safetensors_load_strategy == "eager",
     )
+
+
+def _architecture(
+    config: EngineConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]
+) -> tuple[Purpose | None, ModelSpec, Family]:
+    """What the model is for (None: it generates), what it is made of, and its family. Raises ModelError."""
+    try:
+        purpose = purpose_of(config.model, checkpoint, hf_config)
+        if purpose is None:
+            return None, *spec_from_config(hf_config)
+        return purpose, *pooling_spec(hf_config, purpose.use, purpose.modules, purpose.stated)
+    except ModelError as error:
+        raise ModelError(f"{config.model.model}: {error}") from None
 
 
 def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -231,54 +222,3 @@ def _dtype(asked: str, hf_config: Mapping[str, Any], usual: str) -> tuple[str, s
     if stated in _SERVED_DTYPES:
         return str(stated), f"the checkpoint says {stated}"
     return usual, f"the checkpoint says {stated}, which is not served" if stated else "the checkpoint says nothing"
-
-
-def _runner_rows(purpose: Purpose | None) -> Iterator[ResolvedRow]:
-    if purpose is None:
-        yield ResolvedRow("runner", "generate", "model", "the model has a head over its vocabulary")
-        yield ResolvedRow("convert", "none", "model", "it generates")
-    else:
-        yield ResolvedRow("runner", "pooling", "model", purpose.why)
-        yield ResolvedRow("convert", purpose.use.removeprefix("token_"), "model", purpose.why)
-
-
-def _executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
-    """Who starts the ranks: what was asked, as far as there are any to start."""
-    if not runs_ranks(backend, config.parallel):
-        if config.parallel.distributed_executor_backend == "ray":
-            logger.warning("--distributed-executor-backend: ray starts nothing for --tensor-parallel-size 1")
-        return ResolvedRow(
-            "distributed_executor_backend", "uni", "default", "one process drives the device, or all of them"
-        )
-    asked = config.parallel.distributed_executor_backend
-    return ResolvedRow("distributed_executor_backend", asked or "mp", "default", "a process for each GPU")
-
-
-def _model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Generation) -> Iterator[ResolvedRow]:
-    model = config.model
-    yield ResolvedRow("served_model_name", model.names, "model", "the model's name")
-    yield ResolvedRow("tokenizer", model.tokenizer or model.model, "model", "the model's own")
-    if model.revision is not None and model.tokenizer in (None, model.model):
-        yield ResolvedRow("tokenizer_revision", model.tokenizer_revision or model.revision, "model", "the model's")
-    if not is_local(model.model):
-        yield ResolvedRow("revision", model.revision, "default", "the repository's default branch")
-    defaults = ", ".join(f"{key} {value}" for key, value in generation.sampling.items())
-    yield ResolvedRow("generation_config", model.generation_config, "default", f"sets {defaults or 'no default'}")
-    if checkpoint.gguf_metadata is not None:
-        yield ResolvedRow("quantization", "gguf", "model", "as the file's tensors are")
-        yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
-    if isinstance(checkpoint, ShardedCheckpoint):
-        yield ResolvedRow("load_format", "sharded_state", "model", "the model was written by convert")
-
-
-def _row(setting: Setting, value: Any, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]) -> ResolvedRow:
-    """A setting as stated, or as derived where it was left open."""
-    stated = sources.get(setting.name) or ("default" if value == setting.default else "keyword")
-    row = derived.get(setting.name)
-    if setting.name == "hf_token" and value is not None:
-        return ResolvedRow(setting.name, "***", stated, "hidden")
-    if row is None:
-        return ResolvedRow(setting.name, value, stated, _LATER.get(setting.name, "") if value is None else "")
-    if stated == "default":
-        return row
-    return ResolvedRow(setting.name, row.value, stated, row.why if row.value != value else "")
