@@ -92,8 +92,10 @@ class Generation:
             self._log.asked(meter.request_id, prompt, self._user)
         streams = []
         for meter, prompt in zip(self._meters, self._prompts):
+            # Others go on between two of thousands of prompts; and requests that came together are all read before the
+            # engine gets the first of them, and so begin in one step.
+            await asyncio.sleep(0)
             streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, self._priority))
-            await asyncio.sleep(0)  # others go on between two of thousands of prompts
         return streams
 
     async def _end(self, reason: str | None) -> None:

@@ -6,7 +6,9 @@ Runs once per token of every request, in the API process. Knows no socket and no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
 from pagoda.common.errors import RequestError
@@ -71,6 +73,7 @@ class _Answer:
         "interval",
         "keeps_stop",
         "logprobs",
+        "may_end_between",
         "new_text",
         "new_token_ids",
         "repetition",
@@ -101,6 +104,7 @@ class _Answer:
                 min_tokens=params.min_tokens,
             )
         # A final-only answer without stop strings becomes text once, at its end.
+        self.may_end_between = bool(params.stop_strings) or params.repetition_detection is not None
         self.keeps_stop = params.include_stop_str_in_output
         self.eager = request.kind is not _FINAL_ONLY or bool(params.stop_strings)
         self.token_ids: list[int] = []
@@ -113,7 +117,22 @@ class _Answer:
         self.stop_reason: int | str | None = None
 
     def take(self, output: EngineOutput) -> bool:
-        """Add new tokens. True when what they say ended the answer, which the engine does not know yet."""
+        """Add new tokens. True when what they say ended the answer, which the engine does not know yet.
+
+        Tokens after that are no part of it.
+        """
+        if not self.may_end_between or len(output.new_token_ids) < 2:
+            return self._take(output)
+        waited = self.waits
+        for single in _singles(output):
+            ended = self._take(single)
+            if self.finish_reason is not None:
+                break
+            self.waits = True  # what this token added stays for the next
+        self.waits = waited
+        return ended
+
+    def _take(self, output: EngineOutput) -> bool:
         self.token_ids += output.new_token_ids
         if self.waits:
             self.new_token_ids = self.new_token_ids + output.new_token_ids
@@ -239,9 +258,10 @@ class OutputProcessor:
             request = answer.request
             if request.num_cached_tokens is None:
                 self._first_news(request, output)
+            known = len(answer.token_ids)
             if answer.take(output):
                 stopped.append(output.request_id)
-            _stamp(request.metrics, len(output.new_token_ids), now)
+            _stamp(request.metrics, len(answer.token_ids) - known, now)
             if answer.finish_reason is not None:
                 self._finish(output.request_id, request)
             if request.kind is not _FINAL_ONLY:
@@ -294,6 +314,15 @@ class OutputProcessor:
         request.running -= 1
         if not request.running:
             del self._requests[request.prepared.request_id]
+
+
+def _singles(output: EngineOutput) -> Iterator[EngineOutput]:
+    """One output per new token; how the sequence ended goes with the last."""
+    *before, last = output.new_token_ids
+    logprobs = [[entry] for entry in output.logprobs] if output.logprobs else [None] * len(output.new_token_ids)
+    for token, entries in zip(before, logprobs):
+        yield EngineOutput(request_id=output.request_id, new_token_ids=[token], logprobs=entries)
+    yield msgspec.structs.replace(output, new_token_ids=[last], logprobs=logprobs[-1])
 
 
 def _stamp(metrics: RequestMetrics, new_tokens: int, now: float) -> None:

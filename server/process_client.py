@@ -23,6 +23,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.child import environment, fate
 from pagoda.server.engine_client import Listener, Supervisor
+from pagoda.server.joining import joined
 from pagoda.server.wire import (
     EngineInfo,
     Failed,
@@ -37,12 +38,8 @@ from pagoda.server.wire import (
 
 ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.engine_proc")
 
-_AT_ONCE: Final = 8
-"""Where the engine is faster than this process its steps reach clients a few at a time, rather than later and later.
-
-Eight of 256 streams take some 10 ms here. Fewer would mean more events, each of which costs as much as several tokens;
-more would keep requests that have just come waiting.
-"""
+_AT_ONCE: Final = 32
+"""Messages that are handed over at most before requests that have just come get their turn."""
 
 _LONGEST_SOCKET_PATH: Final = 107
 """Bytes, on Linux."""
@@ -174,12 +171,15 @@ class ProcessClient:
 
     def _deliver(self) -> None:
         """Hand over what has come, `_AT_ONCE` messages at most: more wait until these have been read."""
-        for _ in range(_AT_ONCE):
-            if self._closed or (message := self._receive(0)) is None:
-                return
+        messages: list[FromEngine] = []
+        while len(messages) < _AT_ONCE and not self._closed and (message := self._receive(0)) is not None:
             self._supervisor.hear(message)
-            if self._listener is not None:
+            messages.append(message)
+        for message in joined(messages):
+            if self._listener is not None and not self._closed:
                 self._listener(message)
+        if len(messages) < _AT_ONCE or self._closed:
+            return
         if self._loop is not None and not self._resuming:
             self._resuming = True
             self._loop.call_soon(self._resume)

@@ -21,6 +21,7 @@ from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 from pagoda.server.protocol.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.response_store import ResponseStore
+from pagoda.server.stream import Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class ServerState:
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
-        self.stopping = asyncio.Event()
+        self.stopping = Stopping()
         self.running = 0
         self._llm = llm
 

@@ -118,7 +118,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """All outputs of one engine step."""
+    """All outputs of one engine step, or of several that its reader joined: `earlier` is then of those but the last."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
     stats: EngineStats = EngineStats()
+    earlier: tuple[EngineStats, ...] = ()

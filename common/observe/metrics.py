@@ -110,13 +110,14 @@ class Metrics:
         self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests.", _LENGTHS)
 
     def on_step(self, step: StepOutputs) -> None:
-        """Take in one engine step, at the moment it is heard of."""
+        """Take in an engine step, or several that were joined, at the moment they are heard of."""
         self.stats = stats = step.stats
         if not step.outputs:
             return
         now = time.monotonic()
-        if stats.last_step_tokens:
-            self._step_tokens.observe(stats.last_step_tokens)
+        for each in (*step.earlier, stats):
+            if each.last_step_tokens:
+                self._step_tokens.observe(each.last_step_tokens)
         generated = 0
         last = self._last_tokens
         waits: dict[float, int] = {}  # sequences of one batch got their last token at one time
@@ -126,7 +127,7 @@ class Metrics:
             before = last.get(output.request_id)
             if before is not None and count:
                 wait = (now - before) / count
-                waits[wait] = waits.get(wait, 0) + 1
+                waits[wait] = waits.get(wait, 0) + count
             if output.finish_reason is None:
                 last[output.request_id] = now
             elif before is not None:

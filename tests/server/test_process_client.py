@@ -6,8 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.server import process_client
 from pagoda.server.process_client import ProcessClient
+from pagoda.server.wire import Step
 
 
 def client_with(messages: list[int], heard: list[int]) -> ProcessClient:
@@ -49,3 +51,15 @@ async def test_a_backlog_makes_no_second_one() -> None:
     before = len(heard)
     await asyncio.sleep(0)
     assert len(heard) - before == process_client._AT_ONCE
+
+
+async def test_steps_that_wait_are_heard_as_one() -> None:
+    heard: list[Any] = []
+    steps = [Step(StepOutputs(outputs=[EngineOutput(request_id="a", new_token_ids=[n])])) for n in range(3)]
+    messages: list[Any] = [*steps]
+    client = client_with(messages, heard)
+    client._deliver()
+    assert [output.new_token_ids for each in heard for output in each.outputs.outputs] == [[0, 1, 2]]
+    messages += steps[:1]
+    client._deliver()
+    assert heard[1:] == steps[:1], "nothing waited: a step is heard as it is"

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.stream import EventStream, StraightParts
+from pagoda.server.stream import EventStream, Stopping, StraightParts
 
 
 async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() -> None:
@@ -33,7 +33,7 @@ async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() ->
             await asyncio.Event().wait()
 
     source = events()
-    stream = EventStream(await anext(source), source, asyncio.Event(), {})
+    stream = EventStream(await anext(source), source, Stopping(), {})
     await stream({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert ended == ["events"], "closed, not left to the garbage collector"
 
@@ -65,7 +65,7 @@ async def test_parts_pass_by_the_layers_inside_and_not_by_those_outside() -> Non
     async def send(message: Any) -> None:
         sent.append(message.get("body", message["type"]))
 
-    inside = Watching(EventStream(b"one", events(), asyncio.Event(), {}))
+    inside = Watching(EventStream(b"one", events(), Stopping(), {}))
     outside = Watching(StraightParts(inside))
     await outside({"type": "http"}, receive, send)
     assert sent == ["http.response.start", b"one", b"two", b""]

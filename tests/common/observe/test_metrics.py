@@ -71,7 +71,7 @@ def test_steps_are_counted() -> None:
     found = values(metrics)
     assert found[f"vllm:generation_tokens_total{LABELS}"] == 4
     assert found[f"vllm:iteration_tokens_total_sum{LABELS}"] == 9
-    assert found[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 1
+    assert found[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 2, "one for each token"
     assert found[f"vllm:num_requests_running{LABELS}"] == 2
     assert found[f"vllm:num_requests_waiting{LABELS}"] == 0
     assert found[f"vllm:kv_cache_usage_perc{LABELS}"] == 0.5

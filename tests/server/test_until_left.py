@@ -1,0 +1,106 @@
+"""Work for a client: cut when the client leaves or the server stops, and by nothing that happens after its end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pagoda.server.protocol.errors import UnavailableError
+from pagoda.server.stream import ClientLeftError, Stopping, until_left
+
+
+class Client:
+    """A connection that may be closed."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+class Work:
+    """Goes on for ever."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.ended: list[str] = []
+
+    async def run(self) -> None:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended.append("cancelled")
+            raise
+
+
+async def soon(value: str) -> str:
+    await asyncio.sleep(0)
+    return value
+
+
+async def test_work_is_cut_when_the_client_leaves() -> None:
+    client, work = Client(), Work()
+    task = asyncio.ensure_future(until_left(client.receive, Stopping(), work.run()))
+    await work.began.wait()
+    client.left.set()
+    with pytest.raises(ClientLeftError):
+        await asyncio.wait_for(task, 5)
+    assert work.ended == ["cancelled"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it began", "while it ran"])
+async def test_work_is_cut_when_the_server_stops(before: bool) -> None:
+    stopping, work = Stopping(), Work()
+    if before:
+        stopping.set()
+    task = asyncio.ensure_future(until_left(Client().receive, stopping, work.run()))
+    await asyncio.wait({task}, timeout=0)
+    if not before:
+        await work.began.wait()
+        stopping.set()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_whoever_cancels_it_is_not_told_that_the_client_left() -> None:
+    client, work = Client(), Work()
+    task = asyncio.ensure_future(until_left(client.receive, Stopping(), work.run()))
+    await work.began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_what_happens_later_does_not_reach_the_caller() -> None:
+    """The caller goes on in the same task."""
+    client, stopping = Client(), Stopping()
+    assert await until_left(client.receive, stopping, soon("a")) == "a"
+    client.left.set()
+    stopping.set()
+    assert await soon("b") == "b"
+    assert await until_left(Client().receive, Stopping(), soon("c")) == "c"
+
+
+async def test_a_caller_whose_work_was_cut_goes_on() -> None:
+    client, work = Client(), Work()
+    client.left.set()
+    with pytest.raises(ClientLeftError):
+        await until_left(client.receive, Stopping(), work.run())
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    assert await soon("a") == "a"
+
+
+async def test_errors_of_the_work_are_its_own() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await until_left(Client().receive, Stopping(), fails())
