@@ -42,7 +42,10 @@ class PoolingModule(Protocol):
 
     @staticmethod
     def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> PoolingBackend:
-        """A backend for one model that pools. `dtype`: resolved, not `auto`. Raises ConfigError."""
+        """A backend for one model that pools. `dtype`: resolved, not `auto`. Raises ConfigError.
+
+        Backends with compiled programs take where those are kept, and what memory they may use.
+        """
         ...
 
 

@@ -37,7 +37,7 @@ class Entry:
     `hosts`: what it needs of several hosts, None where it runs on one.
     `checkpoints`: it implements CheckpointBackend. `remedy`: what to do without the device.
     `moves_weights`: it implements SleepingBackend, its `create` takes `sleep_mode`; weights may stay in host memory.
-    `pools`: where its PoolingBackend lives, None where it only generates.
+    `pools`: where its PoolingBackend lives, None where it only generates; `pool_spreads`: as `spreads`, of that one.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Entry:
     remedy: str = ""
     moves_weights: bool = False
     pools: str | None = None
+    pool_spreads: tuple[str, ...] = ()
 
     def obstacle(self, named: bool = False) -> str | None:
         """Why this backend cannot run here, with the remedy; None when it can. `named`: it was asked for by name."""
@@ -94,6 +95,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         hosts="pagoda.backends.jax_tpu.hosts",
         checkpoints=True,
         pools="pagoda.backends.jax_tpu.pooling",
+        pool_spreads=("tensor",),
     ),
     Entry(
         "torch_cuda",
@@ -220,17 +222,28 @@ def load_backend(name: str) -> BackendModule:
     return cast(BackendModule, importlib.import_module(module))
 
 
-def check_pools(name: str) -> None:
-    """Raises ConfigError when a backend has no models that pool."""
-    if _entry(name).pools is None:
-        able = " or ".join(entry.name for entry in BACKENDS if entry.pools is not None)
+def pooling_spread(name: str, parallel: ParallelConfig) -> dict[str, int]:
+    """What the `create` of a backend's models that pool is told about devices.
+
+    Raises ConfigError when there are no such models, or when they are not spread as asked.
+    """
+    entry = _entry(name)
+    if entry.pools is None:
+        able = " or ".join(each.name for each in BACKENDS if each.pools is not None)
         raise ConfigError("--runner", f"pooling: {name} only generates; use --backend {able}")
+    asked = {"tensor": parallel.tensor_parallel_size, "data": parallel.data_parallel_size, "nnodes": parallel.nnodes}
+    for kind, size in asked.items():
+        if size > 1 and kind not in entry.pool_spreads:
+            flag = "--nnodes" if kind == "nnodes" else f"--{kind}-parallel-size"
+            many = "in one copy" if kind in entry.spreads and entry.pool_spreads else "on one device, in one copy"
+            raise ConfigError(flag, f"{name} runs a pooling model {many}; use 1, or start several servers")
+    return {kind: asked[kind] for kind in entry.pool_spreads}
 
 
 def load_pooling(name: str) -> PoolingModule:
-    """Import what pools on a backend that `check_pools` let pass; this may take seconds."""
+    """Import what pools on a backend that `pooling_spread` let pass; this may take seconds."""
     module = _entry(name).pools
-    assert module is not None, "check_pools() comes first"
+    assert module is not None, "pooling_spread() comes first"
     return cast(PoolingModule, importlib.import_module(module))
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import Float32, PoolPlan
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -166,8 +167,18 @@ class PoolingBackend(Protocol):
         ...
 
     @property
+    def limits(self) -> Limits:
+        """Those it was made with, or a smaller batch where the memory does not hold one so large."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the loaded weights."""
+        ...
+
+    @property
+    def recompiles(self) -> int:
+        """Programs that were compiled while serving; more than none is a fault."""
         ...
 
     def load(self, weights: Iterable[Weight]) -> None:

@@ -40,7 +40,6 @@ def _warn_of_memory_share(config: EngineConfig, backend: str) -> None:
 
 def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dict[str, Any]:
     """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
-    bundle, kept = config.compiled_bundle, config.xla_cache_path
     for key in config.without_effect:
         logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)
     if backend != "torch_cuda" and config.about_graphs:
@@ -48,6 +47,12 @@ def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dic
     if backend == "torch_cuda" and (beyond := [size for size in config.capture_sizes if size > max_num_seqs]):
         sizes = " and ".join(map(str, beyond))
         logger.warning("--cudagraph-capture-sizes: no step has %s sequences; --max-num-seqs is %d", sizes, max_num_seqs)
+    return kept_programs(config, backend) | ({"compilation": config} if backend == "torch_cuda" else {})
+
+
+def kept_programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
+    """Where compiled programs come from and go to, for the backend that has such. Raises ConfigError."""
+    bundle, kept = config.compiled_bundle, config.xla_cache_path
     if backend != "jax_tpu":
         if bundle is not None:
             raise ConfigError(
@@ -55,7 +60,7 @@ def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dic
             )
         if kept or config.xla_check_recompilation:
             logger.warning("--xla-cache-path and --xla-check-recompilation: %s compiles nothing for XLA", backend)
-        return {"compilation": config} if backend == "torch_cuda" else {}
+        return {}
     folder = _user_cache() / "xla" if kept is None else Path(kept).expanduser() if kept else None
     return {
         "bundle": None if bundle is None else Path(bundle),

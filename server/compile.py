@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         data=data,
         mode=sampler_options(resolved.config).logprobs_mode,
         largest=config.budget_only,
-        stated="max_model_len" in settled.sources,
+        stated=("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settled.sources,
         quantization=resolved.config.model.quantized_here,
     )
     print(report)
@@ -76,7 +76,7 @@ def resolve_for(settled: Settled, config: CompileConfig, target: CompileTarget, 
     engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
     if engine.model.backend not in ("auto", _BACKEND):
         raise ConfigError("--backend", f"{engine.model.backend} is not compiled ahead; drop it")
-    engine = replace(engine, model=replace(engine.model, backend=_BACKEND, runner="generate"))
+    engine = replace(engine, model=replace(engine.model, backend=_BACKEND))
     if config.config_only:
         engine = _config_only(engine)
     platform = Platform("tpu", target.hbm_bytes, target.device_name, tensor)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from pagoda.backends.registry import load_pooling
 from pagoda.common.backend import PoolingBackend, Weight
@@ -15,10 +16,22 @@ Phase = Callable[[str], AbstractContextManager[None]]
 """Measures a phase of the start."""
 
 
-def assemble_pooling(resolved: Resolved, weights: Iterable[Weight], phase: Phase) -> tuple[PoolingCore, PoolingBackend]:
-    """The warm engine and its backend, which is closed by whoever ends the engine."""
+def assemble_pooling(
+    resolved: Resolved, weights: Iterable[Weight], phase: Phase, programs: Mapping[str, Any]
+) -> tuple[PoolingCore, PoolingBackend]:
+    """The warm engine and its backend, which is closed by whoever ends the engine.
+
+    `programs`: where compiled ones come from and go to, for the backend that has such.
+    """
     assert resolved.pooling is not None, "the model pools"
-    backend = load_pooling(resolved.backend).create(resolved.spec, limits=resolved.limits, dtype=resolved.dtype)
+    backend = load_pooling(resolved.backend).create(
+        resolved.spec,
+        limits=resolved.limits,
+        dtype=resolved.dtype,
+        **resolved.spread,
+        **programs,
+        **_memory(resolved),
+    )
     try:
         with phase("load weights"):
             backend.load(weights)
@@ -27,7 +40,16 @@ def assemble_pooling(resolved: Resolved, weights: Iterable[Weight], phase: Phase
     except BaseException:
         backend.close()
         raise
-    return PoolingCore(backend, resolved.limits, resolved.pooling.tasks), backend
+    return PoolingCore(backend, backend.limits, resolved.pooling.tasks), backend
+
+
+def _memory(resolved: Resolved) -> dict[str, Any]:
+    """What the backend that plans its memory is told of it."""
+    if resolved.backend != "jax_tpu":
+        return {}
+    config = resolved.config
+    stated = config.scheduler.max_num_batched_tokens is not None
+    return {"memory_share": config.cache.gpu_memory_utilization, "stated": stated}
 
 
 def pooling_engine_info(
@@ -36,7 +58,7 @@ def pooling_engine_info(
     """What is known of the engine."""
     return EngineInfo(
         names=resolved.config.model.names,
-        limits=resolved.limits,
+        limits=backend.limits,
         vocab_size=resolved.spec.vocab,
         eos_token_ids=resolved.generation.eos_token_ids,
         sampling_defaults={},

@@ -13,9 +13,9 @@ from typing import Any, Final
 from pagoda.backends.registry import (
     check_checkpoints,
     check_moves,
-    check_pools,
     choose_backend,
     load_rank_runtime,
+    pooling_spread,
     runs_ranks,
     spread,
 )
@@ -100,8 +100,8 @@ def resolve(
     hf_config = _hf_config(config, checkpoint)
     purpose, spec, family = _architecture(config, checkpoint, hf_config)
     if purpose is not None:
-        check_pools(backend)
-        check_pooling(config, checkpoint)
+        spread_over = pooling_spread(backend, config.parallel)
+        check_pooling(config, checkpoint, backend)
     if runs_ranks(backend, config.parallel):
         load_rank_runtime(backend).check(spec, config.parallel.tensor_parallel_size)
     model = _model_limits(spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
@@ -121,35 +121,24 @@ def _check_dimensions(info: PoolingInfo) -> None:
         raise ConfigError("--pooler-config", f"dimensions is {asked}; the model offers {offered}")
 
 
-_ONE_DEVICE: Final = "a pooling model runs on one device, in one copy; use 1, or start several servers"
-
-
-def check_pooling(config: EngineConfig, checkpoint: Checkpoint) -> None:
+def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
     """Raises ConfigError for settings that a pooling model cannot have; warns of those that mean nothing to it."""
-    parallel, model = config.parallel, config.model
-    for flag, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--data-parallel-size", parallel.data_parallel_size),
-        ("--nnodes", parallel.nnodes),
-    ):
-        if size > 1:
-            raise ConfigError(flag, _ONE_DEVICE)
+    model = config.model
     refused = {
         "--enable-sleep-mode": model.enable_sleep_mode,
         "--cpu-offload-gb": config.cache.cpu_offload_gb > 0,
         "--quantization": model.quantized_here is not None,
-        "--compiled-bundle": config.compilation.compiled_bundle is not None,
     }
     for flag, asked in refused.items():
         if asked:
             raise ConfigError(flag, "is for models that generate, this one pools; drop it, or use --runner generate")
     if isinstance(checkpoint, ShardedCheckpoint):
         raise ModelError("a converted checkpoint holds a model that generates; serve the one it was made from")
-    if idle := list(_without_effect(config)):
+    if idle := list(_without_effect(config, backend)):
         logger.warning("%s: no effect on a pooling model", ", ".join(idle))
 
 
-def _without_effect(config: EngineConfig) -> Iterator[str]:
+def _without_effect(config: EngineConfig, backend: str) -> Iterator[str]:
     """Flags that were set, and that mean nothing without a cache or sampling."""
     cache, usual = config.cache, EngineConfig()
     pairs: dict[str, tuple[Any, Any]] = {
@@ -159,10 +148,10 @@ def _without_effect(config: EngineConfig) -> Iterator[str]:
         "--kv-cache-dtype": (cache.cache_dtype, usual.cache.cache_dtype),
         "--enable-prefix-caching": (cache.enable_prefix_caching or False, False),
         "--enable-chunked-prefill": (config.scheduler.enable_chunked_prefill or False, False),
-        "--gpu-memory-utilization": (cache.gpu_memory_utilization, usual.cache.gpu_memory_utilization),
         "--logits-processors": (config.model.logits_processors, ()),
         "--override-generation-config": (config.model.override_generation_config, {}),
-        "--xla-cache-path": (config.compilation.xla_cache_path, None),
         "--scheduler-cls": (config.scheduler.scheduler_cls, usual.scheduler.scheduler_cls),
     }
+    if backend != "jax_tpu":
+        pairs["--gpu-memory-utilization"] = cache.gpu_memory_utilization, usual.cache.gpu_memory_utilization
     return (flag for flag, (stated, default) in pairs.items() if stated != default)

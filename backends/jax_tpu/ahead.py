@@ -6,17 +6,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 
 from pagoda.backends.jax_tpu.budget import ProgramMemory, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, Key, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, OnLogits, Remember, Score
 from pagoda.backends.jax_tpu.executable import writable
+from pagoda.backends.jax_tpu.memory import fit_pooling
 from pagoda.backends.jax_tpu.model import Model, build_model
-from pagoda.backends.jax_tpu.needs import full_load, need
+from pagoda.backends.jax_tpu.needs import Key, full_load, need
+from pagoda.backends.jax_tpu.packed_input import PackedShape
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
+from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue
+from pagoda.backends.jax_tpu.program_set import ProgramSet
 from pagoda.backends.jax_tpu.programs import compile_all
 from pagoda.backends.jax_tpu.quantize import matrix_dtype
 from pagoda.backends.jax_tpu.report import Compiled, Report
@@ -56,16 +60,24 @@ def compile_ahead(
     """Compile the programs of `data` copies of a model, each on `tensor` of the target's devices; needs no weights.
 
     `largest`: only the program of each kind that takes most memory, which is enough for the budget. `stated`: somebody
-    asked for this max_model_len. Raises ConfigError when the mesh does not suit the heads or the model does not fit.
+    asked for this max_model_len, or, of a model that pools, for this batch.
+
+    Raises ConfigError when the mesh does not suit the heads or the model does not fit.
     """
     begin = time.perf_counter()
     model = model_for(target, spec, limits, layout, dtype, tensor, data, cache, quantization)
-    num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
-    shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
-    catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
+    catalogue: ProgramSet[Any]
+    if spec.pooler is not None:
+        limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
+        catalogue, num_blocks, history = PoolCatalogue(model, limits), 0, 0
+    else:
+        num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
+        shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
+        catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
+        history = catalogue.history.size * catalogue.history.dtype.itemsize
     keys = _largest(catalogue) if largest else list(catalogue)
     found = compile_programs(catalogue, keys)
-    budget = make_budget(model, target, cache, num_blocks, catalogue.history, (each.memory for each in found))
+    budget = make_budget(model, target, cache, num_blocks, history, (each.memory for each in found))
     return Report(target, catalogue, limits, found, budget, time.perf_counter() - begin)
 
 
@@ -90,7 +102,7 @@ def model_for(
     return build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
 
 
-def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compiled, ...]:
+def compile_programs(catalogue: ProgramSet[Any], keys: Sequence[Key]) -> tuple[Compiled, ...]:
     """Compile these programs, by several threads. In the order of `keys`."""
     with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
         numbers = iter(range(len(keys)))
@@ -110,12 +122,10 @@ def compile_programs(catalogue: Catalogue, keys: Sequence[Key]) -> tuple[Compile
 
 
 def _compiled(
-    catalogue: Catalogue, key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
+    catalogue: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
 ) -> Compiled:
-    model = catalogue.model
-    shape = key.shape if isinstance(key, Forward) else next(iter(catalogue.shapes))
-    load = full_load(shape, model.kernel.page_size, catalogue.num_blocks)
-    return Compiled(key, seconds, ProgramMemory.of(executable), need(model, key, load), schedule, executable)
+    needed = need(catalogue.model, key, full_load(catalogue.model, key, catalogue.facts["num_blocks"]))
+    return Compiled(key, seconds, ProgramMemory.of(executable), needed, schedule, executable)
 
 
 def _schedule(dump: Path) -> Schedule | None:
@@ -128,7 +138,7 @@ def _schedule(dump: Path) -> Schedule | None:
     return schedule
 
 
-def _largest(catalogue: Catalogue) -> list[Key]:
+def _largest(catalogue: ProgramSet[Key]) -> list[Key]:
     """The largest program of each kind."""
     found: dict[object, Key] = {}
     for key in catalogue:
@@ -145,7 +155,7 @@ def _size(key: Key) -> tuple[int, ...]:
     match key:
         case Forward(shape):
             return shape.tokens, shape.seqs, shape.pages
-        case Score(tokens):
+        case Score(tokens) | PackedShape(tokens):
             return (tokens,)
         case Choose(seqs, _) | OnLogits(_, seqs):
             return (seqs,)

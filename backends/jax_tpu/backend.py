@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.batch import in_shard, make_batch, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
-from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, OnLogits, Score
+from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, Key, OnLogits, Score
 from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.decoder import Caches
 from pagoda.backends.jax_tpu.kv_scales import with_kv_scales
@@ -117,7 +117,7 @@ class JaxBackend:
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
         self._leaves: Leaves = ()
         self._caches: Caches = ()
-        self._programs: Programs | None = None
+        self._programs: Programs[Catalogue, Key] | None = None
         self._sampler: Sampler | None = None
 
     @property
@@ -198,7 +198,7 @@ class JaxBackend:
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
     def _scores(
-        self, shard: int, plan: StepPlan, hidden: jax.Array, programs: Programs, sampler: Sampler
+        self, shard: int, plan: StepPlan, hidden: jax.Array, programs: Programs[Catalogue, Key], sampler: Sampler
     ) -> Iterable[Scored]:
         """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
         shards, first = self.model.shards, shard * SCORED

@@ -10,17 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from pagoda.backends.jax_tpu.memory import activation_bytes, plan_memory, weight_bytes
+from pagoda.backends.jax_tpu.memory import CODE_BYTES, GIB, activation_bytes, plan_memory, weight_bytes
 from pagoda.backends.jax_tpu.model import Model, build_model
 from pagoda.backends.jax_tpu.sharding import DATA, MODEL
 from pagoda.backends.jax_tpu.topology import Target
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
-
-GIB: Final = 1 << 30
-CODE_BYTES: Final = 512 << 20
-"""Room for the programs themselves, before it is known how large they are."""
 
 _STEPS: Final = 2
 """Steps whose results are held at a time: one runs while the next is queued."""
@@ -162,17 +158,17 @@ def make_budget(
     target: Target,
     cache: CacheConfig,
     num_blocks: int,
-    history: jax.ShapeDtypeStruct,
+    history: int,
     programs: Iterable[ProgramMemory],
 ) -> Budget:
-    """The budget of compiled programs; temporaries and results are those of the largest."""
+    """The budget of compiled programs; temporaries and results are those of the largest. `history`: bytes of it."""
     listed = list(programs)
     return Budget(
         total=target.hbm_bytes,
         usable=int(target.hbm_bytes * cache.gpu_memory_utilization),
         weights=weight_bytes(model),
         kv_cache=num_blocks * model.block_bytes,
-        history=history.size * history.dtype.itemsize,
+        history=history,
         temporaries=max(each.temporary for each in listed),
         results=_STEPS * max(each.result for each in listed),
         code=sum(each.code for each in listed),

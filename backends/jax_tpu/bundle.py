@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
 from pagoda.backends.jax_tpu.executable import from_bytes, model_facts, to_bytes
+from pagoda.backends.jax_tpu.program_set import KeyT, ProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
 
@@ -41,17 +41,17 @@ class Bundle:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache that the programs take."""
+        """Blocks of the KV cache that the programs take; none of a model that pools."""
         return int(self.facts["num_blocks"])
 
-    def load(self, catalogue: Catalogue) -> dict[Key, jax.stages.Compiled]:
+    def load(self, catalogue: ProgramSet[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
         """Every program of the catalogue, which was checked. Raises ConfigError naming the damaged file."""
         keys = {repr(key): key for key in catalogue}
         payloads = {keys[name]: self._read(self.programs[name]) for name in keys}
         devices = list(catalogue.model.mesh.devices.flat)
         return {key: from_bytes(payload, devices) for key, payload in payloads.items()}
 
-    def check(self, catalogue: Catalogue, limits: Limits) -> None:
+    def check(self, catalogue: ProgramSet[Any], limits: Limits) -> None:
         """Raises ConfigError naming the first thing that differs between the bundle and what will run."""
         for name, value in make_facts(catalogue, limits).items():
             if self.facts.get(name) != value:
@@ -86,7 +86,7 @@ def open_bundle(folder: Path) -> Bundle:
                 FLAG, f"{path} has format {found['format']}, this version reads {FORMAT}; compile it anew"
             )
         bundle = Bundle(folder, found["facts"], {each["key"]: each for each in found["programs"]})
-        if bundle.num_blocks < 1 or any(_outside(each["file"]) for each in found["programs"]):
+        if bundle.num_blocks < 0 or any(_outside(each["file"]) for each in found["programs"]):
             raise ValueError
     except OSError as error:
         raise ConfigError(FLAG, f"{path}: {error.strerror}; make one with pagoda compile --output") from None
@@ -119,13 +119,12 @@ def save_bundle(report: Report, folder: Path) -> str:
     return f"{len(programs)} programs, {size / (1 << 20):.1f} MiB, in {folder}"
 
 
-def make_facts(catalogue: Catalogue, limits: Limits) -> dict[str, Any]:
+def make_facts(catalogue: ProgramSet[Any], limits: Limits) -> dict[str, Any]:
     """Everything that compiled programs depend on, as JSON has it."""
     return {
         **model_facts(catalogue.model),
-        "logprobs_mode": catalogue.mode,
         **{name: asdict(limits)[name] for name in _SHAPES},
-        "num_blocks": catalogue.num_blocks,
+        **catalogue.facts,
     }
 
 

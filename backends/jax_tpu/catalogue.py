@@ -6,7 +6,7 @@ so that what few requests ask for does not multiply the large ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -89,6 +89,11 @@ class Catalogue:
     mode: LogprobsMode = "raw_logprobs"
 
     @property
+    def facts(self) -> Mapping[str, Any]:
+        """What bundled programs depend on besides the model and the limits."""
+        return {"logprobs_mode": self.mode, "num_blocks": self.num_blocks}
+
+    @property
     def history(self) -> jax.ShapeDtypeStruct:
         """int32 [shards*rows+1, max_len+1]: tokens by position; the last row is for padding."""
         return self._array((self.model.shards * self.rows + 1, self.model.max_len + 1), jnp.int32)
@@ -125,9 +130,10 @@ class Catalogue:
                 return logits
 
     def signature(self, key: Key) -> str:
-        """Kernel choice, and the shapes, types and places of everything that program takes."""
+        """Logprobs mode, kernel choice, and the shapes, types and places of everything that program takes."""
         arguments = jax.tree.leaves(self._program(key)[2])
-        return repr([self.model.kernel, *((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)])
+        parts = ((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)
+        return repr([self.mode, self.model.kernel, *parts])
 
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """The function, which arguments it may overwrite, and the shapes of all."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
 from pagoda.backends.jax_tpu.executable import from_bytes, model_facts, to_bytes
+from pagoda.backends.jax_tpu.program_set import KeyT, ProgramSet
 
 MOST_BYTES: Final = 16 << 30
 """What the folder may hold; beyond that the programs used longest ago go."""
@@ -35,12 +35,12 @@ class CompileCache:
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._folder, self._most_bytes = folder, most_bytes
 
-    def load(self, catalogue: Catalogue, keys: Iterable[Key]) -> dict[Key, jax.stages.Compiled]:
+    def load(self, catalogue: ProgramSet[KeyT], keys: Iterable[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
         """Those of the programs that are there and whole, loaded; damaged ones are reported and left out."""
         devices, wanted = list(catalogue.model.mesh.devices.flat), list(keys)
         facts = model_facts(catalogue.model)
 
-        def one(key: Key) -> jax.stages.Compiled | None:
+        def one(key: KeyT) -> jax.stages.Compiled | None:
             path = self._path(catalogue, facts, key)
             data = self._verified(path)
             return None if data is None else _load(path, data, devices)
@@ -48,11 +48,11 @@ class CompileCache:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-load") as pool:
             return {key: found for key, found in zip(wanted, pool.map(one, wanted)) if found is not None}
 
-    def read(self, catalogue: Catalogue, key: Key) -> bytes | None:
+    def read(self, catalogue: ProgramSet[KeyT], key: KeyT) -> bytes | None:
         """One program as it was kept, not loaded; None when it is not there or damaged."""
         return self._verified(self._path(catalogue, model_facts(catalogue.model), key))
 
-    def keep(self, catalogue: Catalogue, key: Key, compiled: jax.stages.Compiled) -> None:
+    def keep(self, catalogue: ProgramSet[KeyT], key: KeyT, compiled: jax.stages.Compiled) -> None:
         """Write a program. What cannot be written is reported once and done without."""
         path = self._path(catalogue, model_facts(catalogue.model), key)
         try:
@@ -86,8 +86,8 @@ class CompileCache:
         os.utime(path)
         return program
 
-    def _path(self, catalogue: Catalogue, facts: dict[str, Any], key: Key) -> Path:
-        depends = json.dumps([facts, catalogue.mode, repr(key), catalogue.signature(key)], sort_keys=True)
+    def _path(self, catalogue: ProgramSet[KeyT], facts: dict[str, Any], key: KeyT) -> Path:
+        depends = json.dumps([facts, repr(key), catalogue.signature(key)], sort_keys=True)
         return self._folder / (hashlib.sha256(depends.encode()).hexdigest() + _SUFFIX)
 
 

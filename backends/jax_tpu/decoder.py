@@ -87,7 +87,7 @@ class Decoder(nnx.Module):
         hidden, _ = self.hidden(step.token_ids, step, nothing)
         if self.embed_out is not None:
             hidden = project(hidden, self.embed_out[...])
-        return self.pooler(step.answers(hidden))
+        return self.pooler(step.answers(hidden, self.pooler.kind))
 
     def _embed(self, token_ids: jax.Array, positions: jax.Array, token_types: jax.Array | None) -> jax.Array:
         table, embedding = self.embed[...], self.spec.embedding

@@ -1,15 +1,24 @@
-"""How much KV cache the devices leave room for."""
+"""How much KV cache, or how large a batch of prompts to pool, the devices leave room for."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Final
 
 from pagoda.backends.jax_tpu.model import Model
+from pagoda.backends.jax_tpu.packed_input import SMALLEST, TILE
 from pagoda.backends.jax_tpu.platform import available_bytes, device_memory
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GIB: Final = 1 << 30
+CODE_BYTES: Final = 512 << 20
+"""Room for the programs themselves, before it is known how large they are."""
 
 CPU_KV_BYTES: Final = 4 << 30
 """KV cache on a CPU when no flag says otherwise, as in the reference backend."""
@@ -50,9 +59,14 @@ def weight_bytes(model: Model) -> int:
 
 def activation_bytes(model: Model, limits: Limits) -> int:
     """Bytes the largest step needs on one device besides weights and cache: logits thrice, and a layer's insides."""
-    spec, item = model.spec, model.dtype.itemsize
+    return 3 * limits.max_num_seqs * model.spec.vocab * 4 + limits.max_num_batched_tokens * _token_bytes(model)
+
+
+def _token_bytes(model: Model) -> int:
+    """Bytes of a layer's insides for each token of a step."""
+    spec = model.spec
     widest = max(8 * spec.width, *(6 * getattr(layer.ffn, "width", spec.width) for layer in spec.layers))
-    return 3 * limits.max_num_seqs * spec.vocab * 4 + limits.max_num_batched_tokens * widest * item
+    return widest * model.dtype.itemsize
 
 
 def free_bytes(model: Model, config: CacheConfig, activations: int) -> int:
@@ -62,6 +76,54 @@ def free_bytes(model: Model, config: CacheConfig, activations: int) -> int:
         return min(CPU_KV_BYTES, available_bytes() // 2) // len(devices)
     room = (device_memory(device) for device in devices)
     return min(int(total * config.gpu_memory_utilization) - used for total, used in room) - activations
+
+
+def pooling_room(model: Model, share: float) -> int:
+    """Bytes for weights, activations and programs on the fullest device, of which `share` may be used."""
+    devices = model.mesh.local_devices
+    if devices[0].platform == "cpu":
+        return available_bytes() // len(devices)
+    return min(int(total * share) - used for total, used in map(device_memory, devices))
+
+
+def fit_pooling(model: Model, limits: Limits, room: int, *, stated: bool) -> Limits:
+    """The limits of a model that pools, with a batch that fits into `room` bytes beside the weights.
+
+    `stated`: somebody asked for this batch. Raises ConfigError saying how much is missing.
+    """
+    weights, (fixed, each) = weight_bytes(model), pooling_bytes(model, limits)
+    longest = max(limits.max_num_batched_tokens, limits.max_model_len)
+    most = (room - CODE_BYTES - weights - fixed) // each // SMALLEST * SMALLEST
+    if most >= longest:
+        return limits
+    if most >= limits.max_model_len and not stated:
+        logger.warning("--max-num-batched-tokens: %d instead of %d, which fit the memory", most, longest)
+        return replace(limits, max_num_batched_tokens=most, max_num_seqs=min(most, limits.max_num_seqs))
+    flag = "--max-num-batched-tokens" if most >= limits.max_model_len else "--max-model-len"
+    remedy = (
+        f"{flag} {most}" if most > 0 else "more devices (--tensor-parallel-size), a smaller model or a narrower --dtype"
+    )
+    missing = weights + fixed + each * longest + CODE_BYTES - room
+    raise ConfigError(
+        flag,
+        f"a step of {longest} tokens lacks {missing / GIB:.2f} GiB per device: weights take {weights / GIB:.2f} GiB, "
+        f"activations {(fixed + each * longest) / GIB:.2f} and programs {CODE_BYTES / GIB:.2f} of the "
+        f"{max(room, 0) / GIB:.2f} that may be used; use {remedy}",
+    )
+
+
+def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
+    """Bytes that a step of a model that pools needs on one device besides weights: at all, and for each token.
+
+    Scores of one tile of queries; a layer's insides, answers of two steps and each prompt's share in them.
+    """
+    spec = model.spec
+    assert spec.pooler is not None, "the model pools"
+    heads = max(layer.mixer.heads for layer in spec.layers)
+    last = [dense.width for dense in spec.pooler.dense][-1:] or [spec.hidden_width]
+    numbers = last[0] if spec.pooler.classifier is None else spec.pooler.classifier.labels
+    answers = 4 * (2 * numbers + spec.hidden_width + limits.max_num_seqs)
+    return 3 * heads * TILE * TILE * 4, _token_bytes(model) + answers
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Final, TypeAlias
 
-from pagoda.backends.jax_tpu.catalogue import Choose, Forward, Key, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu import catalogue
+from pagoda.backends.jax_tpu.catalogue import Choose, Forward, OnLogits, Remember, Score
 from pagoda.backends.jax_tpu.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model import Model
+from pagoda.backends.jax_tpu.packed_input import TILE, PackedShape
 from pagoda.backends.jax_tpu.placement import Path
 from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.common.models.spec import Moe
 from pagoda.kernels_pallas.chips import ChipInfo
+
+Key: TypeAlias = catalogue.Key | PackedShape
+
+PROMPT: Final = TILE
+"""Tokens of the prompts that a full batch of a model that pools consists of: a tile of queries sees one of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +60,24 @@ class Need:
         return max(self.kernel_bytes / (chip.hbm_bandwidth * chip.cores), self.kernel_flops / chip.peak_flops)
 
 
-def full_load(shape: StepShape, page_size: int, num_blocks: int) -> Load:
+def full_load(model: Model, key: Key, num_blocks: int) -> Load:
     """A batch that fills the shape: contexts as long as tables and cache allow, or new prompts without any."""
-    longest = shape.pages * page_size
-    if shape.decode_only:
-        tokens = min(shape.seqs * longest, num_blocks * page_size)
-        return Load(tokens, tokens)
-    whole, rest = divmod(shape.tokens, longest)
-    return Load(shape.tokens, whole * _triangle(longest) + _triangle(rest))
+    match key:
+        case Forward(shape) if shape.decode_only:
+            tokens = min(shape.seqs * shape.pages, num_blocks) * model.kernel.page_size
+            return Load(tokens, tokens)
+        case Forward(shape):
+            return _prompts(shape.tokens, shape.pages * model.kernel.page_size)
+        case PackedShape(tokens):
+            return _prompts(tokens, PROMPT)
+        case _:
+            return Load(0, 0)
+
+
+def _prompts(tokens: int, length: int) -> Load:
+    """So many tokens in prompts of that length, each of which sees those before it."""
+    whole, rest = divmod(tokens, length)
+    return Load(tokens, whole * _triangle(length) + _triangle(rest))
 
 
 def _triangle(tokens: int) -> int:
@@ -77,13 +95,34 @@ def need(model: Model, key: Key, load: Load) -> Need:
             return Need(head * model.dtype.itemsize, 2 * head)
         case Choose(seqs, _) | OnLogits(_, seqs):
             return Need(seqs * vocab * 4, 0)
+        case PackedShape():
+            return _pool(model, key, load)
         case Remember():
             return Need(2 * (model.max_len + 1) * 4, 0)
 
 
 def _forward(model: Model, shape: StepShape, load: Load) -> Need:
-    spec, item, tokens = model.spec, model.dtype.itemsize, shape.tokens
-    moved, flops = tokens * spec.width * item, 0
+    moved, flops = _layers(model, shape.tokens)
+    head = _head_size(model)
+    moved += head * model.dtype.itemsize + shape.seqs * padded(model.spec.vocab, model.tensor) * 4
+    flops += 2 * shape.seqs * head
+    kernel_bytes, kernel_flops = _attention(model, shape, load)
+    return Need(moved, flops, kernel_bytes, kernel_flops)
+
+
+def _pool(model: Model, shape: PackedShape, load: Load) -> Need:
+    """Attention is XLA's own: queries, keys, values and what comes of them need not leave the chip."""
+    moved, flops = _layers(model, shape.tokens)
+    for layer in model.spec.layers:
+        pairs = load.pairs if layer.mixer.causal else 2 * load.pairs
+        heads = HeadLayout.of(layer.mixer, model.tensor)
+        flops += 4 * pairs * heads.slots * heads.group * layer.mixer.head_dim // model.tensor
+    return Need(moved, flops)
+
+
+def _layers(model: Model, tokens: int) -> tuple[int, int]:
+    """Bytes and FLOP of the embeddings of so many tokens, and of all layers but their attention."""
+    moved, flops = tokens * model.spec.width * model.dtype.itemsize, 0
     for leaf, path in zip(model.leaves, model.paths):
         if path[0] != "segments":
             continue
@@ -91,11 +130,7 @@ def _forward(model: Model, shape: StepShape, load: Load) -> Need:
         used, computed = _share(model, path, tokens)
         moved += int(size * leaf.dtype.itemsize * used)
         flops += int(2 * tokens * size * computed)
-    head = _head_size(model)
-    moved += head * item + shape.seqs * padded(spec.vocab, model.tensor) * 4
-    flops += 2 * shape.seqs * head
-    kernel_bytes, kernel_flops = _attention(model, shape, load)
-    return Need(moved, flops, kernel_bytes, kernel_flops)
+    return moved, flops
 
 
 def _attention(model: Model, shape: StepShape, load: Load) -> tuple[int, int]:

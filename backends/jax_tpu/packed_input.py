@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -11,51 +12,59 @@ import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.common.engine.pooling import PoolPlan
-from pagoda.common.models.spec import Attention
+from pagoda.common.models.spec import Attention, PoolingKind
 
 Int32 = npt.NDArray[np.int32]
+
+SMALLEST: Final = 64
+"""Tokens of the smallest program; all are multiples of it."""
+TILE: Final = 256
+"""Queries, and keys, whose scores are in memory at a time."""
+
+_LOW: Final = -1e30  # below every score, and finite: exp(-inf - _LOW) is 0 where a query has seen no key yet
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PackedShape:
-    """The padded shape of a step: T tokens, a multiple of 64, and R answers."""
+    """The padded shape of a step: T tokens of at most S prompts, with an answer for each prompt or for each token."""
 
     tokens: int
-    answers: int
+    seqs: int
+    of_tokens: bool
 
     @property
     def size(self) -> int:
         """Length of the packed array."""
-        return 4 * self.tokens + 2 * self.answers + 1
+        return 4 * self.tokens + self.seqs + 1
 
     @property
     def tile(self) -> int:
-        """Queries whose scores are in memory at a time."""
-        return 256 if self.tokens % 256 == 0 else 64
+        """Queries, and keys, at a time; they divide the tokens."""
+        return TILE if self.tokens % TILE == 0 else SMALLEST
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """One step on the device. `owners`: the prompt of each token, -1 for padding. An answer is of tokens
-    [begins, ends), their mean; padding has none.
-    """
+    """One step on the device. `starts`, `ends`: of each token's prompt; padding tokens are prompts of one token."""
 
     token_ids: jax.Array  # int32 [T]
-    positions: jax.Array  # int32 [T]
-    owners: jax.Array  # int32 [T]
+    starts: jax.Array  # int32 [T]
+    ends: jax.Array  # int32 [T]
     token_types: jax.Array  # int32 [T]
-    begins: jax.Array  # int32 [R]
-    ends: jax.Array  # int32 [R]
-    query_start: jax.Array  # int32 [1]: how many tokens are real
+    query_start: jax.Array  # int32 [S+1]: where each prompt begins; the last: how many tokens are real
     kernel: KernelChoice
-    tile: int
+    shape: PackedShape
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: PackedShape, kernel: KernelChoice) -> PackedInput:
         """Slice int32 [shape.size]; the order is that of `pack_prompts`."""
-        sizes = (*[shape.tokens] * 4, shape.answers, shape.answers)
-        ids, positions, owners, types, begins, ends, count = jnp.split(packed, np.cumsum(sizes))
-        return cls(ids, positions, owners, types, begins, ends, count, kernel, shape.tile)
+        ids, starts, ends, types, query_start = jnp.split(packed, np.cumsum([shape.tokens] * 4))
+        return cls(ids, starts, ends, types, query_start, kernel, shape)
+
+    @property
+    def positions(self) -> jax.Array:
+        """int32 [T]: each token's position in its prompt."""
+        return jnp.arange(self.shape.tokens, dtype=jnp.int32) - self.starts
 
     def attend(
         self,
@@ -67,48 +76,77 @@ class PackedInput:
         spec: Attention,
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """q [T, N, H] over k and v [T, K, H] of the same prompt -> [T, N, H]; the cache is nothing, and stays so."""
-        tokens, slots, dim = k.shape
+        """q [T, N, H] over k and v [T, K, H] of the same prompt -> [T, N, H]; the cache is nothing, and stays so.
 
-        def attend_tile(first: jax.Array) -> jax.Array:
-            def cut(x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_slice_in_dim(x, first, self.tile)
+        Tiles of queries go over those tiles of keys that one of them may see: what a prompt costs does not depend on
+        those beside it, and neither does the memory for scores.
+        """
+        tile = self.shape.tile
+        first, end = self._seen(spec)
+        sums = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)  # the weights' sum is a product too
 
-            queries = cut(q).reshape(self.tile, slots, -1, dim)
-            scores = jnp.einsum("tkgh,skh->kgts", queries, k, preferred_element_type=jnp.float32) * spec.scale
-            if spec.softcap is not None:
-                scores = jnp.tanh(scores / spec.softcap) * spec.softcap
-            ahead = self.positions[None, :] - cut(self.positions)[:, None]  # key - query
-            seen = self.owners[None, :] == cut(self.owners)[:, None]
-            if spec.causal:
-                seen &= ahead <= 0
-            if spec.window is not None:
-                seen &= jnp.abs(ahead) < spec.window
-            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
-            return jnp.einsum("kgts,skh->tkgh", weights, v)
+        def attend_tile(at: jax.Array) -> jax.Array:
+            queries = _cut(q, at, tile).reshape(tile, k.shape[1], -1, k.shape[2])
+            begins, stops = _cut(first, at, tile)[:, None], _cut(end, at, tile)[:, None]
 
-        firsts = jnp.arange(0, tokens, self.tile, dtype=jnp.int32)
-        return jax.lax.map(attend_tile, firsts).reshape(q.shape), cache
+            def add_keys(index: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                highest, mixed = so_far
+                here = index * tile
+                scores = jnp.einsum("tkgh,skh->kgts", queries, _cut(k, here, tile), preferred_element_type=jnp.float32)
+                scores = scores * spec.scale
+                if spec.softcap is not None:
+                    scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+                key = here + jnp.arange(tile)
+                scores = jnp.where((key >= begins) & (key < stops), scores, -jnp.inf)
+                higher = jnp.maximum(highest, scores.max(-1, keepdims=True))
+                weights = jnp.exp(scores - higher).astype(v.dtype)
+                new = jnp.einsum("kgts,skh->kgth", weights, _cut(sums, here, tile), preferred_element_type=jnp.float32)
+                return higher, mixed * jnp.exp(highest - higher) + new
 
-    def answers(self, hidden: jax.Array) -> jax.Array:
-        """Hidden [T, D] -> float32 [R, D], the mean of each answer's tokens; zeros for padding."""
-        token = jnp.arange(hidden.shape[0])[None]
-        inside = (token >= self.begins[:, None]) & (token < self.ends[:, None])
-        share = inside / jnp.maximum(self.ends - self.begins, 1)[:, None]
+            groups = queries.shape[1:3]
+            nothing = jnp.full((*groups, tile, 1), _LOW), jnp.zeros((*groups, tile, sums.shape[-1]), jnp.float32)
+            last = (stops[-1, 0] + tile - 1) // tile
+            _, mixed = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, nothing)
+            return (mixed[..., :-1] / mixed[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
+
+        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(q.shape), cache
+
+    def _seen(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
+        """Of each token the first that it sees, and the first after those; neither ever falls."""
+        token = jnp.arange(self.shape.tokens, dtype=jnp.int32)
+        first, end = self.starts, self.ends
+        if spec.window is not None:
+            first, end = jnp.maximum(first, token - spec.window + 1), jnp.minimum(end, token + spec.window)
+        return first, jnp.minimum(end, token + 1) if spec.causal else end
+
+    def answers(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
+        """Hidden [T, D] -> what is pooled, float32 [S, D]; with an answer for each token [T, D]."""
+        begins, ends = self.query_start[:-1], self.query_start[1:]
+        if self.shape.of_tokens:
+            return hidden.astype(jnp.float32)
+        if kind != "mean":
+            return hidden[begins if kind == "first" else jnp.maximum(ends - 1, 0)].astype(jnp.float32)
+        token = jnp.arange(len(hidden))[None]
+        inside = (token >= begins[:, None]) & (token < ends[:, None])
+        share = inside / jnp.maximum(ends - begins, 1)[:, None]
         return jnp.matmul(share.astype(jnp.float32), hidden.astype(jnp.float32), precision="highest")
 
 
-def pack_prompts(shape: PackedShape, plan: PoolPlan, begins: Int32, ends: Int32) -> Int32:
+def _cut(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, at, size)
+
+
+def pack_prompts(shape: PackedShape, plan: PoolPlan) -> Int32:
     """One array for the device."""
-    lengths = np.diff(plan.query_start)
-    owners = np.repeat(np.arange(plan.num_seqs), lengths)
+    real, lengths = plan.num_tokens, np.diff(plan.query_start)
     tokens = np.zeros((4, shape.tokens), np.int32)
-    tokens[2] = -1
-    tokens[0, : plan.num_tokens] = plan.token_ids
-    tokens[1, : plan.num_tokens] = np.arange(plan.num_tokens) - plan.query_start[owners]
-    tokens[2, : plan.num_tokens] = owners
+    tokens[0, :real] = plan.token_ids
+    tokens[1] = np.arange(shape.tokens)
+    tokens[2] = tokens[1] + 1
+    tokens[1, :real] = np.repeat(plan.query_start[:-1], lengths)
+    tokens[2, :real] = np.repeat(plan.query_start[1:], lengths)
     if plan.token_types is not None:
-        tokens[3, : plan.num_tokens] = plan.token_types
-    bounds = np.zeros((2, shape.answers), np.int32)
-    bounds[:, : len(begins)] = begins, ends
-    return np.concatenate([tokens.ravel(), bounds.ravel(), plan.query_start[-1:]])
+        tokens[3, :real] = plan.token_types
+    query_start = np.full(shape.seqs + 1, real, np.int32)
+    query_start[: plan.num_seqs] = plan.query_start[:-1]
+    return np.concatenate([tokens.ravel(), query_start])

@@ -28,6 +28,7 @@ class Pooler(nnx.Module):
 
     def __init__(self, spec: models.Pooler, width: int, build: Build) -> None:
         widths = [width, *(dense.width for dense in spec.dense)]
+        self.kind = spec.kind
         self.dense = nnx.List([Dense(dense, before, build) for dense, before in zip(spec.dense, widths)])
         labels = spec.classifier
         self.classifier = None if labels is None else Product(labels.labels, widths[-1], labels.bias, build)

@@ -7,22 +7,23 @@ device makes raw answers; what differs from request to request is done to them o
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
+from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
+from pagoda.backends.jax_tpu.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.memory import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.packed_input import Int32, PackedInput, PackedShape, pack_prompts
+from pagoda.backends.jax_tpu.packed_input import PackedShape, pack_prompts
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.programs import compile_all
-from pagoda.backends.jax_tpu.sharding import make_mesh, partition
+from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue
+from pagoda.backends.jax_tpu.programs import CompileReport, Programs
+from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.backends.jax_tpu.weights import load
 from pagoda.common.backend import Capabilities, Weight
@@ -34,44 +35,78 @@ from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
 logger = logging.getLogger(__name__)
 
-SMALLEST = 64
-"""Tokens of the smallest program; all are multiples of it."""
 
+def create(
+    spec: ModelSpec,
+    *,
+    limits: Limits,
+    dtype: str,
+    tensor: int = 1,
+    strict: bool = False,
+    bundle: Path | None = None,
+    compile_cache: Path | None = None,
+    memory_share: float = 1.0,
+    stated: bool = True,
+) -> JaxPooling:
+    """A backend for a model that pools, on `tensor` devices.
 
-def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> JaxPooling:
-    """A backend for a model that pools. `dtype`: resolved, not `auto`. Raises ConfigError."""
-    mesh, number = make_mesh(), dtype_of(dtype)
+    `dtype`: resolved, not `auto`. `strict`, `bundle`, `compile_cache`: as for a model that generates. `memory_share`:
+    of each device's memory that may be used; a batch that nobody `stated` is made to fit it. Raises ConfigError.
+    """
+    compiled = None if bundle is None else open_bundle(bundle)
+    mesh, number = make_mesh(tensor), dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, kv_layout(spec, limits.block_size), mesh, number, limits.max_model_len, kernel)
-    return JaxPooling(model, limits)
+    limits = fit_pooling(model, limits, pooling_room(model, memory_share), stated=stated)
+    kept = None if compile_cache is None else CompileCache(compile_cache)
+    return JaxPooling(model, limits, strict, compiled, kept)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingVectors:
-    """Implements common.backend.PendingVectors. `raw`: float32 [R, n]."""
+    """Implements common.backend.PendingVectors. `whole` float32 [S, n]: an answer a prompt, `each` [T, n]: one a token;
+    None where no prompt asks for it.
+    """
 
-    raw: jax.Array
-    counts: tuple[int, ...]
-    rules: tuple[PoolingRules, ...]
+    whole: jax.Array | None
+    each: jax.Array | None
+    plan: PoolPlan
     pooler: Pooler
 
     def result(self) -> tuple[Float32, ...]:
         """Wait for the step."""
-        rows = np.asarray(self.raw)[: sum(self.counts)]
-        parts = np.split(rows, np.cumsum(self.counts)[:-1])
-        return tuple(_finished(part, rule, self.pooler) for part, rule in zip(parts, self.rules))
+        whole, each = (None if raw is None else np.asarray(raw) for raw in (self.whole, self.each))
+        starts = self.plan.query_start.tolist()
+        answers = list[Float32]()
+        for index, rules in enumerate(self.plan.rules):
+            rows = (
+                each[starts[index] : starts[index + 1]] if _of_tokens(rules, self.pooler) else whole[index : index + 1]
+            )
+            answers.append(_finished(rows, rules, self.pooler))
+        return tuple(answers)
 
 
 class JaxPooling:
     """Implements common.backend.PoolingBackend."""
 
-    def __init__(self, model: Model, limits: Limits) -> None:
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        strict: bool = False,
+        bundle: Bundle | None = None,
+        compile_cache: CompileCache | None = None,
+    ) -> None:
         assert model.spec.pooler is not None, "the model pools"
         self.model, self.limits, self.pooler = model, limits, model.spec.pooler
-        self.shapes = make_shapes(limits)
-        self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
-        self._leaves: Leaves = ()
+        self.catalogue = PoolCatalogue(model, limits)
+        self.programs: Programs[PoolCatalogue, PackedShape] = Programs(
+            self.catalogue, strict=strict, cache=compile_cache
+        )
+        self._bundle, self._leaves = bundle, Leaves()
+        if bundle is not None:
+            bundle.check(self.catalogue, limits)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -83,82 +118,48 @@ class JaxPooling:
         """Bytes of the loaded weights."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
+    @property
+    def recompiles(self) -> int:
+        """Programs that were compiled while serving; more than none is a fault."""
+        return self.programs.recompiles
+
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter. Raises WeightError."""
+        """Take every parameter, each straight to its devices. Raises WeightError."""
         self._leaves = load(self.model, weights)
 
     def warmup(self) -> None:
-        """Compile every program, so that nothing is compiled later, and run one."""
-        begin = time.perf_counter()
-        self._compiled.update(compile_all(self, self.shapes, jax.stages.Lowered.compile))
-        logger.info("%d programs compiled in %.1f s", len(self._compiled), time.perf_counter() - begin)
+        """Compile every program there is, so that none is compiled while serving, and run one."""
+        logger.info("%s", self.prepare())
         rules = PoolingRules(task="token_embed", use_activation=False)
         self.pool(PoolPlan(np.zeros(1, np.int32), np.array([0, 1], np.int32), None, (rules,))).result()
 
-    def lower(self, key: PackedShape) -> jax.stages.Lowered:
-        """The program of that shape, traced."""
-        with self.model.exact:
-            packed = jax.ShapeDtypeStruct((key.size,), jnp.int32)
-            return jax.jit(partial(_answers, self.model, key)).lower(self.model.leaves, packed)
+    def prepare(self) -> CompileReport:
+        """Compile all programs, or load them from the bundle; what that cost."""
+        if self._bundle is not None:
+            return self.programs.adopt(self._bundle.load(self.catalogue))
+        return self.programs.prepare()
 
     def pool(self, plan: PoolPlan) -> PendingVectors:
-        """Queue a step."""
-        begins, ends, counts = _bounds(plan, self.pooler)
-        shape = next(s for s in self.shapes if s.tokens >= plan.num_tokens and s.answers >= len(begins))
-        raw = self._compiled[shape](self._leaves, pack_prompts(shape, plan, begins, ends))
+        """Queue a step. One whose prompts ask for answers of both kinds is computed twice."""
+        kinds = {_of_tokens(rules, self.pooler) for rules in plan.rules}
+        whole, each = (self._run(plan, kind) if kind in kinds else None for kind in (False, True))
+        return PendingVectors(whole, each, plan, self.pooler)
+
+    def _run(self, plan: PoolPlan, of_tokens: bool) -> jax.Array:
+        shape = self.catalogue.shape_for(plan.num_tokens, of_tokens)
+        raw: jax.Array = self.programs[shape](self._leaves, pack_prompts(shape, plan))
         raw.copy_to_host_async()
-        return PendingVectors(raw, counts, plan.rules, self.pooler)
+        return raw
 
     def close(self) -> None:
         """Let go of the device's memory."""
-        self._leaves, self._compiled = (), {}
+        self._leaves = ()
+        self.programs.clear()
 
 
-def make_shapes(limits: Limits) -> tuple[PackedShape, ...]:
-    """The ladder, smallest first: tokens double up to the longest step, with an answer a prompt or one a token."""
-    longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // SMALLEST) * SMALLEST
-    sizes, size = [], SMALLEST
-    while size < longest:
-        sizes.append(size)
-        size *= 2
-    answers = {tokens: {min(limits.max_num_seqs, tokens), tokens} for tokens in (*sizes, longest)}
-    return tuple(sorted(PackedShape(tokens, count) for tokens, counts in answers.items() for count in counts))
-
-
-def _answers(model: Model, shape: PackedShape, leaves: Leaves, packed: jax.Array) -> jax.Array:
-    """Raw answers float32 [R, n]."""
-
-    def run(leaves: Leaves, packed: jax.Array) -> jax.Array:
-        return model.decoder(leaves).pooled(PackedInput.unpack(packed, shape, model.kernel))
-
-    specs = tuple(map(partition, model.axes))
-    mapped = jax.shard_map(
-        run, mesh=model.mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
-    )
-    return mapped(leaves, packed)
-
-
-def _bounds(plan: PoolPlan, pooler: Pooler) -> tuple[Int32, Int32, tuple[int, ...]]:
-    """Of each answer the tokens that it is the mean of, and how many answers each prompt has."""
-    begins: list[int] = []
-    ends: list[int] = []
-    counts: list[int] = []
-    starts = plan.query_start.tolist()
-    for begin, end, rules in zip(starts, starts[1:], plan.rules):
-        kind = "all" if rules.task in OF_TOKENS else pooler.kind
-        match kind:
-            case "first":
-                spans = [(begin, begin + 1)]
-            case "last":
-                spans = [(end - 1, end)]
-            case "mean":
-                spans = [(begin, end)]
-            case _:
-                spans = [(token, token + 1) for token in range(begin, end)]
-        begins += [first for first, _ in spans]
-        ends += [last for _, last in spans]
-        counts.append(len(spans))
-    return np.array(begins, np.int32), np.array(ends, np.int32), tuple(counts)
+def _of_tokens(rules: PoolingRules, pooler: Pooler) -> bool:
+    """Whether the prompt has an answer for each of its tokens."""
+    return rules.task in OF_TOKENS or pooler.kind == "all"
 
 
 def _finished(rows: Float32, rules: PoolingRules, pooler: Pooler) -> Float32:

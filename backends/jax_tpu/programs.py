@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import jax
 from tqdm import tqdm
 
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Key
 from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.executable import writable
+from pagoda.backends.jax_tpu.program_set import KeyT, ProgramSet
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +49,11 @@ class CompileReport:
 
 
 CompiledT = TypeVar("CompiledT")
-KeyT = TypeVar("KeyT")
-AnyKey = TypeVar("AnyKey", contravariant=True)
-
-
-class Lowers(Protocol[AnyKey]):
-    """What knows the programs by key."""
-
-    def lower(self, key: AnyKey) -> jax.stages.Lowered:
-        """The program of that key, traced."""
-        ...
+SetT = TypeVar("SetT", bound=ProgramSet[Any])
 
 
 def compile_all(
-    catalogue: Lowers[KeyT], keys: Iterable[KeyT], compile: Callable[[jax.stages.Lowered], CompiledT]
+    catalogue: ProgramSet[KeyT], keys: Iterable[KeyT], compile: Callable[[jax.stages.Lowered], CompiledT]
 ) -> Iterator[tuple[KeyT, CompiledT]]:
     """Lower here, compile in as many threads as there are cores; programs in the order in which they are done."""
     wanted = list(keys)
@@ -77,20 +68,20 @@ def compile_all(
         threading.stack_size(previous)
 
 
-class Programs:
+class Programs(Generic[SetT, KeyT]):
     """The compiled programs of one engine. `recompiles` counts those compiled after `prepare`."""
 
-    def __init__(self, catalogue: Catalogue, *, strict: bool = False, cache: CompileCache | None = None) -> None:
+    def __init__(self, catalogue: SetT, *, strict: bool = False, cache: CompileCache | None = None) -> None:
         self.catalogue, self.strict, self._cache = catalogue, strict, cache
         self.recompiles = 0
-        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._compiled: dict[KeyT, jax.stages.Compiled] = {}
 
-    def __getitem__(self, key: Key) -> jax.stages.Compiled:
+    def __getitem__(self, key: KeyT) -> jax.stages.Compiled:
         """The program of that key. Raises RecompileError when it is missing and `strict`."""
         found = self._compiled.get(key)
         return self._late(key) if found is None else found
 
-    def prepare(self, keys: Iterable[Key] | None = None) -> CompileReport:
+    def prepare(self, keys: Iterable[KeyT] | None = None) -> CompileReport:
         """Compile these programs, by default all of the catalogue, with a bar where stderr is a terminal."""
         begin, cache = time.perf_counter(), self._cache
         wanted = list(self.catalogue if keys is None else keys)
@@ -106,12 +97,16 @@ class Programs:
             cache.trim()
         return CompileReport(len(wanted), len(cached), time.perf_counter() - begin)
 
-    def adopt(self, programs: Mapping[Key, jax.stages.Compiled]) -> CompileReport:
+    def adopt(self, programs: Mapping[KeyT, jax.stages.Compiled]) -> CompileReport:
         """Take programs that were compiled elsewhere."""
         self._compiled.update(programs)
         return CompileReport(len(programs), 0, 0.0, len(programs))
 
-    def _late(self, key: Key) -> jax.stages.Compiled:
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._compiled.clear()
+
+    def _late(self, key: KeyT) -> jax.stages.Compiled:
         if self.strict:
             raise RecompileError(f"{key} was not compiled before serving")
         self.recompiles += 1

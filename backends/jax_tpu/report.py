@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from pagoda.backends.jax_tpu.budget import GIB, Budget, ProgramMemory
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, Key, OnLogits, Remember, Score
-from pagoda.backends.jax_tpu.needs import Need
+from pagoda.backends.jax_tpu.catalogue import Choose, Forward, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.needs import PROMPT, Key, Need
+from pagoda.backends.jax_tpu.packed_input import PackedShape
+from pagoda.backends.jax_tpu.program_set import ProgramSet
 from pagoda.backends.jax_tpu.schedule import Schedule
 from pagoda.backends.jax_tpu.topology import Target
 from pagoda.common.config.engine import Limits
@@ -38,7 +40,7 @@ class Report:
     """All programs, in the catalogue's order, and the memory they leave. `seconds`: of the whole."""
 
     target: Target
-    catalogue: Catalogue
+    catalogue: ProgramSet[Any]
     limits: Limits
     programs: tuple[Compiled, ...]
     budget: Budget
@@ -80,6 +82,9 @@ def legend(report: Report) -> Iterator[str]:
     yield f"compiled in {report.seconds:.1f} s"
     if report.target.chip is not None:
         yield "cycles: the compiler's estimate of all operations but the attention kernel, loops as often as they run"
+        if report.catalogue.model.spec.pooler is not None:
+            yield f"roofline: the least time for prompts of {PROMPT} tokens, as a share of cycles"
+            return
         yield "kernel: the cycles that the attention kernel needs at least, with contexts that fill the cache"
         yield "roofline: the least time for the necessary bytes and FLOP, as a share of cycles + kernel"
 
@@ -132,6 +137,8 @@ def key_name(key: Key) -> str:
             return f"{name} {seqs} rows"
         case Remember():
             return "remember"
+        case PackedShape(tokens, seqs, of_tokens):
+            return f"pool {tokens} tokens, " + ("an answer for each" if of_tokens else f"{seqs} prompts")
 
 
 def budget_lines(report: Report) -> Iterator[str]:
@@ -141,6 +148,10 @@ def budget_lines(report: Report) -> Iterator[str]:
     for name, size in _parts(report):
         yield f"  {name:<44}{_size(size):>12}"
     yield f"  {'left' if budget.spare >= 0 else 'missing':<44}{_size(abs(budget.spare)):>12}"
+    if report.catalogue.model.spec.pooler is not None:
+        if budget.spare < 0:
+            yield f"does not fit by {_size(-budget.spare)}: lower --max-num-batched-tokens or --max-model-len"
+        return
     lengths = sorted({limits.max_model_len, min(limits.max_model_len, 1024)}, reverse=True)
     yield f"largest --max-model-len that fits, one sequence alone: {budget.max_model_len}"
     for length in lengths:
@@ -150,10 +161,11 @@ def budget_lines(report: Report) -> Iterator[str]:
 
 
 def _parts(report: Report) -> Iterator[tuple[str, int]]:
-    budget, blocks = report.budget, report.catalogue.num_blocks
+    budget, blocks = report.budget, report.catalogue.facts["num_blocks"]
     yield "weights", budget.weights
-    yield f"KV cache, {blocks} blocks of {budget.block_size} tokens", budget.kv_cache
-    yield "tokens of all rows", budget.history
+    if blocks:
+        yield f"KV cache, {blocks} blocks of {budget.block_size} tokens", budget.kv_cache
+        yield "tokens of all rows", budget.history
     yield "temporaries of the largest program", budget.temporaries
     yield "results of two steps", budget.results
     yield f"{len(report.programs)} programs", budget.code

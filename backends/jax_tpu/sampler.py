@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.batch import Plans
-from pagoda.backends.jax_tpu.catalogue import Choose, OnLogits, Remember
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Key, OnLogits, Remember
 from pagoda.backends.jax_tpu.logprobs import BEST, sorted_logprobs
 from pagoda.backends.jax_tpu.programs import Programs
 from pagoda.common.engine.logit_edits import additions, allowed, allowed_bits, banned_words, penalties
@@ -48,7 +48,7 @@ class Sampled:
 class Sampler:
     """Chooses one token per sampling row. `history` int32 [rows+1, max_len+1] lives on the device."""
 
-    def __init__(self, programs: Programs, max_rows: int) -> None:
+    def __init__(self, programs: Programs[Catalogue, Key], max_rows: int) -> None:
         shape = programs.catalogue.history
         self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
         self.rows = RowTable(max_rows)

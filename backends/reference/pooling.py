@@ -34,6 +34,7 @@ class ReferencePooling:
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
         self._parts: tuple[Encoder, Pooler] | None = None
         self.num_bytes = 0
+        self.recompiles = 0  # nothing is compiled
 
     @property
     def capabilities(self) -> Capabilities:

@@ -17,6 +17,7 @@ from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.encoder import Encoder
 from pagoda.backends.torch_cuda.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.memory import GIB
+from pagoda.backends.torch_cuda.recompiles import CompileCount
 from pagoda.backends.torch_cuda.sharding import Shard
 from pagoda.backends.torch_cuda.stream import Departure, Stream
 from pagoda.backends.torch_cuda.weights import Loader
@@ -56,6 +57,13 @@ class TorchCudaPooling:
         self._stream: Stream = GpuStream(device) if device.is_gpu else CpuStream(device)
         self._parts: tuple[Encoder, Pooler] | None = None
         self.num_bytes = 0
+        self._compiles, self._warm = CompileCount(), 0
+        self._compiles.watch()
+
+    @property
+    def recompiles(self) -> int:
+        """Kernels that were compiled while serving; more than none is a fault."""
+        return self._compiles.count - self._warm
 
     @property
     def capabilities(self) -> Capabilities:
@@ -99,6 +107,7 @@ class TorchCudaPooling:
                 f"{self.device.name} has too little memory for {prompts} prompts of {longest} tokens in a step, "
                 f"{free / GIB:.1f} GiB are left; lower it, or --max-model-len",
             ) from None
+        self._compiles.loud, self._warm = True, self._compiles.count
 
     def pool(self, plan: PoolPlan) -> PendingVectors:
         """Queue a step."""
@@ -115,6 +124,7 @@ class TorchCudaPooling:
         self._stream.synchronize()
         self._parts = None
         self._stream.close()
+        self._compiles.unwatch()
 
 
 def _plan(length: int, count: int) -> PoolPlan:

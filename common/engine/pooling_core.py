@@ -130,7 +130,11 @@ class PoolingCore:
 
     def _snapshot(self, tokens: int) -> EngineStats:
         return EngineStats(
-            running=len(self._running), waiting=len(self._waiting), steps=self._steps, last_step_tokens=tokens
+            running=len(self._running),
+            waiting=len(self._waiting),
+            steps=self._steps,
+            last_step_tokens=tokens,
+            recompiles=self._backend.recompiles,
         )
 
 
