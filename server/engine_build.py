@@ -20,7 +20,6 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.weights.hub import is_local
 from pagoda.server.affinity import pinned
-from pagoda.server.backend_options import kept_programs
 from pagoda.server.built_engine import BuiltEngine
 from pagoda.server.company import Company
 from pagoda.server.generation_build import assemble_generation
@@ -73,7 +72,7 @@ def _load(importing: Future[BackendModule], resolved: Resolved, company: Company
         with phases(f"import {resolved.backend}"):
             module = importing.result()
         if resolved.pooling is not None:
-            core, pooling = assemble_pooling(resolved, weights, phases, kept_programs(config.compilation, resolved.backend))
+            core, pooling = assemble_pooling(resolved, weights, phases)
             return BuiltEngine(core, pooling, pooling_engine_info(resolved, pooling, tuple(phases.seconds)))
         return assemble_generation(resolved, module, checkpoint, weights, company, phases)
     finally:

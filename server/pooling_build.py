@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from pagoda.backends.registry import load_pooling
 from pagoda.common.backend import PoolingBackend, Weight
 from pagoda.common.engine.pooling_core import PoolingCore
+from pagoda.server.backend_options import kept_programs
 from pagoda.server.resolve import Resolved
 from pagoda.server.wire import EngineInfo
 
@@ -16,20 +17,15 @@ Phase = Callable[[str], AbstractContextManager[None]]
 """Measures a phase of the start."""
 
 
-def assemble_pooling(
-    resolved: Resolved, weights: Iterable[Weight], phase: Phase, programs: Mapping[str, Any]
-) -> tuple[PoolingCore, PoolingBackend]:
-    """The warm engine and its backend, which is closed by whoever ends the engine.
-
-    `programs`: where compiled ones come from and go to, for the backend that has such.
-    """
+def assemble_pooling(resolved: Resolved, weights: Iterable[Weight], phase: Phase) -> tuple[PoolingCore, PoolingBackend]:
+    """The warm engine and its backend, which is closed by whoever ends the engine."""
     assert resolved.pooling is not None, "the model pools"
     backend = load_pooling(resolved.backend).create(
         resolved.spec,
         limits=resolved.limits,
         dtype=resolved.dtype,
         **resolved.spread,
-        **programs,
+        **kept_programs(resolved.config.compilation, resolved.backend),
         **_memory(resolved),
     )
     try:
