@@ -27,8 +27,8 @@ class TaggedParameters:
 
     `blocks`: what calls stand in, outermost first, and what closes it; models leave it out at times. `kind`: what may
     stand before `call`, the name behind it. `between`: what stands between a key and its value. `lines`: values stand
-    on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is. `quotes`:
-    what a value may stand in, which is none of it.
+    on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is.
+    `quotes`: what a value may stand in, which is none of it.
     """
 
     blocks: tuple[tuple[str, str], ...] = ()
