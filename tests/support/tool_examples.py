@@ -385,6 +385,12 @@ EXAMPLES = [
         ("f", '{"a": "5", "b": "x y", "c": "007", "d": ""}'),
     ),
     example(
+        "seed_oss",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>a\n</parameter>\n<parameter=note>\n\nb\n\n</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        ("weather", '{"city": "a\\n", "note": "\\nb\\n"}'),
+    ),
+    example(
         "mimo",
         "<function=weather><parameter=city>\nParis\n</parameter><parameter=days>\n3</parameter></function>",
         ("weather", '{"city": "\\nParis\\n", "days": 3}'),

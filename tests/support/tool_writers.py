@@ -224,8 +224,8 @@ WRITERS: dict[str, Writer] = {
     "seed_oss": tagged(
         "<seed:tool_call>\n",
         "<function={}>\n",
-        "<parameter={}>",
-        "</parameter>\n",
+        "<parameter={}>\n",
+        "\n</parameter>\n",
         "</function>\n",
         "</seed:tool_call>\n",
     ),

@@ -27,7 +27,7 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """Calls behind any of `tags`. `bare`: an answer may also begin with a call without a tag. `lines`: so may its lines."""
+    """Calls behind any of `tags`. `bare`: an answer may also begin with a call of no tag. `lines`: so may its lines."""
 
     tags: tuple[Tag, ...]
     bare: bool = False
