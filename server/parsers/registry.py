@@ -15,7 +15,9 @@ from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 
 TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
+    "apertus": ("keyed_json", "APERTUS"),
     "cohere_command3": ("tagged_json", "COMMAND"),
+    "cohere_command4": ("tagged_json", "COMMAND"),
     "deepseek_v3": ("named_json", "DEEPSEEK_V3"),
     "deepseek_v31": ("named_json", "DEEPSEEK_V31"),
     "deepseek_v32": ("tagged_parameters", "DEEPSEEK_V32"),

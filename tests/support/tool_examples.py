@@ -191,11 +191,26 @@ EXAMPLES = [
         CALLS[0],
     ),
     example("gigachat3", '<|function_call|>{"name": "now", "arguments": {}}</s>', ("now", "{}"), "</s>"),
+    *(
+        example(
+            form,
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+            f'{PARIS}}},\n    {{"tool_call_id": "1", "tool_name": "now", "parameters": {{}}}}\n]<|END_ACTION|>',
+            *CALLS,
+        )
+        for form in ("cohere_command3", "cohere_command4")
+    ),
     example(
-        "cohere_command3",
-        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
-        f'{PARIS}}},\n    {{"tool_call_id": "1", "tool_name": "now", "parameters": {{}}}}\n]<|END_ACTION|>',
+        "apertus",
+        f'Ok. <|tools_prefix|>[{{"weather": {PARIS}}}, {{"now": {{}}}}]<|tools_suffix|>',
+        "Ok. ",
         *CALLS,
+    ),
+    example(
+        "apertus",
+        '<|tools_prefix|>[{"now": {}, "x": 1}]<|tools_suffix|> and <|tools_prefix|>now',
+        ("now", "{}"),
+        ', "x": 1}] and <|tools_prefix|>now',
     ),
     *(
         example(form, text, *events)
@@ -210,7 +225,8 @@ EXAMPLES = [
             ('{"title": "{}", "name": "x"} {', ('{"title": "{}", "name": "x"} {',)),
             (" {x} <|python_tag|>print(1)", (" {x} <|python_tag|>print(1)",)),
             (
-                f'Let me.\n\n{{"name": "weather", "parameters": {PARIS}}}\nThen:\n{{"name": "now", "parameters": {{}}}}',
+                f'Let me.\n\n{{"name": "weather", "parameters": {PARIS}}}\nThen:\n'
+                '{"name": "now", "parameters": {}}',
                 ("Let me.\n", CALLS[0], "\nThen:", CALLS[1]),
             ),
             ('Like so:\n{"name": "Ann"}\n{x}', ('Like so:\n{"name": "Ann"}\n{x}',)),
@@ -367,6 +383,12 @@ EXAMPLES = [
         "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\nx y\n</parameter>\n"
         "<parameter=c>\n007\n<parameter=d>\n\n</parameter>\n</function>\n</tool_call>",
         ("f", '{"a": "5", "b": "x y", "c": "007", "d": ""}'),
+    ),
+    example(
+        "seed_oss",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>a\n</parameter>\n<parameter=note>\n\nb\n\n</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        ("weather", '{"city": "a\\n", "note": "\\nb\\n"}'),
     ),
     example(
         "mimo",

@@ -124,8 +124,12 @@ GLM = "<arg_key>{}</arg_key>\n<arg_value>"
 DSML = '<｜DSML｜parameter name="{}" string="[]">'
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
+COMMAND = listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters")
+
 WRITERS: dict[str, Writer] = {
-    "cohere_command3": listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters"),
+    "apertus": lambda calls: f"<|tools_prefix|>{dumped([{name: values} for name, values in calls])}<|tools_suffix|>",
+    "cohere_command3": COMMAND,
+    "cohere_command4": COMMAND,
     "deepseek_v3": named(
         DEEPSEEK[0], DEEPSEEK[1] + "function<｜tool▁sep｜>", "\n```json\n", "\n```" + DEEPSEEK[2], DEEPSEEK[3], "\n"
     ),
@@ -220,8 +224,8 @@ WRITERS: dict[str, Writer] = {
     "seed_oss": tagged(
         "<seed:tool_call>\n",
         "<function={}>\n",
-        "<parameter={}>",
-        "</parameter>\n",
+        "<parameter={}>\n",
+        "\n</parameter>\n",
         "</function>\n",
         "</seed:tool_call>\n",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pagoda.server.parsers.tool import json_text
-from pagoda.server.parsers.tool.machine import attempt
+from pagoda.server.parsers.tool.machine import attempt, listed
 from pagoda.server.parsers.tool.output import Output
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner, Sink
 
@@ -22,25 +22,11 @@ def calls(scanner: Scanner, output: Output, *, sure: bool = True) -> Reading[Non
     """
     yield from scanner.space()
     if (yield from scanner.peek()) == "[":
-        yield from call_list(scanner, output, sure=sure)
+        yield from listed(scanner, output, lambda: call(scanner, output, sure=sure))
         return
     yield from call(scanner, output, sure=sure)
     while (yield from attempt(scanner, output, _next(scanner, output, sure))):
         pass
-
-
-def call_list(scanner: Scanner, output: Output, *, sure: bool = True) -> Reading[None]:
-    """A list of calls. Raises Malformed where there is none, and behind the last call where the list goes wrong."""
-    yield from scanner.expect("[")
-    yield from scanner.space()
-    while not (yield from scanner.accept("]")):
-        if not (yield from attempt(scanner, output, call(scanner, output, sure=sure))):
-            raise Malformed
-        yield from scanner.space()
-        if not (yield from scanner.accept(",")):
-            yield from scanner.expect("]")
-            return
-        yield from scanner.space()
 
 
 def _next(scanner: Scanner, output: Output, sure: bool) -> Reading[None]:

@@ -107,3 +107,17 @@ def attempt(scanner: Scanner, output: Output, reading: Reading[None]) -> Reading
         return False
     scanner.given_back()
     return True
+
+
+def listed(scanner: Scanner, output: Output, call: Callable[[], Reading[None]]) -> Reading[None]:
+    """Calls in square brackets. Raises Malformed where there are none, and behind the last call where it goes wrong."""
+    yield from scanner.expect("[")
+    yield from scanner.space()
+    while not (yield from scanner.accept("]")):
+        if not (yield from attempt(scanner, output, call())):
+            raise Malformed
+        yield from scanner.space()
+        if not (yield from scanner.accept(",")):
+            yield from scanner.expect("]")
+            return
+        yield from scanner.space()

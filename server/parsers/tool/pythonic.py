@@ -9,7 +9,7 @@ from typing import Final
 
 from pagoda.server.parsers.parser import Parser, Tool
 from pagoda.server.parsers.tool import json_text, python_text
-from pagoda.server.parsers.tool.machine import Machine, attempt, calls_in_text, tried
+from pagoda.server.parsers.tool.machine import Machine, attempt, calls_in_text, listed, tried
 from pagoda.server.parsers.tool.names import LONGEST
 from pagoda.server.parsers.tool.output import Output
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
@@ -50,16 +50,7 @@ def _calls(scanner: Scanner, output: Output) -> Reading[None]:
 
 def _list(scanner: Scanner, output: Output) -> Reading[None]:
     yield from scanner.space()
-    yield from scanner.expect("[")
-    yield from scanner.space()
-    while not (yield from scanner.accept("]")):
-        if not (yield from attempt(scanner, output, _call(scanner, output))):
-            raise Malformed
-        yield from scanner.space()
-        if not (yield from scanner.accept(",")):
-            yield from scanner.expect("]")
-            return
-        yield from scanner.space()
+    yield from listed(scanner, output, lambda: _call(scanner, output))
 
 
 def _call(scanner: Scanner, output: Output) -> Reading[None]:

@@ -27,8 +27,7 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """Calls behind any of `tags`. `bare`: an answer may also begin with a call that has no tag. `lines`: and so may lines
-    of it."""
+    """Calls behind any of `tags`. `bare`: an answer may also begin with a call of no tag. `lines`: so may its lines."""
 
     tags: tuple[Tag, ...]
     bare: bool = False

@@ -26,9 +26,9 @@ class TaggedParameters:
     """`call` name `name_end`, then `key` name, one of `key_ends`, value `value_end` for each argument, then `call_end`.
 
     `blocks`: what calls stand in, outermost first, and what closes it; models leave it out at times. `kind`: what may
-    stand before `call`, the name behind it. `between`: what stands between a key and its value. `lines`: values stand
-    on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is. `quotes`:
-    what a value may stand in, which is none of it.
+    stand before `call`, the name behind it. `between`: what stands between a key and its value. `lines`: values may
+    stand on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is.
+    `quotes`: what a value may stand in, which is none of it.
     """
 
     blocks: tuple[tuple[str, str], ...] = ()
@@ -97,12 +97,7 @@ class TaggedParameters:
         return key, end
 
     def _value(self, scanner: Scanner, sink: Sink, types: frozenset[str]) -> Reading[None]:
-        if self.lines:
-            yield from scanner.accept("\n")
-        ends = self._value_ends
-        opening, closing = self.quotes
-        if opening and (yield from scanner.accept(opening)):
-            ends = (closing + self.value_end,)
+        ends = yield from self._value_ends(scanner)
         is_null = types == NULLABLE and (yield from scanner.looking_at("null", "None"))
         if types == STRING or (types == NULLABLE and not is_null):
             sink('"')
@@ -113,10 +108,15 @@ class TaggedParameters:
             yield from self._text(scanner, pieces.append, ends)
             sink(as_json("".join(pieces), types))
 
-    @property
-    def _value_ends(self) -> tuple[str, ...]:
-        """What ends a value. Where values have lines of their own, the next key and the call's end do so too."""
-        if self.lines:
+    def _value_ends(self, scanner: Scanner) -> Reading[tuple[str, ...]]:
+        """What ends the value that begins here, its opening quote or line break taken.
+
+        Where it stands on lines of its own, the next key and the call's end do so too.
+        """
+        opening, closing = self.quotes
+        if opening and (yield from scanner.accept(opening)):
+            return (closing + self.value_end,)
+        if self.lines and (yield from scanner.accept("\n")):
             return (f"\n{self.value_end}", self.value_end, f"\n{self.key}", f"\n{self.call_end}")
         return (self.value_end,)
 

@@ -24,8 +24,8 @@ _TYPES: Final = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f"
 def as_json(text: str, types: frozenset[str]) -> str:
     """`text` as one JSON value of `types`; empty: whatever it looks like.
 
-    What looks like a value of no such type is a string, if it may be one. Where a boolean alone is wanted, so are 1 and 0;
-    the case of words makes no difference.
+    What looks like a value of no such type is a string, if it may be one. Where only a boolean will do, 1 and 0 are
+    some; TRUE and Null are words like true and null.
     """
     known = _KNOWN.get(text.strip().lower())
     if known is not None and known[0] in types and (text.strip().isalpha() or types <= _BOOLEAN):

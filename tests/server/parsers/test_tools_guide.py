@@ -39,7 +39,8 @@ def test_what_the_table_shows_is_a_call(name: str, text: str) -> None:
     wraps = {
         "longcat": '<longcat_tool_call>{"name": "f", "arguments": {"a": 1}}</longcat_tool_call>',
         "seed_oss": "<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>",
-        "deepseek_v41": '<｜DSML｜ invoke name="f"><｜DSML｜ parameter name="a">1</｜DSML｜ parameter></｜DSML｜ invoke>',
+        "deepseek_v41": '<｜DSML｜ invoke name="f"><｜DSML｜ parameter name="a">1</｜DSML｜ parameter>'
+        "</｜DSML｜ invoke>",
         "mimo": "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
         "lfm2": f"<|tool_call_start|>{text}<|tool_call_end|>",
         "olmo3": f"<function_calls>{text}</function_calls>",
