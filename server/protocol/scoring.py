@@ -10,7 +10,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.pooling_inputs import PairTemplate
 from pagoda.server.protocol.base import Int64
-from pagoda.server.protocol.pooling_fields import PoolingFields, check_count
+from pagoda.server.protocol.pooling_fields import PoolingFields, check_count, renamed
 from pagoda.server.scoring import ScoreOptions, texts_of
 
 _CONTENT = {"type": "object", "properties": {"content": {"type": "array"}}}
@@ -83,6 +83,10 @@ class ScoreRequest(ScoringFields):
             check_count(name, texts)
         return one, two
 
+    def in_own_names(self, error: RequestError) -> RequestError:
+        """An error about a pair under the name of its longer side."""
+        return renamed(error, _longer(self.fields, self.sides()))
+
 
 class RerankRequest(ScoringFields):
     """Documents to be put in order of how well they suit a query. `top_n`: so many are answered; 0: all."""
@@ -99,3 +103,11 @@ class RerankRequest(ScoringFields):
         query, documents = texts_of("query", self.query), texts_of("documents", self.documents)
         check_count("documents", documents)
         return query, documents
+
+    def in_own_names(self, error: RequestError) -> RequestError:
+        """An error about a pair under the name of its longer side."""
+        return renamed(error, _longer(("query", "documents"), self.sides()))
+
+
+def _longer(fields: tuple[str, str], sides: tuple[list[str], list[str]]) -> str:
+    return max(zip(fields, sides), key=lambda side: max(map(len, side[1])))[0]

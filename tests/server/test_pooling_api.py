@@ -436,11 +436,12 @@ def test_scores(embed: LiveServer, cross: LiveServer, path: str, one: str, two: 
         ({one: "a", two: []}, two),
         ({one: "a", two: ["a", 3]}, f"{two}[1]"),
         ({one: "a", two: {"content": [{"type": "image_url"}]}}, two),
-        ({one: "a" * 100, two: "b"}, None),
+        ({one: "a" * 100, two: "b"}, one),
+        ({one: "a", two: ["b", "b" * 100]}, two),
     ]:
         status, answer = cross.post(path, wrong)
         assert status == 400
-        if field is not None and not (wrong == {one: "a"} and one == "queries"):
+        if not (wrong == {one: "a"} and one == "queries"):
             assert answer["error"]["param"] == field, (wrong, answer)
 
 
@@ -468,6 +469,9 @@ def test_rankings(embed: LiveServer, cross: LiveServer, path: str) -> None:
         ({"query": "a"}, "documents"),
         ({"query": "a", "documents": []}, "documents"),
         ({"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ({"query": "a", "documents": ["b" * 100]}, "documents"),
+        ({"query": "a" * 100, "documents": ["b"]}, "query"),
+        ({"query": "a", "documents": ["b"], "softmax": False}, "softmax"),
     ]:
         status, answer = cross.post(path, wrong)
         assert (status, answer["error"]["param"]) == (400, field)
