@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 BACKLOG: Final = 2048
 
 _YOUNG: Final = 50_000
-"""Objects to a collection of the youngest: steps and new requests make thousands, nearly all of which end by themselves."""
+"""Objects to a collection of the youngest: a step makes thousands, nearly all of which end by themselves."""
 
 logger = logging.getLogger(__name__)
 
