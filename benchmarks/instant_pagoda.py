@@ -43,9 +43,9 @@ class Done:
 
 
 class InstantBackend:
-    """Runs no model."""
+    """Runs no model. Takes blocks from anywhere, as backends with paged kernels do."""
 
-    capabilities = CAPABILITIES
+    capabilities = replace(CAPABILITIES, prefers_extents=False)
 
     def __init__(self, words: list[int]) -> None:
         self._words = np.array(words, np.int32)

@@ -156,7 +156,9 @@ class SamplingParams:
             if not _is_default(getattr(self, name), _DEFAULTS[name]):
                 raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it unset")
         for name, check in _CHECKS.items():
-            check(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name]:  # which most are, and a request is verified three times on its way
+                check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         if self.stop_strings and not self.detokenize:

@@ -8,36 +8,36 @@ does not grow. An engine that is slower never has two steps waiting, and nothing
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
+from collections.abc import Sequence
 
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.server.wire import FromEngine, Step
 
 
-def joined(messages: Sequence[FromEngine]) -> Iterable[FromEngine]:
+def joined(messages: Sequence[FromEngine]) -> list[FromEngine]:
     """Messages in order, each run of steps in one."""
-    if len(messages) < 2:
-        return messages
-    runs = (list(run) for _, run in groupby(messages, _can_be_joined))
-    return chain.from_iterable(map(_joined_run, runs))
+    told: list[FromEngine] = []
+    waiting: list[StepOutputs] = []
+    for message in messages:
+        if isinstance(message, Step) and not any(output.error for output in message.outputs.outputs):
+            waiting.append(message.outputs)
+            continue
+        # An error goes by itself: it ends a request at once, and what was said before it is to be heard before it.
+        told += [*_one(waiting), message]
+        waiting = []
+    return told + _one(waiting)
 
 
-def _can_be_joined(message: FromEngine) -> bool:
-    """An error goes by itself: what was said before it is said, then it ends the request."""
-    return isinstance(message, Step) and not any(output.error for output in message.outputs.outputs)
-
-
-def _joined_run(run: list[FromEngine]) -> list[FromEngine]:
-    steps = [message.outputs for message in run if isinstance(message, Step)]
-    if len(run) == 1 or not _can_be_joined(run[0]):
-        return run
+def _one(steps: list[StepOutputs]) -> list[FromEngine]:
+    """At most one message, of all these steps."""
+    if len(steps) < 2:
+        return [Step(step) for step in steps]
     news: defaultdict[str, list[EngineOutput]] = defaultdict(list)
     for step in steps:
         for output in step.outputs:
             news[output.request_id].append(output)
-    earlier = tuple(stats for step in steps[:-1] for stats in (*step.earlier, step.stats))
     outputs = [outputs[0] if len(outputs) == 1 else _joined_outputs(outputs) for outputs in news.values()]
+    earlier = tuple(stats for step in steps[:-1] for stats in (*step.earlier, step.stats))
     return [Step(StepOutputs(outputs=outputs, stats=steps[-1].stats, earlier=earlier))]
 
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 BACKLOG: Final = 2048
 
-_YOUNG: Final = 10_000
-"""Objects to a collection of the youngest: one step makes thousands, nearly all of which end by themselves."""
+_YOUNG: Final = 50_000
+"""Objects to a collection of the youngest: a step makes thousands, nearly all of which end by themselves."""
 
 logger = logging.getLogger(__name__)
 
