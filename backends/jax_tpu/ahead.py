@@ -16,7 +16,7 @@ from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, OnLogi
 from pagoda.backends.jax_tpu.executable import writable
 from pagoda.backends.jax_tpu.memory import fit_pooling
 from pagoda.backends.jax_tpu.model import Model, build_model
-from pagoda.backends.jax_tpu.needs import Key, full_load, need
+from pagoda.backends.jax_tpu.needs import Key, load_of, need
 from pagoda.backends.jax_tpu.packed_input import PackedShape
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue
@@ -124,7 +124,7 @@ def compile_programs(catalogue: ProgramSet[Any], keys: Sequence[Key]) -> tuple[C
 def _compiled(
     catalogue: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
 ) -> Compiled:
-    needed = need(catalogue.model, key, full_load(catalogue.model, key, catalogue.facts["num_blocks"]))
+    needed = need(catalogue.model, key, load_of(catalogue.model, key, catalogue.facts["num_blocks"]))
     return Compiled(key, seconds, ProgramMemory.of(executable), needed, schedule, executable)
 
 
@@ -142,7 +142,13 @@ def _largest(catalogue: ProgramSet[Key]) -> list[Key]:
     """The largest program of each kind."""
     found: dict[object, Key] = {}
     for key in catalogue:
-        kind = (type(key), getattr(key, "kind", None), getattr(key, "name", None), _decodes(key))
+        kind = (
+            type(key),
+            getattr(key, "kind", None),
+            getattr(key, "name", None),
+            _decodes(key),
+            getattr(key, "of_tokens", None),
+        )
         found[kind] = max(found.get(kind, key), key, key=_size)
     return list(found.values())
 

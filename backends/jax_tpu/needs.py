@@ -60,18 +60,24 @@ class Need:
         return max(self.kernel_bytes / (chip.hbm_bandwidth * chip.cores), self.kernel_flops / chip.peak_flops)
 
 
-def full_load(model: Model, key: Key, num_blocks: int) -> Load:
-    """A batch that fills the shape: contexts as long as tables and cache allow, or new prompts without any."""
+def load_of(model: Model, key: Key, num_blocks: int) -> Load:
+    """A batch that fills the program; of no matter to those that are no forward pass."""
     match key:
-        case Forward(shape) if shape.decode_only:
-            tokens = min(shape.seqs * shape.pages, num_blocks) * model.kernel.page_size
-            return Load(tokens, tokens)
         case Forward(shape):
-            return _prompts(shape.tokens, shape.pages * model.kernel.page_size)
+            return full_load(shape, model.kernel.page_size, num_blocks)
         case PackedShape(tokens):
             return _prompts(tokens, PROMPT)
         case _:
             return Load(0, 0)
+
+
+def full_load(shape: StepShape, page_size: int, num_blocks: int) -> Load:
+    """A batch that fills the shape: contexts as long as tables and cache allow, or new prompts without any."""
+    longest = shape.pages * page_size
+    if shape.decode_only:
+        tokens = min(shape.seqs * longest, num_blocks * page_size)
+        return Load(tokens, tokens)
+    return _prompts(shape.tokens, longest)
 
 
 def _prompts(tokens: int, length: int) -> Load:

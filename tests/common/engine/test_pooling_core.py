@@ -24,6 +24,7 @@ class FakePooling:
 
     def __init__(self) -> None:
         self.plans: list[PoolPlan] = []
+        self.recompiles = 0
 
     def pool(self, plan: PoolPlan) -> Future[tuple[Float32, ...]]:
         self.plans.append(plan)
