@@ -9,6 +9,7 @@ from pagoda.common.engine.grammar import Grammar, Thinking
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.structured.grammar_of import grammar_of
+from pagoda.common.structured.refusal import no_tokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
@@ -31,13 +32,14 @@ class AnswerForms:
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
-            raise RequestError(
-                "structured_outputs", "structured output needs a tokenizer, which is switched off (skip_tokenizer_init)"
-            )
+            raise no_tokenizer()
         return grammar_of(params.structured_outputs, self._config, self._special)
 
     def thinking(self, params: SamplingParams, text: str | None, token_ids: list[int]) -> Thinking | None:
-        """The thinking that the engine must know of; None: none. The prompt is given as text, or only as ids."""
+        """The thinking that the engine must know of; None: none. `text`: the prompt's; None: only its ids are known.
+
+        Raises RequestError for a budget that nothing keeps.
+        """
         budget = params.thinking_token_budget
         if budget is not None and (self._format is None or self._tokenizer is None):
             raise RequestError(

@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 
 from pagoda.common.engine.grammar import Grammar
-from pagoda.common.errors import RequestError
-from pagoda.common.structured.vocabulary import FIELD, Vocabulary
+from pagoda.common.structured.refusal import refused
+from pagoda.common.structured.vocabulary import Vocabulary
 from pagoda.server.child import environment
 from pagoda.server.grammar_worker import READY, Words
 
@@ -60,14 +60,14 @@ class GrammarCheck:
             self._passed.move_to_end(name)
             return
         if self._waiting >= MAX_WAITING:
-            raise RequestError(FIELD, f"{FIELD}: too many new grammars at once; try again in a few seconds")
+            raise refused("too many new grammars at once; try again in a few seconds")
         self._waiting += 1
         try:
             why = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
         finally:
             self._waiting -= 1
         if why:
-            raise RequestError(FIELD, f"{FIELD}: {why}")
+            raise refused(why)
         self._passed[name] = None
         if len(self._passed) > MAX_PASSED:
             self._passed.popitem(last=False)

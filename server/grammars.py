@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.structured import Structured
-from pagoda.common.errors import RequestError
-from pagoda.common.structured.vocabulary import FIELD, Vocabulary, vocabulary_of
+from pagoda.common.structured.refusal import no_tokenizer
+from pagoda.common.structured.vocabulary import Vocabulary, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.grammar_check import GrammarCheck
 from pagoda.server.inputs import open_tokenizer
@@ -26,5 +26,5 @@ def check_of(tokenizer: Tokenizer | None, info: EngineInfo) -> GrammarCheck:
 
 def _vocabulary(tokenizer: Tokenizer | None, info: EngineInfo) -> Vocabulary:
     if tokenizer is None:
-        raise RequestError(FIELD, "structured output needs a tokenizer, which is switched off (skip_tokenizer_init)")
+        raise no_tokenizer()
     return vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids)

@@ -157,7 +157,7 @@ def listed_prompts(prompts: Prompts) -> list[PromptType]:
 
 
 def paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
-    """One value per prompt."""
+    """One value per prompt, of `count`: the same for all, or their own. Raises RequestError naming `name`."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

@@ -22,8 +22,9 @@ from pagoda.server.pooling_text import Side, TextOptions, cut, encode, encode_pa
 from pagoda.server.wire import EngineInfo, PoolingInfo
 
 NO_POOLING: Final = "this model generates text; to have vectors, labels or scores of it, start it with --runner pooling"
-PLAIN: Final = TextOptions()
 NO_GENERATION: Final = "this model was started for pooling and generates no text; start it with --runner generate"
+PLAIN: Final = TextOptions()
+"""The usual treatment of a text: special tokens as the tokenizer has them, nothing cut off."""
 
 
 @dataclass(frozen=True, slots=True)

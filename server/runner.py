@@ -23,6 +23,8 @@ from pagoda.common.weights.sentence_modules import SentenceModules, read_sentenc
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.wire import PoolingInfo
 
+_ONE_DEVICE: Final = "a pooling model runs on one device, in one copy; use 1, or start several servers"
+
 logger = logging.getLogger(__name__)
 
 
@@ -122,7 +124,10 @@ def _check_dimensions(info: PoolingInfo) -> None:
 
 
 def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
-    """Raises ConfigError for settings that a pooling model cannot have; warns of those that mean nothing to it."""
+    """Refuse what a pooling model cannot have, and warn of settings that mean nothing to it.
+
+    Raises ConfigError for a setting, ModelError for the checkpoint.
+    """
     model = config.model
     refused = {
         "--enable-sleep-mode": model.enable_sleep_mode,

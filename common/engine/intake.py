@@ -10,6 +10,7 @@ from pagoda.common.engine.guide import Guide
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.structured import Structured
 from pagoda.common.errors import RequestError
+from pagoda.common.structured.refusal import no_tokenizer, refused
 
 PAUSE_SECONDS: Final = 0.005
 """How long an engine without any other work waits for a grammar before it looks for commands again."""
@@ -37,9 +38,7 @@ class Intake:
             self._add(request, None)
             return
         if self._structured is None:
-            raise RequestError(
-                "structured_outputs", "structured output needs a tokenizer, which is switched off (skip_tokenizer_init)"
-            )
+            raise no_tokenizer()
         self._coming[request.request_id] = request, self._structured.begin(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -50,20 +49,20 @@ class Intake:
 
     def admit(self) -> list[EngineOutput]:
         """Put in line those that are ready; the outputs of those that cannot run."""
-        refused: list[EngineOutput] = []
+        outputs: list[EngineOutput] = []
         for request_id in [each for each, (_, guide) in self._coming.items() if guide.done()]:
             request, guide = self._coming.pop(request_id)
             fault = guide.exception()
             if fault is not None and not isinstance(fault, RequestError):
                 # A library's own fault, a panic of its native code included, is its request's end, not the engine's.
-                fault = RequestError("structured_outputs", f"structured_outputs: {fault!r}")
+                fault = refused(repr(fault))
             try:
                 if fault is not None:
                     raise fault
                 self._add(request, guide.result())
             except RequestError as error:
-                refused.append(failed(request_id, error))
-        return refused
+                outputs.append(failed(request_id, error))
+        return outputs
 
     def pause(self) -> None:
         """Wait a moment for one to be ready."""

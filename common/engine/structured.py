@@ -15,10 +15,10 @@ from typing import Final
 from pagoda.common.engine.grammar import Grammar, GrammarEngine
 from pagoda.common.engine.guide import Guide, settle
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.errors import RequestError
 from pagoda.common.structured.guidance import Guidance
 from pagoda.common.structured.matcher import GrammarError, Library, Matcher
-from pagoda.common.structured.vocabulary import FIELD, Vocabulary
+from pagoda.common.structured.refusal import refused
+from pagoda.common.structured.vocabulary import Vocabulary
 
 MAX_GRAMMARS: Final = 256
 """Compiled grammars that are kept, those used last."""
@@ -74,9 +74,9 @@ class Structured:
             )
             settle([(guide, ())])
         except GrammarError as error:
-            raise RequestError(FIELD, f"{FIELD}: {error}") from None
+            raise refused(error) from None
         if guide.error is not None:
-            raise RequestError(FIELD, f"{FIELD}: {guide.error}")
+            raise refused(guide.error)
         return guide
 
     def matcher(self, grammar: Grammar) -> tuple[Library, Matcher]:

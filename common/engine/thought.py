@@ -18,11 +18,14 @@ class Phase(Enum):
 
 
 class Thought:
-    """The thinking of one answer, followed token by token."""
+    """The thinking of one answer, followed token by token. `thinking`: None: there is none to follow.
+
+    `count`: tokens of it so far, those that open it not counted. `phase`: where it is.
+    """
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._asked = thinking
-        self._tail: tuple[int, ...] = ()
+        self._tail: tuple[int, ...] = ()  # the newest tokens, as many as may be part of a start or an end
         self.count = 0
         self.phase = Phase.OVER
         if thinking is not None and (thinking.open or thinking.starts):

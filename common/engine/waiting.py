@@ -21,11 +21,11 @@ class WaitingQueue(Protocol):
         ...
 
     def peek(self) -> Request:
-        """Who is next."""
+        """Who is next. Raises IndexError when nobody waits."""
         ...
 
     def pop(self) -> Request:
-        """Take who is next."""
+        """Take who is next. Raises IndexError when nobody waits."""
         ...
 
     def remove(self, request_id: str) -> Request | None:
@@ -51,13 +51,13 @@ class FcfsQueue:
         self._line.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
-        """Who is next."""
+        """Who is next. Raises IndexError when nobody waits."""
         if not self._line:
             raise IndexError("nobody is waiting")
         return self._line[next(iter(self._line))]
 
     def pop(self) -> Request:
-        """Take who is next."""
+        """Take who is next. Raises IndexError when nobody waits."""
         if not self._line:
             raise IndexError("nobody is waiting")
         return self._line.popitem(last=False)[1]
@@ -87,11 +87,11 @@ class PriorityQueue:
         self.push(request)
 
     def peek(self) -> Request:
-        """Who is next."""
+        """Who is next. Raises IndexError when nobody waits."""
         return self._live[self._settle()]
 
     def pop(self) -> Request:
-        """Take who is next."""
+        """Take who is next. Raises IndexError when nobody waits."""
         request_id = self._settle()
         heapq.heappop(self._heap)
         return self._live.pop(request_id)

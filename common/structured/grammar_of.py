@@ -9,7 +9,7 @@ from typing import Final
 from pagoda.common.config.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.grammar import Grammar
 from pagoda.common.structured.guidance_text import guidance_text
-from pagoda.common.structured.tags import refused
+from pagoda.common.structured.refusal import refused
 from pagoda.common.structured_outputs import StructuredOutputsParams
 
 MAX_CHARS: Final = 1 << 20

@@ -7,13 +7,12 @@ from typing import Any, Final
 
 import msgspec
 
-from pagoda.common.errors import RequestError
 from pagoda.common.structured.guidance import import_llguidance
 from pagoda.common.structured.lark import Special, TagGrammar, choices
 from pagoda.common.structured.matcher import GrammarError, one_line
+from pagoda.common.structured.refusal import refused
 from pagoda.common.structured.schema import closed, json_schema
-from pagoda.common.structured.tags import refused, tag_format
-from pagoda.common.structured.vocabulary import FIELD
+from pagoda.common.structured.tags import tag_format
 from pagoda.common.structured_outputs import StructuredOutputsParams
 
 ANY_OBJECT: Final = {"type": "object"}
@@ -71,7 +70,7 @@ def _in_lark(pattern: str) -> str:
     try:
         escaped: str = import_llguidance().regex_to_lark(pattern)
     except GrammarError as error:
-        raise RequestError(FIELD, f"{FIELD}: {error}") from None
+        raise refused(error) from None
     return escaped
 
 
@@ -88,6 +87,6 @@ def _lark_of(text: str) -> str:
         # Blank lines go first: the converter takes hours over a million of them.
         return str(any_to_lark("\n".join(line for line in text.split("\n") if line.strip())))
     except GrammarError as error:
-        raise RequestError(FIELD, f"{FIELD}: {error}") from None
+        raise refused(error) from None
     except Exception as error:  # the converter's errors have no class in common
         raise refused(f"the EBNF grammar cannot be read: {one_line(str(error))}") from None

@@ -106,7 +106,7 @@ class TagGrammar:
         return f"{begin} {self._rule(self._of(content))} ({end})"
 
     def _up_to(self, mark: str) -> str:
-        """Any text up to the first of these marks, which is part of it."""
+        """Any text up to the first place of that mark, which is part of it."""
         found = self._special.search(mark) if self._special is not None else None
         if found is None:
             return self._rule(f"TEXT {quoted(mark)}", attributes="[lazy]")

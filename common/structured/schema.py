@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pagoda.common.structured.tags import refused
+from pagoda.common.structured.refusal import refused
 
 _OF_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map names to schemas, so that a key there is no keyword."""

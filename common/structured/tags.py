@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pagoda.common.errors import RequestError
-from pagoda.common.structured.vocabulary import FIELD
+from pagoda.common.structured.refusal import refused
 
 Format = Mapping[str, Any]
 """A format: {"type": ..., ...} with the keys of `KEYS`."""
@@ -52,11 +51,6 @@ def tag_format(value: str | Mapping[str, Any]) -> Format:
     if "format" not in tag:
         raise refused("structural_tag needs a format, or structures and triggers")
     return _checked(tag["format"])
-
-
-def refused(message: str) -> RequestError:
-    """An error under the name of the whole field."""
-    return RequestError(FIELD, f"{FIELD}: {message}")
 
 
 def _of_structures(tag: Mapping[str, Any]) -> Format:

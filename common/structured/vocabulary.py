@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagoda.common.errors import RequestError
+from pagoda.common.structured.refusal import FIELD
 from pagoda.common.text.tokenizer import Tokenizer
-
-FIELD = "structured_outputs"
-"""The SamplingParams field that errors name; a request's own spelling of it is put in its place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,8 +7,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pagoda.common.structured.lark import quoted
+from pagoda.common.structured.refusal import refused
 from pagoda.common.structured.schema import json_schema
-from pagoda.common.structured.tags import refused, tag_format
+from pagoda.common.structured.tags import tag_format
 from pagoda.common.structured_outputs import StructuredOutputsParams
 
 Kind = Literal["json_schema", "regex", "grammar", "structural_tag"]
