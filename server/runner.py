@@ -23,8 +23,6 @@ from pagoda.common.weights.sentence_modules import SentenceModules, read_sentenc
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.wire import PoolingInfo
 
-_ONE_DEVICE: Final = "a pooling model runs on one device, in one copy; use 1, or start several servers"
-
 logger = logging.getLogger(__name__)
 
 
