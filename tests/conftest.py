@@ -7,7 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No test fails because the machine was busy.
+hypothesis.settings.register_profile("pagoda", deadline=None)
+hypothesis.settings.load_profile("pagoda")
 
 # As the reference backend does for itself, but before any test module imports torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "8000")
