@@ -23,6 +23,7 @@ from pagoda.server.openapi import described
 from pagoda.server.plugins import load as load_plugin
 from pagoda.server.protocol.errors import HttpError, http_error
 from pagoda.server.protocol.messages_errors import error_answer
+from pagoda.server.request_ids import RequestIds
 from pagoda.server.routes import (
     absent,
     chat,
@@ -103,6 +104,8 @@ def _add_middlewares(app: FastAPI, config: ServerConfig) -> None:
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
     )
+    if config.enable_request_id_headers:
+        app.add_middleware(RequestIds)
     app.add_middleware(StraightParts)
     for name in config.middleware:  # outside of all that, so that they see every part
         _add_middleware(app, name)

@@ -57,7 +57,9 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = option(False, "Report cached prompt tokens in `usage`.")
     enable_force_include_usage: bool = option(False, "Report usage at the end of every stream.")
     return_tokens_as_token_ids: bool = option(False, "Write tokens in logprobs as token_id:N.")
-    enable_request_id_headers: bool = option(False, "Answer with an X-Request-Id header.")
+    enable_request_id_headers: bool = option(
+        False, "Answer with an X-Request-Id header: the request's own, else a new one."
+    )
     enable_log_outputs: bool = option(False, "Log each answer too; needs --enable-log-requests.")
     enable_log_deltas: bool = option(True, "With --enable-log-outputs: log each message of a stream too.")
     log_error_stack: bool = option(False, "Show the traceback of an error that ends the command, or fails a request.")

@@ -126,6 +126,10 @@ class Tokenizer:
         """One token as text, leading space kept; U+FFFD where its bytes are no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def token_name(self, token_id: int) -> str:
+        """One token as the vocabulary writes it, such as "\u0120the"; "" outside the vocabulary."""
+        return self.backend.id_to_token(token_id) or ""
+
     @cached_property
     def byte_table(self) -> TokenBytes | None:
         """Token id -> bytes, where decoding is the concatenation of bytes; None for any other kind of decoder."""

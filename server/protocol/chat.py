@@ -120,6 +120,8 @@ class ChatFields(SamplingFields):
         """The name of a SamplingParams field in this request."""
         if field == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if field == "structured_outputs" and not self.gives_structure:
+            return "tools"
         return {"logprobs": "top_logprobs", "prompt": "messages"}.get(field, super().own_name(field))
 
 

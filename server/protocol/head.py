@@ -20,9 +20,12 @@ _PLAIN: Final = " !#$&'()*+,/:;=?@[]~"
 """What an id may have in a header beside letters, digits and _.- ; the rest is escaped as in a URL."""
 
 
+REQUEST_ID_HEADER: Final = "x-request-id"
+
+
 def id_header(name: str) -> dict[str, str]:
     """The header that names an answer, whatever characters its client chose."""
-    return {"x-request-id": quote(name, safe=_PLAIN, errors="replace")}
+    return {REQUEST_ID_HEADER: quote(name, safe=_PLAIN, errors="replace")}
 
 
 class TextEvent:

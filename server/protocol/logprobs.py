@@ -16,14 +16,17 @@ class TokenNames:
     """How tokens are written: as text, or as token_id:N when asked for or when there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
-        self._tokenizer = None if as_ids else tokenizer
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def text(self, token: int) -> str:
         """The token as a string."""
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
+        if self._tokenizer is None or self._as_ids:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
 
     def raw(self, token: int) -> list[int]:
-        """The token's own bytes, which its text may not show when it is part of a character."""
+        """The token's own bytes, which its text does not show when it is an id, or part of a character."""
         if self._tokenizer is None:
             return list(self.text(token).encode())
         return list(self._tokenizer.token_bytes(token))
@@ -74,8 +77,8 @@ class CompletionLogprobs:
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
     def _top(self, token: int, position: LogprobsOnePosition) -> dict[str, float]:
-        """The best candidates and, as in vLLM, the chosen token itself."""
-        shown = dict(best(position, self._count)) | ({token: position[token]} if token in position else {})
+        """As in vLLM the chosen token itself, then the best candidates."""
+        shown = ({token: position[token]} if token in position else {}) | dict(best(position, self._count))
         top: dict[str, float] = {}
         for each, logprob in shown.items():
             top.setdefault(self._names.text(each), finite(logprob.logprob))

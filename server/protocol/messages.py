@@ -135,7 +135,7 @@ class AnthropicCountTokensRequest(Body):
             "extra_args": "vllm_xargs",
             "prompt": "messages",
             "stop": "stop_sequences",
-            "structured_outputs": "output_config",
+            "structured_outputs": "tools" if self.output_config is None else "output_config",
             "thinking_token_budget": "thinking",
             "reasoning_effort": "thinking" if disabled else "output_config",
         }

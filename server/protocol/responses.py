@@ -198,7 +198,7 @@ class ResponsesRequest(Body):
         """The name of a SamplingParams field, or of one of chat completions, in this request."""
         by_format = self.text is not None and self.structured_outputs is None
         names = {
-            "structured_outputs": "text" if by_format else field,
+            "structured_outputs": "text" if by_format else "tools" if self.structured_outputs is None else field,
             "extra_args": "vllm_xargs",
             "max_tokens": "max_output_tokens",
             "logprobs": "top_logprobs",

@@ -109,6 +109,11 @@ class StructuredFields(Body):
         return next(iter(forms.values()), None)
 
     @property
+    def gives_structure(self) -> bool:
+        """Whether any field gives a form; if none does, tools that must be called have it."""
+        return bool(self._given())
+
+    @property
     def structure_field(self) -> str:
         """The field that gives the form."""
         return next(iter(self._given()), "structured_outputs")

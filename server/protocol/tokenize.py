@@ -69,10 +69,10 @@ class DetokenizeRequest(Body):
 
 
 def tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The answer of /tokenize. `tokenizer`: spells the tokens one by one; None: they are not asked for."""
+    """The answer of /tokenize. `tokenizer`: names the tokens one by one; None: they are not asked for."""
     return {
         "count": len(ids),
         "max_model_len": max_model_len,
         "tokens": list(ids),
-        "token_strs": None if tokenizer is None else [tokenizer.token_text(token) for token in ids],
+        "token_strs": None if tokenizer is None else [tokenizer.token_name(token) for token in ids],
     }

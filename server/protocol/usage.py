@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.protocol.base import Body
+from pagoda.server.protocol.tagged import refused
 
 
 class StreamOptions(Body):
@@ -16,6 +17,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = Field(False)
     continuous_usage_stats: bool | None = Field(False)
+    include_obfuscation: Annotated[Any, refused(False)] = Field(None, description="Streams are not padded: false only.")
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:

@@ -14,11 +14,10 @@ from pagoda.server.routes.shared import server_of
 router = APIRouter(tags=["development"])
 
 
-@router.post("/reset_prefix_cache", response_model=None)
-async def reset_prefix_cache(request: Request) -> Response:
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> dict[str, bool]:
     """Forget all cached prefixes; running requests keep their blocks."""
-    await server_of(request).llm().reset_prefix_cache()
-    return Response(status_code=200)
+    return {"success": await server_of(request).llm().reset_prefix_cache()}
 
 
 @router.post("/reset_mm_cache", response_model=None)

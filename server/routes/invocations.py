@@ -8,6 +8,7 @@ from starlette.types import Message, Receive
 
 from pagoda.common.errors import RequestError
 from pagoda.server.body import read_json
+from pagoda.server.protocol.base import Body, parse
 from pagoda.server.routes.chat import chat_completions
 from pagoda.server.routes.completion import completions
 from pagoda.server.routes.pooling_dispatch import handler_of
@@ -30,6 +31,8 @@ async def invocations(request: Request) -> Response:
         return await chat_completions(again)
     if "prompt" in fields:
         return await completions(again)
+    if not fields:
+        parse(Body, raw)
     raise RequestError("", "the body is for no endpoint of this server: it has neither messages nor prompt")
 
 

@@ -17,13 +17,12 @@ from pagoda.server.beams import BeamText
 from pagoda.server.best_of import BestOf
 from pagoda.server.generation import Generation
 from pagoda.server.inputs import PromptType
-from pagoda.server.protocol.head import AnswerHead
+from pagoda.server.protocol.head import REQUEST_ID_HEADER, AnswerHead
 from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import Usage
+from pagoda.server.request_ids import LONGEST_ID
 from pagoda.server.state import ServerState
-
-LONGEST_ID = 256
 
 
 def server_of(request: Request) -> ServerState:
@@ -44,7 +43,7 @@ class Identified(Protocol):
 
 def answer_id(request: Request, body: Identified, prefix: str) -> str:
     """`prefix` and the id that the body, the X-Request-Id header, or chance gives. Raises RequestError."""
-    header = request.headers.get("x-request-id", "")
+    header = request.headers.get(REQUEST_ID_HEADER, "")
     if len(header) > LONGEST_ID:
         raise RequestError("request_id", f"the X-Request-Id header is longer than {LONGEST_ID} characters")
     return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"

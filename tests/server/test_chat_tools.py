@@ -201,6 +201,12 @@ def test_bad_choices_are_named(server: LiveServer, more: dict[str, Any], field: 
     assert refused(server, asking("x", **more))[0].startswith(field)
 
 
+def test_a_schema_that_is_none_is_the_tools_fault(server: LiveServer) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nope"}}}
+    field, message = refused(server, asking("x", tools=[bad], tool_choice="required"))
+    assert (field, "nope" in message) == ("tools", True)
+
+
 def test_a_template_that_shows_no_tools_is_told_of(server: LiveServer) -> None:
     blind = "{% for m in messages %}{{ m.content }}{% endfor %}assistant:"
     told = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}

@@ -89,7 +89,8 @@ def test_a_request_is_ended_from_outside(slow: LiveServer, name: str) -> None:
 
 
 def test_caches_are_forgotten_and_the_world_is_counted(slow: LiveServer) -> None:
-    for path in ("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"):
+    assert slow.post("/reset_prefix_cache", None) == (200, {"success": True})
+    for path in ("/reset_mm_cache", "/reset_encoder_cache"):
         assert slow.post(path, None) == (200, b"")
     assert slow.get("/get_world_size") == (200, {"world_size": 1})
 

@@ -54,6 +54,7 @@ def test_chat_fields_that_completions_have_too(server: LiveServer) -> None:
     assert answer["prompt_token_ids"] == list(b"user: a;assistant:")
     assert choice["token_ids"] == list(b";<")
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["token_id:59", "token_id:60"]
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[59], [60]]
     assert server.post("/v1/chat/completions", CHAT | {"model": "other"})[0] == 404
 
 
@@ -147,6 +148,7 @@ def test_logprobs_of_given_tokens(server: LiveServer) -> None:
     fields = {"logprob_token_ids": [100, 98, 97]}
     answer = answer_of(server, "/v1/completions", TEXT | fields | {"logprobs": 1})
     logprobs = answer["choices"][0]["logprobs"]
+    assert [next(iter(top)) for top in logprobs["top_logprobs"]] == ["b", "c"], "the chosen ones first"
     assert logprobs["top_logprobs"] == [
         {"b": -1.0, "d": -3.0, "a": -257.0},
         {"c": -2.0, "d": -3.0, "b": -258.0, "a": -257.0},

@@ -633,7 +633,8 @@ def test_a_full_queue_is_429_and_what_never_fits_400() -> None:
 
 def test_request_ids_are_in_the_header(embed: LiveServer) -> None:
     answer = embed.response("POST", "/v1/embeddings", {"input": "a"}, {"x-request-id": "seven"})
-    assert answer.headers["x-request-id"] == "embd-seven"
+    assert answer.headers["x-request-id"] == "seven"
+    assert json.loads(answer.body)["id"] == "embd-seven"
 
 
 def test_many_inputs_keep_their_order(embed: LiveServer) -> None:

@@ -166,6 +166,10 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),

@@ -183,6 +183,11 @@ def test_request_id_headers() -> None:
         assert headers["x-request-id"] == "cmpl-mine"
         forged = headers_of(server, "/v1/completions", TEXT | {"request_id": "a\r\nset-cookie: b=c \u65e5%"})
         assert forged["x-request-id"] == "cmpl-a%0D%0Aset-cookie: b=c %E6%97%A5%25"
+        for body in (TEXT, TEXT | {"stream": True}, TEXT | {"model": "other"}, {}):
+            named = server.response("POST", "/v1/completions", body, {"x-request-id": "mine \u00e9"}).headers
+            assert named["x-request-id"] == "mine %C3%A9"
+        new = {server.response("GET", "/health").headers["x-request-id"] for _ in range(2)}
+        assert len(new) == 2
         assert "set-cookie" not in forged
 
 

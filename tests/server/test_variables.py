@@ -102,7 +102,7 @@ def test_development_mode() -> None:
         hits = []
         for reset in (False, False, True):
             if reset:
-                assert server.post("/reset_prefix_cache", {}) == (200, b"")
+                assert server.post("/reset_prefix_cache", {}) == (200, {"success": True})
             assert server.post("/v1/completions", request)[0] == 200
             hits.append(server.llm.stats.prefix_hits)
         assert hits[0] == 0
