@@ -16,6 +16,9 @@ from pagoda.server.parsers.marks import Marks
 from pagoda.server.parsers.parser import Parser
 from pagoda.server.parsers.special import WithoutMarks
 
+PIECE: Final = 4096
+"""Characters that are read at a time: what stages do for each mark in a text takes time in proportion to its rest."""
+
 ID_LENGTH: Final = 9
 """Of the ids of tool calls: nine letters or digits, because the templates of some models take no others."""
 
@@ -57,6 +60,9 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[Event]:
         """What the next piece of text says."""
+        if len(text) > PIECE and not self.is_plain:
+            pieces = (text[at : at + PIECE] for at in range(0, len(text), PIECE))
+            return [event for piece in pieces for event in self.feed(piece)]
         events: list[Event] = [Content(text)] if text else []
         if self.is_plain:
             return events

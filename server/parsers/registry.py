@@ -81,6 +81,7 @@ REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "granite_thinking_parser": ("granite", "THINKING"),
     "holo2": ("holo2", "HOLO2"),
     "hunyuan_a13b": ("hunyuan", "HUNYUAN_A13B"),
+    "hy_v3": ("hunyuan", "HY_V3"),
     "identity": ("identity", "IDENTITY"),
     "k2_horizon": ("k2_horizon", "K2_HORIZON"),
     "kimi_k2": ("kimi_k2", "KIMI_K2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from pagoda.server.parsers.events import Content, Event, Reasoning
@@ -60,6 +61,12 @@ class TaggedFormat:
         return TaggedParser(self, self.thinks(prompt))
 
 
+@cache
+def _marks(texts: tuple[str, ...]) -> Marks:
+    """Made once for all answers of a format."""
+    return Marks(texts)
+
+
 class TaggedParser:
     """The reader of one answer: a state reads what it can of the unread text, and names the state that goes on."""
 
@@ -68,9 +75,9 @@ class TaggedParser:
     def __init__(self, format: TaggedFormat, thinking: bool) -> None:
         self._format = format
         self._thinking = thinking
-        self._ends = Marks((*format.ends, *format.calls))
-        self._tags = Marks((*format.starts, *format.ends) if format.control else ())
-        self._unwrap = Marks(format.wrapping[1:] if format.wrapping else ())
+        self._ends = _marks((*format.ends, *format.calls))
+        self._tags = _marks((*format.starts, *format.ends) if format.control else ())
+        self._unwrap = _marks(format.wrapping[1:] if format.wrapping else ())
         self._unread = ""
         self._said = False  # some of the text between the present tags was not white space
         self._thought = False  # there was thinking before: more of it begins on a new line

@@ -9,7 +9,8 @@ from support.splits import read_everyhow
 from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall
 from pagoda.server.parsers.marks import Marks
 from pagoda.server.parsers.parser import Parser, Tool
-from pagoda.server.parsers.reader import AnswerReader
+from pagoda.server.parsers.reader import PIECE, AnswerReader
+from pagoda.server.parsers.reasoning.identity import AllContent
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.parsers.tool.forced import Named, Required
 
@@ -43,6 +44,20 @@ def named() -> Parser:
 def test_without_stages_text_passes() -> None:
     assert read_everyhow(AnswerReader, "a <eos> b") == [Content("a <eos> b")]
     assert AnswerReader().reasoning_tokens is None
+
+
+def test_a_long_answer_is_read_in_pieces() -> None:
+    class Longest(AllContent):
+        seen = 0
+
+        def feed(self, text: str) -> list[Event]:
+            Longest.seen = max(Longest.seen, len(text))
+            return super().feed(text)
+
+    reader = AnswerReader((Longest(),))
+    said = "".join(str(event.text) for event in reader.feed("größer " * PIECE) if isinstance(event, Content))
+    assert said == "größer " * PIECE
+    assert Longest.seen == PIECE
 
 
 def test_thinking_then_calls() -> None:
