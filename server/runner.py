@@ -145,7 +145,6 @@ def _without_effect(config: EngineConfig, backend: str) -> Iterator[str]:
     """Flags that were set, and that mean nothing without a cache or sampling."""
     cache, usual = config.cache, EngineConfig()
     pairs: dict[str, tuple[Any, Any]] = {
-        "--block-size": (cache.block_size, usual.cache.block_size),
         "--num-gpu-blocks-override": (cache.num_gpu_blocks_override, usual.cache.num_gpu_blocks_override),
         "--kv-cache-memory-bytes": (cache.kv_cache_memory_bytes, usual.cache.kv_cache_memory_bytes),
         "--kv-cache-dtype": (cache.cache_dtype, usual.cache.cache_dtype),
@@ -156,5 +155,6 @@ def _without_effect(config: EngineConfig, backend: str) -> Iterator[str]:
         "--scheduler-cls": (config.scheduler.scheduler_cls, usual.scheduler.scheduler_cls),
     }
     if backend != "jax_tpu":
+        pairs["--block-size"] = cache.block_size, usual.cache.block_size
         pairs["--gpu-memory-utilization"] = cache.gpu_memory_utilization, usual.cache.gpu_memory_utilization
     return (flag for flag, (stated, default) in pairs.items() if stated != default)

@@ -36,7 +36,8 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec, places: CachePlaces, max_len: int, build: Build) -> None:
         embedding = spec.embedding
         table, vocab = embedding.width or spec.width, padded(spec.vocab, build.tensor)
-        self.spec, self.stacks = spec, len(places.shapes)
+        self.spec = spec
+        self.stacks = tuple((slots // build.tensor, head_dim) for slots, head_dim in places.shapes)
         self.embed = build.parameter("VD", vocab, table)
         positions = embedding.positions
         self.positions = (
@@ -83,8 +84,9 @@ class Decoder(nnx.Module):
     def pooled(self, step: PackedInput) -> jax.Array:
         """Raw answers float32 [R, n] of a model that pools."""
         assert self.pooler is not None, "the model pools"
-        nothing = tuple(jnp.zeros(()) for _ in range(self.stacks))
-        hidden, _ = self.hidden(step.token_ids, step, nothing)
+        cached = any(layer.mixer.causal for layer in self.spec.layers)
+        scratch = tuple(step.scratch(*stack) if cached else jnp.zeros(()) for stack in self.stacks)
+        hidden, _ = self.hidden(step.token_ids, step, scratch)
         if self.embed_out is not None:
             hidden = project(hidden, self.embed_out[...])
         return self.pooler(step.answers(hidden, self.pooler.kind))

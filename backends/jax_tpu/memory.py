@@ -115,7 +115,7 @@ def fit_pooling(model: Model, limits: Limits, room: int, *, stated: bool) -> Lim
 def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     """Bytes that a step of a model that pools needs on one device besides weights: at all, and for each token.
 
-    Scores of one tile of queries; a layer's insides, answers of two steps and each prompt's share in them.
+    Scores of one tile of queries; K and V of a layer; its insides; answers of two steps, each prompt's share in them.
     """
     spec = model.spec
     assert spec.pooler is not None, "the model pools"
@@ -123,7 +123,9 @@ def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     last = [dense.width for dense in spec.pooler.dense][-1:] or [spec.hidden_width]
     numbers = last[0] if spec.pooler.classifier is None else spec.pooler.classifier.labels
     answers = 4 * (2 * numbers + spec.hidden_width + limits.max_num_seqs)
-    return 3 * heads * TILE * TILE * 4, _token_bytes(model) + answers
+    page = max(kv.bytes_per_page for kv in model.kv_layouts)
+    pages = limits.max_num_seqs * page if any(layer.mixer.causal for layer in spec.layers) else 0
+    return 3 * heads * TILE * TILE * 4 + pages, _token_bytes(model) + answers + page // limits.block_size
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -23,6 +23,7 @@ from pagoda.backends.jax_tpu.sharding import DATA, MODEL, partition, placed
 from pagoda.backends.jax_tpu.step_input import KernelChoice, StepInput, StepShape
 from pagoda.common.engine.kv_spec import KvLayout
 from pagoda.common.models.spec import ModelSpec
+from pagoda.kernels_pallas.ragged_paged_attention import KvLayout as KvPages
 
 Leaves = tuple[jax.Array, ...]
 CACHE_AXES = ".PK.."
@@ -86,10 +87,12 @@ class Model:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block id over all layers, on one device."""
-        return sum(
-            depth * self.kernel.kv_layout(slots // self.tensor, head_dim).bytes_per_page
-            for (slots, head_dim), depth in zip(self.places.shapes, self.places.depths)
-        )
+        return sum(kv.bytes_per_page * depth for kv, depth in zip(self.kv_layouts, self.places.depths))
+
+    @property
+    def kv_layouts(self) -> tuple[KvPages, ...]:
+        """How the layers of each stack keep K and V, on one device."""
+        return tuple(self.kernel.kv_layout(slots // self.tensor, head_dim) for slots, head_dim in self.places.shapes)
 
     def forward(
         self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array

@@ -117,8 +117,10 @@ def _forward(model: Model, shape: StepShape, load: Load) -> Need:
 
 
 def _pool(model: Model, shape: PackedShape, load: Load) -> Need:
-    """Attention is XLA's own: queries, keys, values and what comes of them need not leave the chip."""
+    """Attention both ways is XLA's own: what it reads and makes need not leave the chip."""
     moved, flops = _layers(model, shape.tokens)
+    if all(layer.mixer.causal for layer in model.spec.layers):
+        return Need(moved, flops, *_attention(model, shape, load))
     for layer in model.spec.layers:
         pairs = load.pairs if layer.mixer.causal else 2 * load.pairs
         heads = HeadLayout.of(layer.mixer, model.tensor)
@@ -139,7 +141,7 @@ def _layers(model: Model, tokens: int) -> tuple[int, int]:
     return moved, flops
 
 
-def _attention(model: Model, shape: StepShape, load: Load) -> tuple[int, int]:
+def _attention(model: Model, shape: StepShape | PackedShape, load: Load) -> tuple[int, int]:
     """Bytes and FLOP of all layers' attention; a window shortens what is read."""
     moved = flops = 0
     for layer in model.spec.layers:

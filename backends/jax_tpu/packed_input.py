@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.models.spec import Attention, PoolingKind
+from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
 
 Int32 = npt.NDArray[np.int32]
 
@@ -26,10 +27,14 @@ _LOW: Final = -1e30  # below every score, and finite: exp(-inf - _LOW) is 0 wher
 
 @dataclass(frozen=True, slots=True, order=True)
 class PackedShape:
-    """The padded shape of a step: T tokens of at most S prompts, with an answer for each prompt or for each token."""
+    """The padded shape of a step: T tokens of at most S prompts, with an answer for each prompt or for each token.
+
+    `pages`: of the longest prompt, where K and V lie in pages.
+    """
 
     tokens: int
     seqs: int
+    pages: int
     of_tokens: bool
 
     @property
@@ -52,6 +57,7 @@ class PackedInput:
     ends: jax.Array  # int32 [T]
     token_types: jax.Array  # int32 [T]
     query_start: jax.Array  # int32 [S+1]: where each prompt begins; the last: how many tokens are real
+    page_tables: jax.Array  # int32 [S, pages]: for K and V of one layer
     kernel: KernelChoice
     shape: PackedShape
 
@@ -59,7 +65,14 @@ class PackedInput:
     def unpack(cls, packed: jax.Array, shape: PackedShape, kernel: KernelChoice) -> PackedInput:
         """Slice int32 [shape.size]; the order is that of `pack_prompts`."""
         ids, starts, ends, types, query_start = jnp.split(packed, np.cumsum([shape.tokens] * 4))
-        return cls(ids, starts, ends, types, query_start, kernel, shape)
+        pages = -(-jnp.diff(query_start) // kernel.page_size)
+        page_tables = (1 + jnp.cumsum(pages) - pages)[:, None] + jnp.arange(shape.pages)
+        return cls(ids, starts, ends, types, query_start, page_tables, kernel, shape)
+
+    def scratch(self, kv_heads: int, head_dim: int) -> jax.Array:
+        """A cache for one layer, with a page to spare for each prompt's last tokens and one for the null block."""
+        layout = self.kernel.kv_layout(kv_heads, head_dim)
+        return layout.init(1, 1 + self.shape.seqs + -(-self.shape.tokens // layout.page_size))
 
     @property
     def positions(self) -> jax.Array:
@@ -76,10 +89,34 @@ class PackedInput:
         spec: Attention,
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """q [T, N, H] over k and v [T, K, H] of the same prompt -> [T, N, H]; the cache is nothing, and stays so.
+        """q [T, N, H] over k and v [T, K, H] of the same prompt -> [T, N, H], and the cache.
 
-        Tiles of queries go over those tiles of keys that one of them may see: what a prompt costs does not depend on
-        those beside it, and neither does the memory for scores.
+        One way: by the kernel of models that generate, over pages that every layer writes anew. Both ways: without.
+        """
+        if not spec.causal:
+            return self._attend_both_ways(q, k, v, spec), cache
+        lengths = jnp.diff(self.query_start)
+        return ragged_paged_attention(
+            q,
+            k,
+            v,
+            cache,
+            layout=self.kernel.kv_layout(*k.shape[1:]),
+            layer=0,
+            query_start=self.query_start,
+            kv_len=lengths,
+            page_table=self.page_tables,
+            counts=jnp.stack([jnp.zeros((), jnp.int32), (lengths > 0).sum(dtype=jnp.int32)]),
+            scale=spec.scale,
+            softcap=spec.softcap,
+            window=spec.window,
+            **self.kernel.options,
+        )
+
+    def _attend_both_ways(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention) -> jax.Array:
+        """Tiles of queries go over those tiles of keys that one of them may see.
+
+        What a prompt costs does not depend on those beside it, and neither does the memory for scores.
         """
         tile = self.shape.tile
         first, end = self._seen(spec)
@@ -109,7 +146,7 @@ class PackedInput:
             _, mixed = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, nothing)
             return (mixed[..., :-1] / mixed[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
 
-        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(q.shape), cache
+        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(q.shape)
 
     def _seen(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
         """Of each token the first that it sees, and the first after those; neither ever falls."""
@@ -117,7 +154,7 @@ class PackedInput:
         first, end = self.starts, self.ends
         if spec.window is not None:
             first, end = jnp.maximum(first, token - spec.window + 1), jnp.minimum(end, token + spec.window)
-        return first, jnp.minimum(end, token + 1) if spec.causal else end
+        return first, end
 
     def answers(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
         """Hidden [T, D] -> what is pooled, float32 [S, D]; with an answer for each token [T, D]."""

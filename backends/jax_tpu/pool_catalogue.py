@@ -34,13 +34,13 @@ class PoolCatalogue:
         assert self.model.spec.pooler is not None, "the model pools"
         whole_prompts = () if self.model.spec.pooler.kind == "all" else (False,)
         for tokens in sorted(sizes(self.limits), reverse=True):
-            seqs = min(self.limits.max_num_seqs, tokens)
-            yield from (PackedShape(tokens, seqs, of_tokens) for of_tokens in (True, *whole_prompts))
+            yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *whole_prompts))
 
     def shape_for(self, tokens: int, of_tokens: bool) -> PackedShape:
         """The smallest shape that holds such a step."""
         size = next(size for size in sizes(self.limits) if size >= tokens)
-        return PackedShape(size, min(self.limits.max_num_seqs, size), of_tokens)
+        pages = -(-min(self.limits.max_model_len, size) // self.limits.block_size)
+        return PackedShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
 
     def lower(self, key: PackedShape) -> jax.stages.Lowered:
         """The program of that shape, traced. Call from one thread."""

@@ -23,6 +23,7 @@ from pagoda.backends.jax_tpu.packed_input import PackedShape, pack_prompts
 from pagoda.backends.jax_tpu.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue
 from pagoda.backends.jax_tpu.programs import CompileReport, Programs
+from pagoda.backends.jax_tpu.shapes import check_tables
 from pagoda.backends.jax_tpu.sharding import make_mesh
 from pagoda.backends.jax_tpu.step_input import KernelChoice
 from pagoda.backends.jax_tpu.weights import load
@@ -54,6 +55,8 @@ def create(
     of each device's memory that may be used; a batch that nobody `stated` is made to fit it. Raises ConfigError.
     """
     compiled = None if bundle is None else open_bundle(bundle)
+    if ON_TPU and any(layer.mixer.causal for layer in spec.layers):
+        check_tables(limits)
     mesh, number = make_mesh(tensor), dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)

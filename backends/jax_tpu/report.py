@@ -137,7 +137,7 @@ def key_name(key: Key) -> str:
             return f"{name} {seqs} rows"
         case Remember():
             return "remember"
-        case PackedShape(tokens, seqs, of_tokens):
+        case PackedShape(tokens, seqs, _, of_tokens):
             return f"pool {tokens} tokens, " + ("an answer for each" if of_tokens else f"{seqs} prompts")
 
 

@@ -6,6 +6,7 @@ Device-neutral: the arrays go to whatever device is named.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from pagoda.backends.reference.ops import softcap
 from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.models.spec import Attention
+
+QUERIES: Final = 256
+"""Queries whose scores are in memory at a time where they are written out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: Packed, spec: Attention) -> 
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=None if whole else mask, is_causal=whole, scale=spec.scale
         )
+    rows = [
+        _capped(q[:, :, at : at + QUERIES], k, v, None if mask is None else mask[at : at + QUERIES], spec)
+        for at in range(0, length, QUERIES)
+    ]
+    return torch.cat(rows, 2)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attention) -> Tensor:
+    """With a softcap, which torch's own attention does not have."""
+    assert spec.softcap is not None, "_attend comes before"
     scores = softcap((q @ k.transpose(-1, -2)) * spec.scale, spec.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))

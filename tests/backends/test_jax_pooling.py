@@ -19,7 +19,6 @@ from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.memory import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
-from pagoda.backends.jax_tpu.packed_input import PackedShape
 from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue, sizes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create
 from pagoda.backends.jax_tpu.programs import RecompileError
@@ -239,8 +238,9 @@ def test_what_the_tpu_compiler_says_of_a_step(config: dict[str, Any], topology: 
     limits = Limits(max_model_len=512, max_num_batched_tokens=8192, max_num_seqs=256, block_size=128)
     target = find_target(topology)
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
-    keys = [PackedShape(tokens, 256, of_tokens=False) for tokens in (2048, 8192)]
-    small, large = compile_programs(PoolCatalogue(model, limits), keys)
+    catalogue = PoolCatalogue(model, limits)
+    keys = [catalogue.shape_for(tokens, of_tokens=False) for tokens in (2048, 8192)]
+    small, large = compile_programs(catalogue, keys)
     fixed, each = pooling_bytes(model, limits)
     for key, program in zip(keys, (small, large)):
         assert program.schedule is not None
