@@ -56,6 +56,21 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """Embeddings in place of what some tokens would look up: `rows` [n, D] of the tokens `places` int64 [n]."""
+
+    places: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, plan: StepPlan, dtype: torch.dtype) -> Embedded | None:
+        """Those of a step, in the model's dtype; None: it has none."""
+        if plan.embeds is None:
+            return None
+        return cls(torch.from_numpy(plan.embedded), torch.tensor(plan.embeds).view(dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A step on the device."""
 

@@ -262,8 +262,8 @@ def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
     ("data", "words"),
     [
         (encode(Warm()), "host 1 (b) sent Warm instead of Room"),
-        (b"\xc1", "host 1 (b) is gone: not a message of version 3: "),
-        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 3: "),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 4: "),
+        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 4: "),
     ],
 )
 def test_words_out_of_place(data: bytes, words: str) -> None:
