@@ -147,10 +147,8 @@ class ReferenceBackend:
         )
 
     def _token_ids(self, plan: StepPlan) -> Tensor:
-        """int64 [T], with the tokens that only this device knows yet; any id where there is an embedding."""
+        """int64 [T], with the tokens that only this device knows yet."""
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        if plan.embeds is not None:
-            token_ids[torch.from_numpy(plan.embedded)] = 0
         unknown = np.flatnonzero(plan.token_ids == PREVIOUS)
         if len(unknown):
             owners = np.searchsorted(plan.query_start, unknown, side="right") - 1

@@ -77,11 +77,11 @@ class TokenEmbedding:
         `embedded`: rows as they are once they are looked up and scaled.
         """
         spec, params = self.spec, self.params
-        x = F.embedding(token_ids, params.embed)
+        x = F.embedding(token_ids if embedded is None else embedded.without(token_ids), params.embed)
         if spec.scale != 1.0:
             x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as it was trained
         if embedded is not None:
-            x = x.index_copy(0, embedded.places, embedded.rows.to(x.dtype))
+            x = embedded.over(x)
         x = x.to(self.compute)
         if params.embed_in is not None:
             x = params.embed_in(x)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.llm import LLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
+Make = Callable[..., LLM]
+
 PROMPTS = [list(b"the quick brown fox jumps over the lazy dog"), list(b"the quick brown fox sleeps"), list(b"x")]
 
 
@@ -33,17 +35,32 @@ def table(folder: Path) -> np.ndarray:
     return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
+@pytest.fixture(scope="module", params=["reference", "torch_cuda"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    """Prompts of more than 16 tokens come in chunks, pages are of 4."""
-    llm = make(folder, max_num_batched_tokens=16)
-    yield llm
-    llm.shutdown()
+def make(folder: Path, backend: str) -> Iterator[Make]:
+    """Makes engines whose pages are of 4 tokens."""
+    made: list[LLM] = []
+
+    def make(**args: Any) -> LLM:
+        given = {"backend": backend, "enable_prompt_embeds": True, "max_num_seqs": 4, "block_size": 4}
+        made.append(LLM(str(folder), **(given | args)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()
 
 
-def make(folder: Path, **args: Any) -> LLM:
-    given = {"backend": "reference", "enable_prompt_embeds": True, "max_num_seqs": 4, "block_size": 4}
-    return LLM(str(folder), **(given | args))
+@pytest.fixture(scope="module")
+def llm(make: Make) -> LLM:
+    """Prompts of more than 16 tokens come in chunks."""
+    return make(max_num_batched_tokens=16)
 
 
 def ask(llm: LLM, prompts: list[Any], **params: Any) -> list[RequestOutput]:
@@ -81,23 +98,20 @@ def test_rows_of_the_table_are_the_tokens(llm: LLM, table: np.ndarray) -> None:
     assert_same(ask(llm, embedded(table) + PROMPTS), expected * 2)
 
 
-def test_pages_are_shared_among_equal_rows_only(folder: Path, table: np.ndarray) -> None:
-    llm = make(folder)
-    try:
-        prompts = embedded(table)
-        expected = ask(llm, prompts[:1])
-        assert expected[0].num_cached_tokens == 0
-        again = ask(llm, prompts[:1])
-        assert again[0].num_cached_tokens == 40
-        assert_same(again, expected)
-        assert ask(llm, prompts[1:2])[0].num_cached_tokens == 20  # "the quick brown fox "
-        assert ask(llm, PROMPTS[:1])[0].num_cached_tokens == 0  # tokens are no rows
-        changed = table[PROMPTS[0]].copy()
-        changed[21, 3] += 1e-3
-        assert ask(llm, [{"prompt_embeds": changed}])[0].num_cached_tokens == 20
-        assert ask(llm, [prompts[0] | {"cache_salt": "mine"}])[0].num_cached_tokens == 0
-    finally:
-        llm.shutdown()
+def test_pages_are_shared_among_equal_rows_only(make: Make, table: np.ndarray) -> None:
+    llm = make()
+    prompts = embedded(table)
+    expected = ask(llm, prompts[:1])
+    assert expected[0].num_cached_tokens == 0
+    again = ask(llm, prompts[:1])
+    assert again[0].num_cached_tokens == 40
+    assert_same(again, expected)
+    assert ask(llm, prompts[1:2])[0].num_cached_tokens == 20  # "the quick brown fox "
+    assert ask(llm, PROMPTS[:1])[0].num_cached_tokens == 0  # tokens are no rows
+    changed = table[PROMPTS[0]].copy()
+    changed[21, 3] += 1e-3
+    assert ask(llm, [{"prompt_embeds": changed}])[0].num_cached_tokens == 20
+    assert ask(llm, [prompts[0] | {"cache_salt": "mine"}])[0].num_cached_tokens == 0
 
 
 def test_a_whole_page_that_ends_the_prompt_is_computed_again(llm: LLM, table: np.ndarray) -> None:
@@ -108,17 +122,13 @@ def test_a_whole_page_that_ends_the_prompt_is_computed_again(llm: LLM, table: np
         assert_same(ask(llm, embedded(table, prompts)), expected)
 
 
-def test_preempted_requests_go_on(folder: Path, table: np.ndarray) -> None:
+def test_preempted_requests_go_on(make: Make, llm: LLM, table: np.ndarray) -> None:
     """16 blocks of 4 tokens hold none of these beside another to its end."""
-    roomy, tight = make(folder), make(folder, num_gpu_blocks_override=17, max_model_len=60)
-    try:
-        prompts = [list(b"first prompt, long enough"), list(b"the other prompt, longer yet")]
-        expected = ask(roomy, prompts, max_tokens=20)
-        assert_same(ask(tight, embedded(table, prompts), max_tokens=20), expected)
-        assert scheduler_of(tight).stats().preemptions
-    finally:
-        roomy.shutdown()
-        tight.shutdown()
+    tight = make(num_gpu_blocks_override=17, max_model_len=60)
+    prompts = [list(b"first prompt, long enough"), list(b"the other prompt, longer yet")]
+    expected = ask(llm, prompts, max_tokens=20)
+    assert_same(ask(tight, embedded(table, prompts), max_tokens=20), expected)
+    assert scheduler_of(tight).stats().preemptions
 
 
 def test_several_answers_seeds_and_penalties(llm: LLM, table: np.ndarray) -> None:
@@ -199,6 +209,6 @@ def test_what_cannot_be_had_with_rows(llm: LLM, table: np.ndarray) -> None:
         ask(llm, [prompt | {"prompt_token_ids": [1]}])
 
 
-def test_the_setting_is_for_models_that_generate(folder: Path) -> None:
+def test_the_setting_is_for_models_that_generate(make: Make) -> None:
     with pytest.raises(ConfigError, match="--enable-prompt-embeds: is for models that generate"):
-        make(folder, runner="pooling")
+        make(runner="pooling")
