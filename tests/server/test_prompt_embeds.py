@@ -35,7 +35,7 @@ def table(folder: Path) -> np.ndarray:
     return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
-@pytest.fixture(scope="module", params=["reference", "torch_cuda"])
+@pytest.fixture(scope="module", params=["reference", "torch_cuda", "jax_tpu"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
@@ -44,11 +44,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def make(folder: Path, backend: str) -> Iterator[Make]:
-    """Makes engines whose pages are of 4 tokens."""
+    """Makes engines whose pages are of 8 tokens and whose steps of 16 at most."""
     made: list[LLM] = []
 
     def make(**args: Any) -> LLM:
-        given = {"backend": backend, "enable_prompt_embeds": True, "max_num_seqs": 4, "block_size": 4}
+        given = {"backend": backend, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8}
+        given |= {"enable_prompt_embeds": True, "max_model_len": 64}
         made.append(LLM(str(folder), **(given | args)))
         return made[-1]
 
@@ -59,8 +60,7 @@ def make(folder: Path, backend: str) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def llm(make: Make) -> LLM:
-    """Prompts of more than 16 tokens come in chunks."""
-    return make(max_num_batched_tokens=16)
+    return make()
 
 
 def ask(llm: LLM, prompts: list[Any], **params: Any) -> list[RequestOutput]:
@@ -106,11 +106,11 @@ def test_pages_are_shared_among_equal_rows_only(make: Make, table: np.ndarray) -
     again = ask(llm, prompts[:1])
     assert again[0].num_cached_tokens == 40
     assert_same(again, expected)
-    assert ask(llm, prompts[1:2])[0].num_cached_tokens == 20  # "the quick brown fox "
+    assert ask(llm, prompts[1:2])[0].num_cached_tokens == 16  # of "the quick brown fox "
     assert ask(llm, PROMPTS[:1])[0].num_cached_tokens == 0  # tokens are no rows
     changed = table[PROMPTS[0]].copy()
     changed[21, 3] += 1e-3
-    assert ask(llm, [{"prompt_embeds": changed}])[0].num_cached_tokens == 20
+    assert ask(llm, [{"prompt_embeds": changed}])[0].num_cached_tokens == 16
     assert ask(llm, [prompts[0] | {"cache_salt": "mine"}])[0].num_cached_tokens == 0
 
 
@@ -123,8 +123,8 @@ def test_a_whole_page_that_ends_the_prompt_is_computed_again(llm: LLM, table: np
 
 
 def test_preempted_requests_go_on(make: Make, llm: LLM, table: np.ndarray) -> None:
-    """16 blocks of 4 tokens hold none of these beside another to its end."""
-    tight = make(num_gpu_blocks_override=17, max_model_len=60)
+    """8 blocks of 8 tokens hold none of these beside another to its end."""
+    tight = make(num_gpu_blocks_override=9)
     prompts = [list(b"first prompt, long enough"), list(b"the other prompt, longer yet")]
     expected = ask(llm, prompts, max_tokens=20)
     assert_same(ask(tight, embedded(table, prompts), max_tokens=20), expected)
