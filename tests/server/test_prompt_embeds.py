@@ -35,7 +35,7 @@ def table(folder: Path) -> np.ndarray:
     return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
 
 
-@pytest.fixture(scope="module", params=["reference", "torch_cuda", "jax_tpu"])
+@pytest.fixture(scope="module", params=["reference", "torch_cuda"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
