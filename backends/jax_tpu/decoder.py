@@ -68,8 +68,8 @@ class Decoder(nnx.Module):
         positions = step.positions
         x = self._embed(token_ids, positions, step.token_types, rows)
         rotations: Rotations = {None: None}
-        for rope, rows in zip(ropes(self.spec), self.rotary):
-            rotations[rope] = rotation(rows[...], positions)
+        for rope, table in zip(ropes(self.spec), self.rotary):
+            rotations[rope] = rotation(table[...], positions)
         for segment in self.segments:
             x, caches = segment(x, caches, rotations, step)
         return norm.apply(self.final_norm, x), caches

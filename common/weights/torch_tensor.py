@@ -67,7 +67,7 @@ def _read(data: bytes, archive: zipfile.ZipFile) -> npt.NDArray[np.generic]:
     if len(names) != 1:
         raise WeightError("it is not what torch.save writes of a tensor")
     root = names[0].removesuffix("data.pkl")
-    if f"{root}byteorder" in archive.namelist() and _entry(data, archive, f"{root}byteorder") != b"little":
+    if f"{root}byteorder" in archive.namelist() and bytes(_entry(data, archive, f"{root}byteorder")) != b"little":
         raise WeightError("it was saved on a big-endian machine")
     view = _described(bytes(_entry(data, archive, names[0], _MAX_PICKLE)))
     storage = _entry(data, archive, f"{root}data/{view.key}")
