@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
+from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Embedding, ModelSpec
 
 SPECS = {
@@ -120,6 +122,20 @@ def test_only_the_setting_adds_programs_and_none_for_decoding() -> None:
     assert [key.shape for key in more if isinstance(key, ForwardRows)] == prefill
     for key in plain:
         assert plain.signature(key) == more.signature(key)
+
+
+def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
+    spec = SPECS["scaled"]
+    with pytest.raises(ConfigError, match="--compiled-bundle: holds no programs that take embeddings"):
+        load_backend("jax_tpu").create(
+            spec,
+            limits=LIMITS,
+            layout=kv_layout(spec, LIMITS.block_size),
+            cache=CacheConfig(),
+            dtype="float32",
+            prompt_embeds=True,
+            bundle=tmp_path,
+        )
 
 
 def load_jax(embeds: bool) -> Catalogue:
