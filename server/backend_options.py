@@ -28,6 +28,7 @@ def backend_options(resolved: Resolved) -> dict[str, Any]:
         **_attention(config.attention, backend),
         **moves_of(config, backend),
         **({} if made is None else {"quantization": made}),
+        **({"prompt_embeds": True} if config.model.enable_prompt_embeds and backend == "jax_tpu" else {}),
     }
 
 

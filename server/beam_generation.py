@@ -8,7 +8,7 @@ from typing import Any
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.errors import RequestError
-from pagoda.server.beams import BeamText, candidates_of, check_engine, step_params
+from pagoda.server.beams import BeamText, candidates_of, check_engine, check_prompts, step_params
 from pagoda.server.generation import Generation
 from pagoda.server.inputs import PromptType
 from pagoda.server.outputs import RequestOutput
@@ -31,6 +31,7 @@ class BeamGeneration:
         user: str | None = None,
     ) -> None:
         check_engine(state.llm().config.model, params, state.llm().info.vocab_size)
+        check_prompts(prompts)
         self._state = state
         self._prompts = prompts
         self._params = params

@@ -5,7 +5,7 @@ How beams are chosen: common.beam_search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagoda.common.beam_search import Beam, BeamSearchParams
@@ -14,6 +14,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.inputs import PromptType
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
 
@@ -47,6 +48,12 @@ def check_engine(config: ModelConfig, params: BeamSearchParams, vocab_size: int)
             f"a beam search {params.beam_width} wide needs {params.candidates} logprobs a step; "
             f"the limit is {most} (--max-logprobs)",
         )
+
+
+def check_prompts(prompts: Iterable[PromptType]) -> None:
+    """Raises RequestError for a prompt that has no tokens to search on from."""
+    if any(isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None for prompt in prompts):
+        raise RequestError("prompt_embeds", "beam search goes on from tokens, and prompt_embeds have none; drop one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ def _info(
         num_blocks=copies * num_blocks,
         memory=f"{copies} x ({memory})" if copies > 1 else memory,
         phases=tuple(phases.seconds),
+        embeds_width=resolved.spec.hidden_width if resolved.config.model.enable_prompt_embeds else 0,
     )
 
 

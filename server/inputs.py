@@ -17,6 +17,7 @@ from pagoda.common.config.model import ModelConfig
 from pagoda.common.config.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.bad_words import bad_words_token_ids
@@ -24,21 +25,26 @@ from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 from pagoda.common.weights.gguf_files import pick_gguf
 from pagoda.common.weights.hub import resolve_model
 from pagoda.server.answer_form import AnswerForms
+from pagoda.server.prompt_embeds import FIELD as EMBEDS
+from pagoda.server.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.wire import EngineInfo
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the mappings may carry "cache_salt"."""
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
+"cache_salt"."""
 
 MAX_COPIED: Final = 1 << 24
 """Most tokens of a request's prompt and lists, times n: each answer has a copy of its own in the engine."""
 
+MAX_COPIED_BYTES: Final = 1 << 28
+"""Most bytes of the copies of a request's prompt_embeds that the answers after the first have."""
+
 _USUAL = StructuredOutputsConfig()
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "type"})
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
 _REFUSED_KEYS = {
     "multi_modal_data": "this version serves text only",
     "multi_modal_uuids": "this version serves text only",
     "mm_processor_kwargs": "this version serves text only",
-    "prompt_embeds": "prompts are text or token ids",
     "encoder_prompt": "encoder-decoder models are not in this version",
     "decoder_prompt": "encoder-decoder models are not in this version",
 }
@@ -46,11 +52,25 @@ _REFUSED_KEYS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready to run. `text`: None when the caller gave token ids only."""
+    """A prompt ready to run. `text`: None when the caller gave token ids only.
+
+    `embeds`: in place of tokens; `token_ids` are zeros then, which stand for no token.
+    """
 
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    embeds: PromptEmbeds | None = None
+
+    @property
+    def known_ids(self) -> list[int]:
+        """The tokens whose text goes before the answer: none for embeddings."""
+        return [] if self.embeds is not None else self.token_ids
+
+    def cut(self, kept: slice) -> Prompt:
+        """With some of its tokens."""
+        embeds = None if self.embeds is None else self.embeds.part(kept)
+        return dataclasses.replace(self, token_ids=self.token_ids[kept], embeds=embeds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,13 +151,13 @@ class InputProcessor:
         """One engine request per answer. Raises RequestError."""
         arrival_time, arrival = time.time(), time.monotonic()
         params.verify()
-        ready = self._truncate(self.parse(prompt), params)
+        ready = self._truncate(self.parse(prompt, params.truncate_prompt_tokens), params)
         self._check(ready, params)
         children = self._children(request_id, ready, params, priority, arrival)
         return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
 
-    def parse(self, prompt: PromptType) -> Prompt:
-        """Tokenise a prompt of any accepted form. Raises RequestError."""
+    def parse(self, prompt: PromptType, keep: int | None = None) -> Prompt:
+        """Tokenise a prompt of any accepted form. Raises RequestError. `keep`: its truncate_prompt_tokens."""
         if isinstance(prompt, str):
             return Prompt(prompt, self._encode(prompt))
         if not isinstance(prompt, Mapping):
@@ -148,11 +168,19 @@ class InputProcessor:
             raise RequestError("cache_salt", "cache_salt must be a string that is not empty")
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
+        if (embeds := prompt.get("prompt_embeds")) is not None:
+            return self._embedded(embeds, prompt, keep)
         if prompt.get("prompt_token_ids") is not None:
             return Prompt(text, checked_token_ids("prompt_token_ids", prompt["prompt_token_ids"]), salt)
         if text is None:
             raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
         return Prompt(text, self._encode(text), salt)
+
+    def _embedded(self, values: Any, prompt: Mapping[str, Any], keep: int | None) -> Prompt:
+        if prompt.get("prompt_token_ids") is not None:
+            raise RequestError(EMBEDS, "a prompt has prompt_embeds or prompt_token_ids, not both")
+        embeds = values if isinstance(values, PromptEmbeds) else from_array(values, self._info, keep)
+        return Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -167,12 +195,10 @@ class InputProcessor:
         if keep > limit:
             raise RequestError("truncate_prompt_tokens", f"truncate_prompt_tokens {keep} is above the context, {limit}")
         keep = max(1, limit - 1) if keep == -1 else keep
-        if len(prompt.token_ids) <= keep:
+        count = len(prompt.token_ids)
+        if count <= keep:
             return prompt
-        ids = prompt.token_ids
-        return dataclasses.replace(
-            prompt, token_ids=ids[:keep] if params.truncation_side == "right" else ids[len(ids) - keep :]
-        )
+        return prompt.cut(slice(0, keep) if params.truncation_side == "right" else slice(count - keep, count))
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         count, limit, vocab = len(prompt.token_ids), self._info.max_model_len, self._info.vocab_size
@@ -201,6 +227,10 @@ class InputProcessor:
                 raise RequestError(
                     name, f"{name} {which} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
                 )
+        if prompt.embeds is not None and params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs", "prompt_logprobs are of tokens, and prompt_embeds have none; drop one"
+            )
         if params.extra_args and not self._reads_extra_args:
             raise RequestError("extra_args", "nothing here reads extra_args: there are no --logits-processors")
         if params.stop_strings and self._tokenizer is None:
@@ -214,7 +244,7 @@ class InputProcessor:
         eos = frozenset() if params.ignore_eos else self._all_eos
         words = self._bad_words(params)
         grammar = self._forms.grammar(params)
-        thinking = self._forms.thinking(params, prompt.text, prompt.token_ids)
+        thinking = self._forms.thinking(params, prompt.text, prompt.known_ids)
         rules = params.rules(
             vocab_size=self._info.vocab_size,
             eos_token_ids=eos,
@@ -222,12 +252,13 @@ class InputProcessor:
             default_seed=self._seeds.getrandbits(63),
         )
         ends = eos | frozenset(params.stop_token_ids or ())
-        _check_copies(params.n, len(prompt.token_ids) + len(ends), rules)
+        _check_copies(params.n, prompt, len(ends), rules)
+        embeds = prompt.embeds
         ids = [request_id] if params.n == 1 else [f"{index}_{request_id}" for index in range(params.n)]
         return [
             EngineRequest(
                 request_id=child_id,
-                prompt_token_ids=prompt.token_ids,
+                prompt_token_ids=prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count,
                 rules=params.rules_of(index, rules),
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 stop_token_ids=ends,
@@ -238,6 +269,7 @@ class InputProcessor:
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 grammar=grammar,
                 thinking=thinking,
+                prompt_embeds=None if embeds is None else embeds.rows,
             )
             for index, child_id in enumerate(ids)
         ]
@@ -250,7 +282,12 @@ class InputProcessor:
         return bad_words_token_ids(params.bad_words, self._tokenizer)
 
 
-def _check_copies(n: int, tokens: int, rules: SamplingRules) -> None:
+def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> None:
+    tokens, size = len(prompt.token_ids) + ends, 0 if prompt.embeds is None else len(prompt.embeds.rows)
+    if (n - 1) * size > MAX_COPIED_BYTES:
+        raise RequestError(
+            "n", f"n {n} answers with {size} bytes of prompt_embeds each are above {MAX_COPIED_BYTES}; lower n"
+        )
     lists = len(rules.allowed_token_ids or ()) + len(rules.logit_bias) + sum(map(len, rules.bad_words))
     if n * (tokens + lists) > MAX_COPIED:
         raise RequestError(
@@ -265,7 +302,9 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
         if key in _REFUSED_KEYS and value is not None:
             raise RequestError(key, f"{key} is not supported: {_REFUSED_KEYS[key]}")
         if key not in _PROMPT_KEYS and key not in _REFUSED_KEYS:
-            raise RequestError(str(key), f"a prompt has no key {key!r}; use 'prompt' or 'prompt_token_ids'")
+            raise RequestError(
+                str(key), f"a prompt has no key {key!r}; use 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
+            )
 
 
 def checked_token_ids(field: str, value: object) -> list[int]:

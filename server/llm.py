@@ -16,7 +16,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text import chat_template as templates
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.args import EngineArgs
-from pagoda.server.beams import check_engine, step_params
+from pagoda.server.beams import check_engine, check_prompts, step_params
 from pagoda.server.inputs import PreparedRequest, PromptType
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.llm_pooling import PoolingMethods, listed_prompts, paired
@@ -65,9 +65,10 @@ class LLM(PoolingMethods):
     ) -> list[RequestOutput]:
         """Continue each prompt; the answers come in the prompts' order.
 
-        `prompts`: one or a list of texts, token id lists, {"prompt": ...} or {"prompt_token_ids": ...}. One set of
-        params serves all prompts, a list is paired with them; None takes the model's defaults. `use_tqdm`: a bar on
-        stderr, or a callable that makes one. `priority`: smaller runs first, with scheduling_policy="priority".
+        `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
+        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params serves all prompts, a list is
+        paired with them; None takes the model's defaults. `use_tqdm`: a bar on stderr, or a callable that makes one.
+        `priority`: smaller runs first, with scheduling_policy="priority".
 
         Raises RequestError for the first prompt that cannot be served, before any is run. Ctrl-C ends all of them.
         """
@@ -159,7 +160,9 @@ class LLM(PoolingMethods):
             raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
         engine = self.llm_engine
         check_engine(engine.config.model, params, engine.info.vocab_size)
-        ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed_prompts(prompts)]
+        listed = listed_prompts(prompts)
+        check_prompts(listed)
+        ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed]
         size = concurrency_limit or max(1, len(ids))
         found: list[BeamSearchOutput] = []
         for first in range(0, len(ids), size):

@@ -96,7 +96,7 @@ class _Answer:
             self.token_text = tokenizer.token_text
             self.detokenizer = Detokenizer(
                 tokenizer,
-                request.prepared.prompt.token_ids,
+                request.prepared.prompt.known_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stop=params.stop_strings,

@@ -93,6 +93,8 @@ class PoolingInputs:
         if not isinstance(prompt, Mapping):
             return PooledPrompt(_cut(checked_token_ids("prompt", prompt), keep, options.truncation_side))
         check_keys(prompt)
+        if prompt.get("prompt_embeds") is not None:
+            raise RequestError("prompt_embeds", "prompt_embeds are for models that generate; give text or token ids")
         salt = prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError("cache_salt", "cache_salt must be a string that is not empty")

@@ -131,6 +131,7 @@ def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) ->
         "--enable-sleep-mode": model.enable_sleep_mode,
         "--cpu-offload-gb": config.cache.cpu_offload_gb > 0,
         "--quantization": model.quantized_here is not None,
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
     }
     for flag, asked in refused.items():
         if asked:

@@ -51,7 +51,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `names`: served model names. `vocab_size`: the model's, in tokens. `eos_token_ids`: of the model's configuration
     and generation_config, the main one first. `sampling_defaults`: SamplingParams fields that generation_config sets.
     `num_blocks`: KV blocks, the null block included. `phases`: start-up phases and their seconds, in order.
-    `pooling`: what a pooling model offers; None: the model generates.
+    `pooling`: what a pooling model offers; None: the model generates. `embeds_width`: numbers in a row of
+    prompt_embeds, 0 where the engine takes none.
     """
 
     names: tuple[str, ...]
@@ -66,6 +67,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: str
     phases: tuple[tuple[str, float], ...]
     pooling: PoolingInfo | None = None
+    embeds_width: int = 0
 
     @property
     def runner(self) -> Literal["generate", "pooling"]:

@@ -72,13 +72,17 @@ def tiny_spec(*, vocab: int = 257, layers: int = 2, window: int | None = None) -
 
 @dataclass
 class FakeRow:
-    """What the device knows of a row."""
+    """What the device knows of a row. `embedded`: position -> what the embedding there says, its first number."""
 
     history: list[int]
     num_prompt: int
     rules: SamplingRules
     sampled_at: int = -2
     digests: list[int] = field(default_factory=list)
+    embedded: dict[int, int] = field(default_factory=dict)
+
+    def said(self) -> list[int]:
+        return [self.embedded.get(position, token) for position, token in enumerate(self.history)]
 
     def digest(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -208,7 +212,12 @@ class FakeBackend:
     def _write(self, plan: StepPlan, index: int) -> None:
         row = self.rows[int(plan.rows[index])]
         first, size = int(plan.context[index]), self.layout.block_size
-        ids = plan.token_ids[plan.query_start[index] : plan.query_start[index + 1]].tolist()
+        begin, end = plan.query_start[index : index + 2]
+        ids = plan.token_ids[begin:end].tolist()
+        if plan.embeds is not None:
+            for token, numbers in zip(plan.embedded.tolist(), plan.embeds.view(np.float32)):
+                if begin <= token < end:
+                    row.embedded[first + token - begin] = int(numbers[0])
         for position, token in enumerate(ids, start=first):
             if token == PREVIOUS:
                 assert row.sampled_at == plan.step - 1, "PREVIOUS names the step before"
@@ -252,7 +261,7 @@ class FakeBackend:
         row = self.rows[int(plan.rows[index])]
         end = plan.context[index] + plan.query_start[index + 1] - plan.query_start[index]
         assert end == len(row.history), "only the newest token is sampled from"
-        token = allowed_from(plan, index, self.next_token(row.history))
+        token = allowed_from(plan, index, self.next_token(row.said()))
         row.history.append(token)
         row.sampled_at = plan.step
         return token

@@ -12,7 +12,7 @@ import jax
 
 from pagoda.backends.jax_tpu.budget import ProgramMemory, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.catalogue import Catalogue, Choose, Forward, ForwardRows, OnLogits, Remember, Score
 from pagoda.backends.jax_tpu.executable import writable
 from pagoda.backends.jax_tpu.memory import fit_pooling
 from pagoda.backends.jax_tpu.model import Model, build_model
@@ -159,7 +159,7 @@ def _decodes(key: Key) -> bool:
 
 def _size(key: Key) -> tuple[int, ...]:
     match key:
-        case Forward(shape):
+        case Forward(shape) | ForwardRows(shape):
             return shape.tokens, shape.seqs, shape.pages
         case Score(tokens) | PackedShape(tokens):
             return (tokens,)

@@ -10,16 +10,17 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu import checkpoint as checkpoints
-from pagoda.backends.jax_tpu.batch import in_shard, make_batch, writers_first
+from pagoda.backends.jax_tpu.batch import in_shard, make_batch, make_rows, writers_first
 from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
-from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, Key, OnLogits, Score
+from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, ForwardRows, Key, OnLogits, Score
 from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.decoder import Caches
 from pagoda.backends.jax_tpu.kv_scales import with_kv_scales
@@ -70,18 +71,23 @@ def create(
     bundle: Path | None = None,
     compile_cache: Path | None = None,
     quantization: str | None = None,
+    prompt_embeds: bool = False,
 ) -> JaxBackend:
     """A backend for `data` copies of a model, each on `tensor` devices (of `devices`, default: all there are).
 
     `limits`: of each copy. `dtype`: resolved, not `auto`.
     `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before.
     `compile_cache`: the folder that programs are kept in. `quantization`: how the layers' matrices are made 8
-    bits wide, None to leave them.
+    bits wide, None to leave them. `prompt_embeds`: steps may have embeddings in place of tokens.
     Raises ConfigError.
     """
     if sampling.processors:
         raise ConfigError(
             "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
+        )
+    if prompt_embeds and bundle is not None:
+        raise ConfigError(
+            "--compiled-bundle", "holds no programs that take embeddings; drop it, or drop --enable-prompt-embeds"
         )
     compiled = None if bundle is None else open_bundle(bundle)
     if ON_TPU:
@@ -94,7 +100,7 @@ def create(
     matrices = matrix_dtype(quantization, spec, chip)
     model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
     kept = None if compile_cache is None else CompileCache(compile_cache)
-    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept)
+    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept, prompt_embeds)
 
 
 class JaxBackend:
@@ -109,9 +115,10 @@ class JaxBackend:
         strict: bool,
         bundle: Bundle | None = None,
         compile_cache: CompileCache | None = None,
+        prompt_embeds: bool = False,
     ) -> None:
         self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
-        self._bundle, self._compile_cache = bundle, compile_cache
+        self._bundle, self._compile_cache, self._prompt_embeds = bundle, compile_cache, prompt_embeds
         if bundle is not None:
             bundle.check(self._catalogue(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
@@ -153,7 +160,7 @@ class JaxBackend:
 
     def _catalogue(self, num_blocks: int) -> Catalogue:
         shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
-        return Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode)
+        return Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode, self._prompt_embeds)
 
     def warmup(self) -> None:
         """Compile every program there is, so that none is compiled while serving."""
@@ -185,7 +192,12 @@ class JaxBackend:
             for start in plan.starts:
                 sampler.start(start)
         shape, packed = make_batch(ready, shards, programs.catalogue.shapes, self.limits.block_size, shards * size)
-        self._caches, hidden, logits = programs[Forward(shape)](self._leaves, self._caches, sampler.history, packed)
+        inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
+        if any(plan.embeds is not None for plan in ready.values()):
+            rows = make_rows(ready, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
+            self._caches, hidden, logits = programs[ForwardRows(shape)](*inputs, rows)
+        else:
+            self._caches, hidden, logits = programs[Forward(shape)](*inputs)
         scores = {shard: tuple(self._scores(shard, plan, hidden, programs, sampler)) for shard, plan in ready.items()}
         sampled = sampler.sample(logits, ready) if any(plan.samples.any() for plan in ready.values()) else None
         steps: list[PendingStep | None] = [None] * shards

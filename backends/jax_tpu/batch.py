@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,18 @@ def make_batch(
     """The shape that holds every shard's plan, and int32 [shards, shape.size]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
     longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
-    decode_only = all(plan.num_tokens == plan.num_seqs for plan in plans.values())
+    decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
     shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only)
     return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
+
+
+def make_rows(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """[shards * tokens, width] the embeddings of every shard's plan where its tokens are EMBEDDED, else zeros."""
+    rows = np.zeros((shards, tokens, width), dtype)
+    for shard, plan in plans.items():
+        if plan.embeds is not None:
+            rows[shard, plan.embedded] = plan.embeds.view(rows.dtype)
+    return rows.reshape(-1, width)
 
 
 def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
@@ -61,16 +70,17 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
     if not late.any() or lengths.max() == 1:
         return plan, np.arange(plan.num_seqs)
     order = np.concatenate([np.flatnonzero(~late), np.flatnonzero(late)])
-    tokens = [plan.token_ids[plan.query_start[index] : plan.query_start[index + 1]] for index in order]
+    tokens = np.concatenate([np.arange(*plan.query_start[index : index + 2]) for index in order])
     moved = replace(
         plan,
         rows=plan.rows[order],
         query_start=np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int32),
         context=plan.context[order],
-        token_ids=np.concatenate(tokens),
+        token_ids=plan.token_ids[tokens],
         block_tables=tuple(table[order] for table in plan.block_tables),
         samples=plan.samples[order],
         masks=plan.masks and _in_order(plan.masks, order),
+        embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],
     )
     return moved, order
 

@@ -42,6 +42,15 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardRows:
+    """Forward with one argument more: rows [T, D], those of tokens that are EMBEDDED. Only with --enable-prompt-embeds,
+    and for shapes of which no sequence must have one token.
+    """
+
+    shape: StepShape
+
+
+@dataclass(frozen=True, slots=True)
 class Choose:
     """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, logits drawn from); the history is donated.
 
@@ -72,14 +81,15 @@ class Remember:
     """(history, row, tokens [length]) -> history with that row replaced; donated."""
 
 
-Key = Forward | Choose | OnLogits | Score | Remember
+Key = Forward | ForwardRows | Choose | OnLogits | Score | Remember
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
     """The programs of one model with these shapes.
 
-    `num_blocks`: of each shard's KV cache; `rows`: that requests can hold in each shard.
+    `num_blocks`: of each shard's KV cache; `rows`: that requests can hold in each shard. `embeds`: steps may have
+    embeddings in place of tokens.
     """
 
     model: Model
@@ -87,6 +97,7 @@ class Catalogue:
     num_blocks: int
     rows: int
     mode: LogprobsMode = "raw_logprobs"
+    embeds: bool = False
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -100,7 +111,9 @@ class Catalogue:
 
     def __iter__(self) -> Iterator[Key]:
         """The key of every program, the largest first: they take longest to compile."""
-        yield from map(Forward, sorted(self.shapes, reverse=True))
+        shapes = sorted(self.shapes, reverse=True)
+        yield from map(Forward, shapes)
+        yield from (ForwardRows(shape) for shape in shapes if self.embeds and not shape.decode_only)
         yield from map(Score, sorted({*self.shapes.tokens.sizes, *self.shapes.decode.sizes}))
         yield Remember()
         for seqs in self.shapes.seqs:
@@ -120,7 +133,7 @@ class Catalogue:
         """Where the results lie: logits and hidden states with their shard; what the host reads, everywhere."""
         logits, everywhere = placed(self.model.mesh, "R."), whole(self.model.mesh)
         match key:
-            case Forward():
+            case Forward() | ForwardRows():
                 return tuple(cache.sharding for cache in self.model.caches(self.num_blocks)), logits, logits
             case Choose():
                 return everywhere, everywhere, logits
@@ -143,6 +156,10 @@ class Catalogue:
                 packed = array((shards, shape.size), jnp.int32, "R.")
                 arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
                 return partial(model.forward, shape), (1,), arguments
+            case ForwardRows(shape):
+                function, donated, arguments = self._program(Forward(shape))
+                rows = array((shards * shape.tokens, model.spec.hidden_width), model.dtype, "R.")
+                return function, donated, (*arguments, rows)
             case Score(tokens):
                 hidden = array((shards * tokens, model.spec.width), model.dtype, "R.")
                 return model.score, (), (model.leaves, hidden, array((shards * SCORED,), jnp.int32, "R"))

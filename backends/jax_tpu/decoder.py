@@ -24,6 +24,7 @@ from pagoda.backends.jax_tpu.parameter import Build, Stack, project, total
 from pagoda.backends.jax_tpu.pooler import Pooler
 from pagoda.backends.jax_tpu.rotary import Rotation, ropes, rotation, table_shape
 from pagoda.backends.jax_tpu.sharding import MODEL
+from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe, Rope
 
 Caches = tuple[jax.Array, ...]
@@ -57,13 +58,18 @@ class Decoder(nnx.Module):
         self.pooler = None if spec.pooler is None else Pooler(spec.pooler, spec.hidden_width, exact)
         self.rotary = nnx.List([exact.parameter("...", *table_shape(rope, max_len)) for rope in ropes(spec)])
 
-    def hidden(self, token_ids: jax.Array, step: AnyStep, caches: Caches) -> tuple[jax.Array, Caches]:
-        """token_ids int32 [T] -> hidden states [T, D] after the final norm, and the caches with this step's K and V."""
+    def hidden(
+        self, token_ids: jax.Array, step: AnyStep, caches: Caches, rows: jax.Array | None = None
+    ) -> tuple[jax.Array, Caches]:
+        """token_ids int32 [T] -> hidden states [T, D] after the final norm, and the caches with this step's K and V.
+
+        `rows` [T, D]: as they are once they are looked up and scaled, of tokens that are EMBEDDED.
+        """
         positions = step.positions
-        x = self._embed(token_ids, positions, step.token_types)
+        x = self._embed(token_ids, positions, step.token_types, rows)
         rotations: Rotations = {None: None}
-        for rope, rows in zip(ropes(self.spec), self.rotary):
-            rotations[rope] = rotation(rows[...], positions)
+        for rope, table in zip(ropes(self.spec), self.rotary):
+            rotations[rope] = rotation(table[...], positions)
         for segment in self.segments:
             x, caches = segment(x, caches, rotations, step)
         return norm.apply(self.final_norm, x), caches
@@ -91,13 +97,17 @@ class Decoder(nnx.Module):
             hidden = project(hidden, self.embed_out[...])
         return self.pooler(step.answers(hidden, self.pooler.kind))
 
-    def _embed(self, token_ids: jax.Array, positions: jax.Array, token_types: jax.Array | None) -> jax.Array:
+    def _embed(
+        self, token_ids: jax.Array, positions: jax.Array, token_types: jax.Array | None, rows: jax.Array | None
+    ) -> jax.Array:
         table, embedding = self.embed[...], self.spec.embedding
-        rows = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
-        mine = (rows >= 0) & (rows < table.shape[0])
-        x = total(jnp.where(mine[:, None], table[jnp.where(mine, rows, 0)], 0))
+        local = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        x = total(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as it was trained
+        if rows is not None:
+            x = jnp.where((token_ids == EMBEDDED)[:, None], rows, x)
         if self.embed_in is not None:
             x = project(x, self.embed_in[...])
         if self.positions is not None:

@@ -95,11 +95,12 @@ class Model:
         return tuple(self.kernel.kv_layout(slots // self.tensor, head_dim) for slots, head_dim in self.places.shapes)
 
     def forward(
-        self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array
+        self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array, *rows: jax.Array
     ) -> tuple[Caches, jax.Array, jax.Array]:
         """The step as a function: caches with the new K and V, hidden [T, D], float32 logits [S, V] of the newest.
 
         `packed` int32 [shards, shape.size]; T and S count the shape's once per shard, in the order of the shards.
+        `rows`: [T, D], the embeddings of tokens that are EMBEDDED, in steps that may have such.
         """
         specs = tuple(map(partition, self.axes))
         cache_specs = tuple(partition(CACHE_AXES) for _ in caches)
@@ -107,18 +108,18 @@ class Model:
         mapped = jax.shard_map(
             partial(self._forward, shape),
             mesh=self.mesh,
-            in_specs=(specs, cache_specs, PartitionSpec(), each),
+            in_specs=(specs, cache_specs, PartitionSpec(), each, *(each for _ in rows)),
             out_specs=(cache_specs, each, each),
             check_vma=False,
         )
-        return mapped(leaves, caches, history, packed)
+        return mapped(leaves, caches, history, packed, *rows)
 
     def _forward(
-        self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array
+        self, shape: StepShape, leaves: Leaves, caches: Caches, history: jax.Array, packed: jax.Array, *rows: jax.Array
     ) -> tuple[Caches, jax.Array, jax.Array]:
         step = StepInput.unpack(packed[0], shape, self.kernel)
         decoder = self.decoder(leaves)
-        hidden, caches = decoder.hidden(step.known_ids(history), step, caches)
+        hidden, caches = decoder.hidden(step.known_ids(history), step, caches, *rows)
         newest = jnp.maximum(step.query_start[1:] - 1, 0)
         return caches, hidden, decoder.logits(hidden[newest])
 

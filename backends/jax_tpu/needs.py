@@ -11,7 +11,7 @@ from math import prod
 from typing import Final, TypeAlias
 
 from pagoda.backends.jax_tpu import catalogue
-from pagoda.backends.jax_tpu.catalogue import Choose, Forward, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.catalogue import Choose, Forward, ForwardRows, OnLogits, Remember, Score
 from pagoda.backends.jax_tpu.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.packed_input import TILE, PackedShape
@@ -63,7 +63,7 @@ class Need:
 def load_of(model: Model, key: Key, num_blocks: int) -> Load:
     """A batch that fills the program; of no matter to those that are no forward pass."""
     match key:
-        case Forward(shape):
+        case Forward(shape) | ForwardRows(shape):
             return full_load(shape, model.kernel.page_size, num_blocks)
         case PackedShape(tokens):
             return _prompts(tokens, PROMPT)
@@ -94,7 +94,7 @@ def need(model: Model, key: Key, load: Load) -> Need:
     """What one program needs. `load` matters to a forward pass only."""
     vocab = padded(model.spec.vocab, model.tensor)
     match key:
-        case Forward(shape):
+        case Forward(shape) | ForwardRows(shape):
             return _forward(model, shape, load)
         case Score(_):
             head = _head_size(model)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from pagoda.backends.jax_tpu.budget import GIB, Budget, ProgramMemory
-from pagoda.backends.jax_tpu.catalogue import Choose, Forward, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.catalogue import Choose, Forward, ForwardRows, OnLogits, Remember, Score
 from pagoda.backends.jax_tpu.needs import PROMPT, Key, Need
 from pagoda.backends.jax_tpu.packed_input import PackedShape
 from pagoda.backends.jax_tpu.program_set import ProgramSet
@@ -129,6 +129,8 @@ def key_name(key: Key) -> str:
             return f"decode {shape.seqs} rows, {shape.pages} pages"
         case Forward(shape):
             return f"step {shape.tokens} tokens, {shape.seqs} rows, {shape.pages} pages"
+        case ForwardRows(shape):
+            return f"{key_name(Forward(shape))}, embeddings"
         case Score(tokens):
             return f"score {tokens} tokens"
         case Choose(seqs, kind):

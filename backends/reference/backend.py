@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.batch import Batch, make_batch
+from pagoda.backends.reference.batch import Batch, Embedded, make_batch
 from pagoda.backends.reference.cache import LayerCache, allocate
 from pagoda.backends.reference.decoder import Decoder
 from pagoda.backends.reference.layout import Packer
@@ -129,7 +129,8 @@ class ReferenceBackend:
         for start in plan.starts:
             self._sampler.start(start)
         batch = make_batch(plan, self.layout)
-        hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches)
+        embedded = Embedded.of(plan, self.numerics.weights)
+        hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches, embedded)
         prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
         tokens = np.full(plan.num_seqs, -1, np.int32)
         sampling = np.flatnonzero(plan.samples)

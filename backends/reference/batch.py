@@ -56,6 +56,32 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """Embeddings in place of what some tokens would look up: `rows` [n, D] of the tokens `places` int64 [n]."""
+
+    places: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, plan: StepPlan, dtype: torch.dtype, device: torch.device | None = None) -> Embedded | None:
+        """Those of a step, in the model's dtype; None: it has none. Nobody waits until they are on the device."""
+        if plan.embeds is None:
+            return None
+        places, rows = torch.from_numpy(plan.embedded), torch.tensor(plan.embeds).view(dtype)
+        if device is None or device.type == "cpu":
+            return cls(places, rows)
+        return cls(*(part.pin_memory().to(device, non_blocking=True) for part in (places, rows)))
+
+    def without(self, token_ids: Tensor) -> Tensor:
+        """Token ids [T] that can all be looked up."""
+        return token_ids.index_fill(0, self.places, 0)
+
+    def over(self, x: Tensor) -> Tensor:
+        """What was looked up, [T, D], with the rows in their places."""
+        return x.index_copy(0, self.places, self.rows.to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A step on the device."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.batch import Batch
+from pagoda.backends.reference.batch import Batch, Embedded
 from pagoda.backends.reference.cache import LayerCache
 from pagoda.backends.reference.ffn import make_ffn
 from pagoda.backends.reference.layout import LayerParams, ModelParams, NormParams
@@ -37,9 +37,11 @@ class Decoder:
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
 
-    def hidden(self, token_ids: Tensor, batch: Batch, caches: dict[int, LayerCache]) -> Tensor:
+    def hidden(
+        self, token_ids: Tensor, batch: Batch, caches: dict[int, LayerCache], embedded: Embedded | None = None
+    ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V land in the caches."""
-        x = self.embed(token_ids, batch.positions)
+        x = self.embed(token_ids, batch.positions, embedded=embedded)
         rotations = self.rotary.at(batch.positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, caches[index], rotations[layer.rope])
@@ -63,12 +65,23 @@ class TokenEmbedding:
         self.spec, self.params, self.compute = spec.embedding, params, numerics.compute
         self.norm = make_norm(spec.embedding.norm, params.embed_norm)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """token_ids, positions, token_types int64 [T] -> [T, D]. No token types: all are 0."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None = None,
+        embedded: Embedded | None = None,
+    ) -> Tensor:
+        """token_ids, positions, token_types int64 [T] -> [T, D]. No token types: all are 0.
+
+        `embedded`: rows as they are once they are looked up and scaled.
+        """
         spec, params = self.spec, self.params
-        x = F.embedding(token_ids, params.embed)
+        x = F.embedding(token_ids if embedded is None else embedded.without(token_ids), params.embed)
         if spec.scale != 1.0:
             x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as it was trained
+        if embedded is not None:
+            x = embedded.over(x)
         x = x.to(self.compute)
         if params.embed_in is not None:
             x = params.embed_in(x)

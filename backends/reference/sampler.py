@@ -23,7 +23,7 @@ from pagoda.common.engine.sampling import (
     SamplingRules,
     noise_keys,
 )
-from pagoda.common.engine.step import RowStart, TokenLogprobs, UInt32
+from pagoda.common.engine.step import EMBEDDED, RowStart, TokenLogprobs, UInt32
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
@@ -162,6 +162,7 @@ def _penalise(logits: Tensor, state: RowState) -> None:
     rules = state.rules
     if rules.repetition_penalty != 1.0:
         seen = torch.tensor(state.history).unique()
+        seen = seen[seen != EMBEDDED]
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / rules.repetition_penalty, values * rules.repetition_penalty)
     generated = state.history[state.num_prompt :]

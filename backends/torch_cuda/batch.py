@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pagoda.backends.reference.batch import Embedded
+
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
@@ -37,3 +39,4 @@ class Batch:
     splits: int  # in how many parts decode attention reads a sequence
     query_len: int = 1
     tile: int | None = None  # None: what suits each layer best, the same for all
+    embedded: Embedded | None = None  # embeddings of a prompt; None: every token is looked up

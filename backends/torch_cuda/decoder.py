@@ -68,7 +68,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, batch: Batch, caches: Mapping[int, LayerCache]) -> Tensor:
         """Hidden states [T, D] after the final norm; K and V land in the caches."""
-        stream: Stream = None, self.embed(batch.token_ids, batch.positions)
+        stream: Stream = None, self.embed(batch.token_ids, batch.positions, embedded=batch.embedded)
         for index, layer in enumerate(self.layers):
             stream = layer(stream, batch, caches[index])
         residual, update = stream

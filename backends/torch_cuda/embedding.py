@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.batch import Embedded
 from pagoda.backends.torch_cuda.build import Build
 from pagoda.common.models.spec import Embedding
 
@@ -22,11 +23,22 @@ class TokenEmbedding:
         self.project = build.linear("embed_in") if params.get("embed_in") is not None else None
         self.scale = float(torch.tensor(spec.scale).to(self.table.dtype))  # rounded to the weights' dtype, as trained
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """token_ids, positions, token_types [T] -> [T, D]. No token types: all are 0."""
-        x = self._rows(token_ids)
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None = None,
+        embedded: Embedded | None = None,
+    ) -> Tensor:
+        """token_ids, positions, token_types [T] -> [T, D]. No token types: all are 0.
+
+        `embedded`: rows as they are once they are looked up and scaled.
+        """
+        x = self._rows(token_ids if embedded is None else embedded.without(token_ids))
         if self.scale != 1.0:
             x = x * self.scale
+        if embedded is not None:
+            x = embedded.over(x)
         if self.project is not None:
             x = self.project(x)
         if self.positions is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from torch import Tensor
 
+from pagoda.backends.reference.batch import Embedded
 from pagoda.backends.torch_cuda.buffers import decode_shape, make_batch, tables
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.pending import PendingStep, Scored
@@ -86,7 +87,7 @@ class Runner:
         """Logits into the buffers, as far as anyone wants them; hidden states where prompt tokens shall be scored."""
         plan, shape, programs = step.plan, step.shape, self.programs
         buffers, scored = programs.parts.buffers, self._wants_scores(plan)
-        if step.tiles is None and not scored:
+        if step.tiles is None and not scored and plan.embeds is None:
             buffers.fill(shape, sent, plan.num_seqs)
             programs.decode(shape.rows)
             return None
@@ -99,11 +100,18 @@ class Runner:
             splits=programs.splits[programs.ladder.fit(max(step.num_decodes, 1))],
             tile=self._tile,
         )
+        if plan.embeds is not None:
+            batch = replace(batch, embedded=self._embedded(plan))  # which no captured step reads
         hidden = programs.hidden(batch)
         if plan.samples.any():
             buffers.fill_rules(shape, sent)
             programs.logits(hidden.index_select(0, shape.vector(sent, "newest")))
         return hidden if scored else None
+
+    def _embedded(self, plan: StepPlan) -> Embedded | None:
+        """The step's embeddings, on their way to the device."""
+        table = self.programs.parts.decoder.embed.table
+        return Embedded.of(plan, table.dtype, table.device)
 
     def _wants_scores(self, plan: StepPlan) -> bool:
         return bool(self.programs.parts.sampler.rows.columns["scored"][plan.rows].any())

@@ -77,7 +77,7 @@ class ModelConfig:
     disable_cascade_attn: bool = option(False, "No cascade attention.", no_effect="there is no cascade attention")
     skip_tokenizer_init: bool = option(False, "Serve token ids only; load no tokenizer.")
     enable_prompt_embeds: bool = option(
-        False, "Take embeddings as prompts.", refused="prompts are text or token ids; drop it"
+        False, "Take embeddings as prompts: prompt_embeds in completions, and in prompts of LLM."
     )
     served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is echoed.")
     config_format: str = option(

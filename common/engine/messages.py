@@ -27,6 +27,8 @@ class EngineRequest:
     `arrival`: seconds, any monotonic clock; ties of priority go to the earlier. `grammar`: what the answer spells,
     after the `thinking` if there is any.
     `pooling`: how a pooling model pools the prompt, in place of everything about generation.
+    `prompt_embeds`: the rows, one after another, of the prompt's places that are EMBEDDED in `prompt_token_ids` (see
+    step): D numbers each, in the model's dtype.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class EngineRequest:
     grammar: Grammar | None = None
     thinking: Thinking | None = None
     pooling: PoolingRules | None = None
+    prompt_embeds: bytes | None = None
 
 
 def pooling_request(

@@ -1,9 +1,9 @@
 """What makes two KV pages the same: a chained SHA-256 over everything that went into them.
 
-    digest[p] = SHA-256(digest[p-1] + token ids of page p),     digest[-1] = root
+    digest[p] = SHA-256(digest[p-1] + token ids of page p + rows of its EMBEDDED places),     digest[-1] = root
 
-The root carries what is not a token: salt, LoRA version, media. So two equal digests mean equal tokens from the first
-one on, under equal extras. Knows bytes only.
+The root carries what is not a token: salt, LoRA version, media. So two equal digests mean equal tokens and rows from
+the first one on, under equal extras. Knows bytes only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def root_digest(extras: ExtraKeys) -> bytes:
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
-def page_digest(parent: bytes, token_bytes: bytes) -> bytes:
-    """32 bytes of one full page. `token_bytes`: its token ids as int32."""
-    return sha256(parent + token_bytes).digest()
+def page_digest(parent: bytes, page_bytes: bytes) -> bytes:
+    """32 bytes of one full page. `page_bytes`: its token ids as int32, then the rows of those that are EMBEDDED."""
+    return sha256(parent + page_bytes).digest()
 
 
 def extend_hashes(request: Request, block_size: int, num_pages: int) -> list[bytes]:
@@ -41,5 +41,5 @@ def extend_hashes(request: Request, block_size: int, num_pages: int) -> list[byt
     while len(hashes) < num_pages:
         start = len(hashes) * block_size
         parent = hashes[-1] if hashes else root_digest(ExtraKeys(request.cache_salt))
-        hashes.append(page_digest(parent, request.token_bytes(start, start + block_size)))
+        hashes.append(page_digest(parent, request.page_bytes(start, start + block_size)))
     return hashes

@@ -16,7 +16,7 @@ import numpy as np
 from pagoda.common.engine.guide import Guide
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import Int32
+from pagoda.common.engine.step import EMBEDDED, Int32, UInt8
 
 NO_ROW: Final = -1
 
@@ -62,7 +62,8 @@ class Request:
     `max_outputs`: the same, without the prompt. `tokens`: every token known when it took its row. `resumes_at`: how
     many steps must be reported before a preempted request may run again, so that nothing of it is in flight.
     `hashes`: digest of each full page so far. `num_registered`: pages in the hash map. `is_plain`: no logprobs asked.
-    `guide`: what its tokens may be, for those with a grammar or a budget of thinking.
+    `guide`: what its tokens may be, for those with a grammar or a budget of thinking. `embeds`: the rows of the
+    prompt's places that are EMBEDDED, as bytes [n, row].
     """
 
     request_id: str
@@ -88,14 +89,16 @@ class Request:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[PositionLogprobs] | None = None
     guide: Guide | None = None
+    embeds: UInt8 | None = None
 
     @classmethod
     def of(cls, asked: EngineRequest, *, limit: int, rank: tuple[float, ...], guide: Guide | None = None) -> Request:
         """A waiting request. One that wants prompt logprobs computes every position, so it never reads the cache."""
         wants_prompt = asked.rules.prompt_logprobs is not None
+        prompt = np.array(asked.prompt_token_ids, np.int32)
         return cls(
             request_id=asked.request_id,
-            prompt=np.array(asked.prompt_token_ids, np.int32),
+            prompt=prompt,
             rules=asked.rules,
             limit=limit,
             max_outputs=limit - len(asked.prompt_token_ids),
@@ -107,6 +110,7 @@ class Request:
             reads_cache=not (asked.skip_reading_prefix_cache or wants_prompt),
             prompt_logprobs=[] if wants_prompt else None,
             guide=guide,
+            embeds=None if asked.prompt_embeds is None else _rows(asked.prompt_embeds, prompt),
         )
 
     @property
@@ -125,6 +129,17 @@ class Request:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.outputs, np.int32)])
 
+    def embeds_of(self, start: int, stop: int) -> UInt8:
+        """[n, row] the rows of the places that are EMBEDDED in [start, stop), where the request has any."""
+        assert self.embeds is not None, "the request has embeddings"
+        first = np.count_nonzero(self.prompt[:start] == EMBEDDED)
+        return self.embeds[first : first + np.count_nonzero(self.prompt[start:stop] == EMBEDDED)]
+
+    def page_bytes(self, start: int, stop: int) -> bytes:
+        """What the page of tokens [start, stop), all known, is made of: their ids, then rows of those without one."""
+        ids = self.token_bytes(start, stop)
+        return ids if self.embeds is None else ids + self.embeds_of(start, stop).tobytes()
+
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Tokens [start, stop) as native int32 bytes; all must be known."""
         split = len(self.prompt)
@@ -132,3 +147,7 @@ class Request:
             return self.prompt[start:stop].tobytes()
         generated = array("i", self.outputs[max(0, start - split) : stop - split]).tobytes()
         return self.prompt[start:split].tobytes() + generated
+
+
+def _rows(values: bytes, prompt: Int32) -> UInt8:
+    return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)

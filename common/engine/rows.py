@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.request import NO_ROW, Request
-from pagoda.common.engine.step import PREVIOUS, Bool, Int32
+from pagoda.common.engine.step import PREVIOUS, Bool, Int32, UInt8
 
 Int64 = npt.NDArray[np.int64]
 NEVER: Final = np.iinfo(np.int32).max
@@ -85,6 +85,14 @@ class Rows:
     def holders(self, rows: Int32) -> list[Request]:
         """Who holds each of `rows`, all of them taken."""
         return [request for row in rows.tolist() if (request := self.request[row]) is not None]
+
+    def embeds(self, rows: Int32, take: Int32) -> UInt8 | None:
+        """[n, row] the embeddings among the next `take` tokens of `rows`, in order; None where there are none."""
+        starts = self.computed[rows]
+        spans = zip(self.holders(rows), starts.tolist(), (starts + take).tolist())
+        found = [request.embeds_of(*span) for request, *span in spans if request.embeds is not None]
+        found = [part for part in found if len(part)]
+        return np.concatenate(found) if found else None
 
     def token_ids(self, rows: Int32, take: Int32, query_start: Int32, samples: Bool) -> Int32:
         """int32 [T]: the next `take` [n] tokens of `rows` [n], row by row from `query_start` [n + 1] on.

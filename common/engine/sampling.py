@@ -80,7 +80,8 @@ class LogitsProcessor(Protocol):
     ) -> None:
         """Edit the logits [V] of one sequence's next token in place; minus infinity forbids a token.
 
-        `token_ids`: every token so far, the first `num_prompt` of them prompt. `extra_args`: the request's own.
+        `token_ids`: every token so far, the first `num_prompt` of them prompt, where 2147483647 is no token but stands
+        for an embedding. `extra_args`: the request's own.
         """
         ...
 

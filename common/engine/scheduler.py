@@ -59,6 +59,7 @@ class Scheduler:
         self._order: Int32 | None = None
         self._flights: deque[_Flight] = deque()
         self._guided = 0  # unfinished requests with a guide
+        self._embedded = 0  # unfinished requests with embeddings in their prompts
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
 
     # --- requests come and go ---
@@ -74,6 +75,7 @@ class Scheduler:
         request = Request.of(asked, limit=limit, rank=(*first, self._added), guide=guide)
         self._requests[request.request_id] = request
         self._guided += guide is not None
+        self._embedded += request.embeds is not None
         self.waiting.push(request)
 
     def _check(self, asked: EngineRequest) -> None:
@@ -262,6 +264,7 @@ class Scheduler:
             block_tables=self.kv.tables(rows, int(end.max())),
             samples=samples,
             masks=guided.masks(state, rows, samples) if self._guided else None,
+            embeds=state.embeds(rows, take) if self._embedded else None,
         )
         self._flights.append(_Flight(plan, state.holders(rows), state.stint[rows]))
         state.plan(rows, take, samples)
@@ -301,6 +304,7 @@ class Scheduler:
             self._leave_row(request)
         request.status = status
         self._guided -= request.guide is not None
+        self._embedded -= request.embeds is not None
         del self._requests[request.request_id]
 
     def _leave_row(self, request: Request) -> None:

@@ -23,9 +23,13 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 UInt32 = npt.NDArray[np.uint32]
+UInt8 = npt.NDArray[np.uint8]
 
 PREVIOUS: Final = -1
 """A token id that means: the token this row sampled in the step before, still on the device."""
+
+EMBEDDED: Final = 2**31 - 1
+"""A token id that means: no token stands in this place of the prompt, but an embedding, which the plan carries."""
 
 NULL_BLOCK: Final = 0
 """Block id 0 is never handed out: it fills table entries that no query can see."""
@@ -35,7 +39,8 @@ NULL_BLOCK: Final = 0
 class RowStart:
     """A request takes (or, after preemption, retakes) a row.
 
-    `token_ids`: int32 [n], every token known so far, prompt first. `num_prompt`: how many of them are prompt.
+    `token_ids`: int32 [n], every token known so far, prompt first; EMBEDDED is no token, so penalties pass it by.
+    `num_prompt`: how many of them are prompt.
     """
 
     row: int
@@ -67,10 +72,11 @@ class StepPlan:
     rows: Int32  # [S] row of each sequence
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
-    token_ids: Int32  # [T] PREVIOUS where the id is not known to the host yet
+    token_ids: Int32  # [T] PREVIOUS where the id is not known to the host yet, EMBEDDED where `embeds` has a row
     block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     masks: TokenMasks | None = None  # of sequences that sample under a grammar; the others may sample any token
+    embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
 
     @property
     def num_seqs(self) -> int:
@@ -81,6 +87,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         """T."""
         return len(self.token_ids)
+
+    @property
+    def embedded(self) -> npt.NDArray[np.intp]:
+        """[n] which tokens are EMBEDDED, in the order of `embeds`."""
+        return np.flatnonzero(self.token_ids == EMBEDDED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.hosts.facts import HostFacts
 
-WIRE_VERSION: Final = 3
+WIRE_VERSION: Final = 4
 """Of these messages. It goes up with every change to them."""
 
 
@@ -88,7 +88,7 @@ def _to_array(kind: Any, value: Any) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_DTYPES: Final = (np.dtype(np.int32).str, np.dtype(np.uint32).str, np.dtype(np.bool_).str)
+_DTYPES: Final = (np.dtype(np.int32).str, np.dtype(np.uint32).str, np.dtype(np.bool_).str, np.dtype(np.uint8).str)
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_from_array)
 _decoder: Final = msgspec.msgpack.Decoder(Message, dec_hook=_to_array)
 

@@ -1,98 +1,27 @@
 """One file of torch.save (.bin, .pt): a state dict read without torch and without running anything it says.
 
 The file is a zip archive: `data.pkl` describes the tensors, `data/N` hold their bytes, normally uncompressed, so that
-they can be mapped. Unpickling admits only the names below, each mapped to a function of ours that builds a description.
-Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
+they can be mapped.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights import narrow
 from pagoda.common.weights.mapped import map_file
+from pagoda.common.weights.torch_pickle import TensorView, Unpickler
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "bool": np.dtype(np.bool_),
-    "uint8": np.dtype("u1"),
-    "int8": np.dtype("i1"),
-    "int16": np.dtype("<i2"),
-    "int32": np.dtype("<i4"),
-    "int64": np.dtype("<i8"),
-    "uint16": np.dtype("<u2"),
-    "uint32": np.dtype("<u4"),
-    "uint64": np.dtype("<u8"),
-    "float16": np.dtype("<f2"),
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-    "bfloat16": narrow.BFLOAT16,
-    "float8_e4m3fn": narrow.FLOAT8_E4M3FN,
-    "float8_e5m2": narrow.FLOAT8_E5M2,
-}
-_STORAGES = {
-    "BoolStorage": "bool",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "ShortStorage": "int16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "HalfStorage": "float16",
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "BFloat16Storage": "bfloat16",
-    "UntypedStorage": "uint8",
-}
 _MAX_PICKLE = 1 << 28  # bytes; millions of tensors
 _LOCAL_MAGIC = b"PK\3\4"
 _LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
-
-
-# What unpickling hands out is immutable without exception (tuples, strings): a pickle can assign to attributes.
-class _Storage(NamedTuple):
-    """A record of the archive: `data/{key}`, of a dtype named in `_DTYPES`."""
-
-    key: str
-    dtype_name: str
-
-
-class _Tensor(NamedTuple):
-    """A strided view of a storage; `offset` and `strides` in elements."""
-
-    key: str
-    dtype_name: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the values."""
-        return _DTYPES[self.dtype_name]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the values."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def extent(self) -> int:
-        """Bytes of the storage up to the last value."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
-        return (self.offset + last + 1) * self.dtype.itemsize
 
 
 class TorchFile:
@@ -124,7 +53,7 @@ class TorchFile:
         strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
         return np.ndarray(tensor.shape, tensor.dtype, flat.data, 0, strides)  # which checks the bounds once more
 
-    def _check(self, name: str, tensor: _Tensor) -> None:
+    def _check(self, name: str, tensor: TensorView) -> None:
         try:
             available = self._entry(tensor).file_size
         except KeyError:
@@ -134,10 +63,10 @@ class TorchFile:
                 f"{self.path}: tensor {name} needs {tensor.extent} bytes, its record data/{tensor.key} has {available}"
             )
 
-    def _entry(self, tensor: _Tensor) -> zipfile.ZipInfo:
+    def _entry(self, tensor: TensorView) -> zipfile.ZipInfo:
         return self._archive.getinfo(f"{self._root}data/{tensor.key}")
 
-    def _bytes(self, tensor: _Tensor) -> npt.NDArray[np.uint8]:
+    def _bytes(self, tensor: TensorView) -> npt.NDArray[np.uint8]:
         entry = self._entry(tensor)
         if entry.compress_type != zipfile.ZIP_STORED:
             return np.frombuffer(bytearray(_read(self.path, self._archive, entry.filename)), np.uint8)
@@ -182,12 +111,12 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
         raise WeightError(f"{path}: corrupt record {name} ({error}); download it again") from None
 
 
-def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, _Tensor]:
+def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, TensorView]:
     if archive.getinfo(f"{root}data.pkl").file_size > _MAX_PICKLE:
         raise WeightError(f"{path}: refused: its description of the tensors is larger than any model's")
     pickled = _read(path, archive, f"{root}data.pkl")
     try:
-        state = _Unpickler(io.BytesIO(pickled)).load()
+        state = Unpickler(io.BytesIO(pickled)).load()
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
     except Exception as error:  # a hostile or broken pickle may raise anything; none of it is a bug of ours
@@ -195,70 +124,6 @@ def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, _Ten
     if not isinstance(state, dict):
         raise WeightError(f"{path}: holds no state dict but a {type(state).__name__}")
     for name, value in dict.items(state):
-        if not isinstance(name, str) or not isinstance(value, _Tensor):
+        if not isinstance(name, str) or not isinstance(value, TensorView):
             raise WeightError(f"{path}: entry {name!r} of the state dict is no tensor")
     return dict(dict.items(state))
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds dicts, lists, numbers, strings and `_Tensor`s; every other name is refused before anything runs."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._admitted = _admitted()
-
-    def find_class(self, module: str, name: str) -> Any:
-        """One of the admitted names."""
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and name in _DTYPES:
-            return name
-        if (module, name) in self._admitted:
-            return self._admitted[module, name]
-        raise WeightError(f"refused: its pickle asks for {module}.{name}, which no state dict needs")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        """The storage that a tensor names."""
-        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
-            raise WeightError("corrupt: a storage is not described as torch does")
-        return _Storage(pid[2], pid[1])
-
-
-def _admitted() -> dict[tuple[str, str], Callable[..., Any]]:
-    """What a state dict's pickle may call. Made anew for each file: a pickle can set attributes on what it gets."""
-
-    def rebuild(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> _Tensor:
-        return _tensor(storage.key, storage.dtype_name, offset, shape, strides)
-
-    def rebuild_typed(
-        storage: _Storage,
-        offset: int,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        grad: Any,
-        hooks: Any,
-        dtype: str,
-        *_: Any,
-    ) -> _Tensor:
-        return _tensor(storage.key, dtype, offset, shape, strides)
-
-    def parameter(data: _Tensor, *_: Any) -> _Tensor:
-        return data
-
-    return {
-        ("collections", "OrderedDict"): OrderedDict,
-        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
-        ("torch._utils", "_rebuild_tensor_v3"): rebuild_typed,
-        ("torch._utils", "_rebuild_parameter"): parameter,
-    }
-
-
-def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Sequence[int]) -> _Tensor:
-    numbers = (offset, *shape, *strides)
-    if (
-        dtype not in _DTYPES
-        or len(shape) != len(strides)
-        or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
-    ):
-        raise WeightError(f"corrupt: a tensor of {dtype}, shape {shape}, strides {strides}, offset {offset}")
-    return _Tensor(key, dtype, offset, tuple(shape), tuple(strides))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
@@ -31,18 +31,36 @@ class CompletionRequest(SamplingFields):
     max_tokens: Int64 | None = 16
     add_special_tokens: bool | None = True
     suffix: Any = unsupported(harmless=("",), why="no model served here fills in the middle of a text")
-    prompt_embeds: Any = unsupported(
-        why="prompts are text or token ids (--enable-prompt-embeds is not in this version)"
+    prompt_embeds: str | list[str] | None = Field(
+        None, description="Base64 of what torch.save writes of a tensor, with --enable-prompt-embeds; before `prompt`."
     )
 
     def check(self) -> None:
         """What no single field shows. Raises RequestError."""
         check_stream_options(self.stream, self.stream_options)
+        if not self.embeds:
+            return
+        for name, asked in (("echo", self.echo), ("prompt_logprobs", self.prompt_logprobs is not None)):
+            if asked:
+                raise RequestError(name, f"{name} is about a prompt's tokens, and prompt_embeds have none; drop one")
+
+    @property
+    def embeds(self) -> list[str]:
+        """The prompts that are embeddings, one entry each; their answers come first. Raises RequestError."""
+        given = self.prompt_embeds
+        embeds = [given] if isinstance(given, str) else given or []
+        if len(embeds) > MAX_PROMPTS:
+            raise RequestError(
+                "prompt_embeds", f"prompt_embeds holds {len(embeds)} prompts; at most {MAX_PROMPTS} are allowed"
+            )
+        return embeds
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one entry each. Raises RequestError."""
+        """The prompts of text or token ids, one entry each. Raises RequestError."""
         prompt = self.prompt
+        if self.embeds and (prompt is None or prompt in ("", [])):
+            return []
         if prompt is None:
             raise RequestError("prompt", "prompt is missing")
         if isinstance(prompt, str):

@@ -12,6 +12,7 @@ from pagoda.common.errors import RequestError
 from pagoda.server.answer import respond
 from pagoda.server.body import read_body
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.prompt_embeds import from_base64
 from pagoda.server.protocol.completion import CompletionRequest
 from pagoda.server.protocol.completion_answer import CompletionAnswer
 from pagoda.server.routes.shared import answer_head, answer_id, best_of, server_of, work_of
@@ -30,7 +31,8 @@ async def completions(request: Request) -> Response:
     body.check()
     try:
         params = body.params(llm.info.sampling_defaults)
-        prompts = [await prompt_of(state, body, prompt) for prompt in body.prompts]
+        prompts = [await embeds_of(state, body, text) for text in body.embeds]
+        prompts += [await prompt_of(state, body, prompt) for prompt in body.prompts]
         request_id = answer_id(request, body, "cmpl")
         work = work_of(state, body, request_id, prompts, params)
         head = answer_head(state, body, request_id, model)
@@ -38,6 +40,12 @@ async def completions(request: Request) -> Response:
         return await respond(request, state, work, answer, stream=bool(body.stream))
     except RequestError as error:
         raise body.in_own_names(error) from None
+
+
+async def embeds_of(state: ServerState, body: CompletionRequest, text: str) -> dict[str, Any]:
+    """One prompt of embeddings, for the engine. Raises RequestError."""
+    embeds = await asyncio.to_thread(from_base64, text, state.llm().info, body.truncate_prompt_tokens)
+    return {"prompt_embeds": embeds, "cache_salt": body.cache_salt}
 
 
 async def prompt_of(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
     model = state.model_name(body.model)
     llm = state.llm()
     body.check()
+    if body.embeds:
+        raise RequestError("prompt_embeds", "prompt_embeds have no tokens to show; leave it out")
     try:
         params = body.params(llm.info.sampling_defaults)
         name = answer_id(request, body, "cmpl")

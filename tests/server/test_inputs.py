@@ -53,7 +53,7 @@ def test_every_form_of_prompt(prompt: PromptType, text: str | None) -> None:
         ({"prompt": 3}, "prompt", "string"),
         ({"promt": "x"}, "promt", "no key 'promt'"),
         ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data", "text only"),
-        ({"prompt_embeds": object()}, "prompt_embeds", "text or token ids"),
+        ({"prompt_embeds": object()}, "prompt_embeds", "switched off.*--enable-prompt-embeds"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt", "empty"),
         ({"prompt": "x", "cache_salt": 3}, "cache_salt", "string"),
         (3, "prompt", "int"),

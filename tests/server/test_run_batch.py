@@ -1,5 +1,7 @@
 """run-batch: the server's answers without a server, bad lines beside good ones, files and addresses on both ends."""
 
+import base64
+import io
 import json
 import logging
 import os
@@ -16,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import fake_engine
 from support.api_bodies import LEAST
 from support.byte_text import byte_tokenizer
-from support.fake_engine import build
+from support.fake_engine import WIDTH, build
 from support.live_server import live_server
 from support.served import TESTS, environment
 
@@ -377,6 +380,15 @@ def test_settings_shape_answers(batch: Batch) -> None:
     assert "prompt_tokens_details" not in plain["usage"]
     assert shaped["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert (shaped["usage"]["prompt_tokens"], shaped["choices"][0]["message"]["content"]) == (3, "defg")
+
+
+def test_prompts_may_be_embeddings(batch: Batch) -> None:
+    rows, file = torch.zeros(3, WIDTH), io.BytesIO()
+    rows[:, 0] = torch.tensor(list(b"abc"))
+    torch.save(rows, file)
+    body = {"prompt_embeds": base64.b64encode(file.getvalue()).decode(), "max_tokens": 3}
+    assert batch.run(line(body), flags=("--enable-prompt-embeds",)) == 0
+    assert [each["response"]["body"]["choices"][0]["text"] for each in batch.answers] == ["def"]
 
 
 @pytest.mark.setting("--max-log-len", "--enable-log-requests")

@@ -12,10 +12,12 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.args import EngineArgs
+from pagoda.server.backend_options import backend_options
 from pagoda.server.flags import FlagParser
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.resolve import resolve
 
 TEXT = byte_tokenizer()
 TINY = {
@@ -318,3 +320,10 @@ def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pyte
         "--enforce-eager: reference captures no CUDA graphs",
         "--gpu-memory-utilization: reference takes no share of memory; see --kv-cache-memory-bytes",
     ]
+
+
+@pytest.mark.setting("--enable-prompt-embeds")
+def test_only_programs_must_know_of_embeddings_beforehand(folder: Path) -> None:
+    words = ("--model", str(folder), "--load-format", "dummy", "--enable-prompt-embeds", "--backend")
+    told = {name: backend_options(resolve(config(*words, name), "llm")) for name in ("reference", "jax_tpu")}
+    assert [options.get("prompt_embeds") for options in told.values()] == [None, True]

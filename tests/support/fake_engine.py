@@ -33,6 +33,9 @@ from pagoda.server.wire import EngineInfo
 
 MAX_LEN = 64
 
+WIDTH = 4
+"""Numbers in an embedding, of which the first is the token that it stands for."""
+
 CRASH_AT: int | None = 3
 """The step in which "fake:crash" fails."""
 MAX_LEN_SAY = 1024
@@ -66,6 +69,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         num_blocks=num_blocks,
         memory="",
         phases=(("pretend", 0.0),),
+        embeds_width=WIDTH if config.model.enable_prompt_embeds else 0,
     )
     if kind.startswith("pool-"):
         kind = kind.removeprefix("pool-")

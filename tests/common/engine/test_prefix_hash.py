@@ -10,6 +10,7 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.prefix_hash import ExtraKeys, extend_hashes, page_digest, root_digest
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.step import EMBEDDED
 
 
 def request(prompt: list[int], salt: str | None = None) -> Request:
@@ -41,6 +42,25 @@ def test_hashes_are_computed_on_demand_and_kept():
     first = extend_hashes(r, 2, 1)[0]
     assert len(r.hashes) == 1
     assert extend_hashes(r, 2, 2)[0] is first
+
+
+def embedded(prompt: list[int], rows: bytes) -> Request:
+    asked = EngineRequest(
+        request_id="r", prompt_token_ids=prompt, rules=SamplingRules(), max_tokens=4, prompt_embeds=rows
+    )
+    return Request.of(asked, limit=len(prompt) + 4, rank=(1,))
+
+
+def test_a_digest_covers_the_rows_of_its_page_and_those_before():
+    """Three rows of two bytes; the last page holds one, and a token."""
+    prompt = [EMBEDDED, EMBEDDED, EMBEDDED, 4]
+    first, second = extend_hashes(embedded(prompt, b"aabbcc"), 2, 2)
+    same_first, other_second = extend_hashes(embedded(prompt, b"aabbcd"), 2, 2)
+    assert (same_first, other_second == second) == (first, False)
+    assert not set(extend_hashes(embedded(prompt, b"abbbcc"), 2, 2)) & {first, second}
+    assert extend_hashes(embedded(prompt, b"aabbcc"), 2, 2) == [first, second]
+    moved = extend_hashes(embedded([EMBEDDED, EMBEDDED, 4, EMBEDDED], b"aabbcc"), 2, 2)
+    assert (moved[0], moved[1] == second) == (first, False)
 
 
 def test_extras_never_run_together():

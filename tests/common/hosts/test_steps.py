@@ -19,7 +19,7 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.engine.sleep import TAGS, Sleeper
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import EMBEDDED, StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError, WeightError
 from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.hosts.frames import send_frame
@@ -93,7 +93,15 @@ def make() -> Iterator[Make]:
 def answers(engine: Engine) -> dict[str, list[int]]:
     for number in range(5):
         prompt = [7 * number + place for place in range(1 + 4 * number)]
-        engine.add_request(EngineRequest(request_id=str(number), prompt_token_ids=prompt, rules=RULES, max_tokens=6))
+        rows = np.repeat(np.float32(prompt), 3).tobytes() if number == 3 else None
+        asked = EngineRequest(
+            request_id=str(number),
+            prompt_token_ids=prompt if rows is None else [EMBEDDED] * len(prompt),
+            rules=RULES,
+            max_tokens=6,
+            prompt_embeds=rows,
+        )
+        engine.add_request(asked)
     found: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step().outputs:
@@ -108,7 +116,9 @@ def answers_for_ever(engine: EngineCore) -> None:
 
 def arrays(plan: StepPlan) -> list[np.ndarray]:
     starts = [start.token_ids for start in plan.starts]
-    return [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples, *plan.block_tables, *starts]
+    embeds = [] if plan.embeds is None else [plan.embeds]
+    numbers = [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples]
+    return [*numbers, *plan.block_tables, *starts, *embeds]
 
 
 def test_every_host_runs_the_same_steps(make: Make) -> None:
@@ -120,6 +130,7 @@ def test_every_host_runs_the_same_steps(make: Make) -> None:
     alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
     assert found == answers(EngineCore(alone, alone.layout, LIMITS, 40))
     assert len(pair.there.plans) == len(pair.here.plans) > 6
+    assert any(plan.embeds is not None for plan in pair.there.plans)
     for ours, theirs in zip(pair.here.plans, pair.there.plans):
         assert [start.rules for start in ours.starts] == [start.rules for start in theirs.starts]
         for mine, other in zip(arrays(ours), arrays(theirs), strict=True):
@@ -262,8 +273,8 @@ def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
     ("data", "words"),
     [
         (encode(Warm()), "host 1 (b) sent Warm instead of Room"),
-        (b"\xc1", "host 1 (b) is gone: not a message of version 3: "),
-        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 3: "),
+        (b"\xc1", "host 1 (b) is gone: not a message of version 4: "),
+        (encode(Agreed(3)).replace(b"num_blocks", b"num_clocks"), "host 1 (b) is gone: not a message of version 4: "),
     ],
 )
 def test_words_out_of_place(data: bytes, words: str) -> None:

@@ -64,10 +64,11 @@ def count_tokens(history, packed, counts, count, LENGTH: tl.constexpr, VOCAB: tl
     if block * BLOCK < known:
         place = block * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(packed + count + column).to(tl.int64)
-        token = tl.load(history + row * LENGTH + place, mask=place < known, other=0)
+        token = tl.load(history + row * LENGTH + place, mask=place < known, other=VOCAB)
+        here = token < VOCAB  # an embedding of the prompt is no token
         mine = counts + column.to(tl.int64) * VOCAB + token
-        tl.atomic_or(mine, tl.full((BLOCK,), IN_PROMPT, tl.int32), mask=place < tl.minimum(prompt, known))
-        tl.atomic_add(mine, tl.full((BLOCK,), 1, tl.int32), mask=(place >= prompt) & (place < known))
+        tl.atomic_or(mine, tl.full((BLOCK,), IN_PROMPT, tl.int32), mask=here & (place < prompt))
+        tl.atomic_add(mine, tl.full((BLOCK,), 1, tl.int32), mask=here & (place >= prompt))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -11,8 +11,8 @@ def penalise(logits: Tensor, history: Tensor, packed: Tensor) -> None:
     index, row, prompt, known = packed[:4].long().unbind()
     repetition, frequency, presence = packed[4:7].view(torch.float32)[..., None].unbind()
     places, tokens, values = torch.arange(history.shape[1], device=logits.device), history[row].long(), logits[index]
-    # What lies past the known tokens is nobody's: it counts as token 0, zero times.
-    before = places < known[:, None]
+    # What lies past the known tokens is nobody's, and an embedding is no token: they count as token 0, zero times.
+    before = (places < known[:, None]) & (tokens < values.shape[1])
     tokens = torch.where(before, tokens, 0)
     counts = torch.zeros(values.shape, dtype=torch.int32, device=logits.device)
     seen = counts.scatter_add(1, tokens, before.int()) > 0

@@ -11,6 +11,7 @@ from pagoda.backends.torch_cuda.kernels.edit_logits import kernel as module
 from pagoda.common.engine.logit_edits import additions, allowed_bits, banned_words, penalties
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_rows import Place, RowState
+from pagoda.common.engine.step import EMBEDDED
 
 VOCAB, ROWS, LENGTH = 90, 4, 70
 
@@ -52,6 +53,20 @@ def test_penalties(prompt: int) -> None:
     after = both(edit_logits.penalise, torch.from_numpy(penalties(places, 2)))
     torch.testing.assert_close(after[1:3], made()[0][1:3])
     torch.testing.assert_close(after[:, 12:], made()[0][:, 12:])
+
+
+def test_an_embedding_of_the_prompt_is_no_token() -> None:
+    """A row of them and two tokens is punished for the two."""
+    logits, history = made()
+    history[5, :38] = EMBEDDED
+    history[5, 38:40] = torch.tensor([3, 8])
+    after = logits.clone(), logits.clone()
+    packed = torch.from_numpy(penalties([place(3, 5, 39, 40, repetition_penalty=1.7, presence_penalty=0.5)], 1))
+    for values, use_kernel in zip(after, (True, False)):
+        edit_logits.penalise(values, history, packed, use_kernel=use_kernel)
+    torch.testing.assert_close(after[0], after[1], rtol=1e-6, atol=1e-6)
+    changed = (after[1] != logits).nonzero().tolist()
+    assert changed == [[3, 3], [3, 8]]
 
 
 def test_additions() -> None:

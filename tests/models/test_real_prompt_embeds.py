@@ -1,0 +1,54 @@
+"""A real model whose prompts are rows of its own table: they say what the text says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagoda import LLM, SamplingParams
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+from pagoda.common.weights.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.model
+
+PROMPTS = [
+    "The three laws of thermodynamics are",
+    "Here is a list of facts about the planets of the solar system. " * 4,
+    "Once upon a time, in a small village by the sea, there lived a fisherman who",
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
+
+
+def embedding_table(file: Path) -> np.ndarray:
+    checkpoint = open_checkpoint(str(file), "auto", weights=True)
+    spec, family = spec_from_config(checkpoint.config())
+    weights = dict(family.weights(params(spec), checkpoint.tensors()))
+    return np.asarray(weights["embed"], np.float32)
+
+
+def test_rows_of_the_table_continue_as_the_text_does(model_file: Path) -> None:
+    """Prompts in chunks of 32, then from the prefix cache, with a cache that does not hold all of them at once."""
+    llm = LLM(
+        str(model_file),
+        dtype="float32",
+        max_model_len=160,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=6,
+        enable_prompt_embeds=True,
+    )
+    try:
+        table, tokenizer = embedding_table(model_file), llm.get_tokenizer()
+        rows = [{"prompt_embeds": table[tokenizer.encode(prompt)]} for prompt in PROMPTS]
+        texts = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        for _ in range(2):
+            for found, expected in zip(llm.generate(rows, GREEDY, use_tqdm=False), texts):
+                (ours,), (theirs,) = found.outputs, expected.outputs
+                assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text)
+                assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+                assert len(found.prompt_token_ids or ()) == len(expected.prompt_token_ids or ())
+    finally:
+        llm.shutdown()
