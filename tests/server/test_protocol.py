@@ -174,6 +174,7 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ],
 )
@@ -246,7 +247,13 @@ def test_defaults_of_the_model_fill_what_is_left_out() -> None:
     params = read("ChatCompletionRequest", top_k=9).params(defaults)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 9, 77)
     assert read("CompletionRequest").params({}).max_tokens == 16
-    assert read("CompletionRequest", max_tokens=None).params({}).max_tokens is None
+    assert read("CompletionRequest", max_tokens=None).params({}).max_tokens == 16
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": None, "refusal": None}])
+def test_the_model_may_have_said_nothing(said: dict[str, Any]) -> None:
+    user = {"role": "user", "content": "a"}
+    read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | said, user]).check()
 
 
 def test_minus_infinity_is_written_as_a_number() -> None:
