@@ -10,7 +10,7 @@ from pagoda.server.outputs import Logprob
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.chat import ChatCompletionRequest
 from pagoda.server.protocol.completion import CompletionRequest
-from pagoda.server.protocol.logprobs import LOWEST, TokenNames, chat_logprobs
+from pagoda.server.protocol.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
 from pagoda.server.protocol.messages import AnthropicCountTokensRequest
 from pagoda.server.protocol.usage import StreamOptions
 
@@ -254,6 +254,12 @@ def test_defaults_of_the_model_fill_what_is_left_out() -> None:
 def test_the_model_may_have_said_nothing(said: dict[str, Any]) -> None:
     user = {"role": "user", "content": "a"}
     read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | said, user]).check()
+
+
+def test_the_chosen_token_is_told_first() -> None:
+    position = {2: Logprob(-5.0, 3), 3: Logprob(-1.0, 1), 4: Logprob(-2.0, 2)}
+    told = CompletionLogprobs(1, TokenNames(None, as_ids=False)).take([2], [position])
+    assert list(told["top_logprobs"][0].items()) == [("token_id:2", -5.0), ("token_id:3", -1.0)]
 
 
 def test_minus_infinity_is_written_as_a_number() -> None:
