@@ -158,8 +158,8 @@ class PoolingInputs:
         if len(ids) > limit:
             raise RequestError(
                 "prompt",
-                f"the prompt has {len(ids)} tokens, but the model takes {limit}; shorten it or set "
-                "truncate_prompt_tokens to -1",
+                f"This model's maximum context length is {limit} tokens, but the prompt is too long: {len(ids)}; "
+                "shorten it or set truncate_prompt_tokens to -1",
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab:

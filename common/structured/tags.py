@@ -108,7 +108,8 @@ def _check_value(found: Format, key: str, where: str, depth: int) -> None:
     elif key in ("elements", "tags"):
         _need(isinstance(value, list) and 0 < len(value) <= MAX_TAGS, where, f"a list of 1 to {MAX_TAGS} formats")
         for index, each in enumerate(value):
-            part = _checked(each, f"{where}[{index}]", depth + 1)
+            untyped = key == "tags" and isinstance(each, Mapping) and "type" not in each  # they are of one type only
+            part = _checked({**each, "type": "tag"} if untyped else each, f"{where}[{index}]", depth + 1)
             _need(key == "elements" or part["type"] == "tag", f"{where}[{index}]", "a tag")
 
 

@@ -170,7 +170,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role", f"{where}.role must be a string such as 'user'")
     if content is None:
-        if not any(message.get(each) for each in ("tool_calls", "reasoning", "reasoning_content")):
+        if role != "assistant":  # which may have called or thought only, or said nothing
             raise RequestError(f"{where}.content", f"{where}.content is missing")
     elif not isinstance(content, str | list):
         raise RequestError(f"{where}.content", f"{where}.content must be a string or a list of parts")

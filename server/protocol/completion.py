@@ -14,6 +14,7 @@ from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import check_stream_options
 
 MAX_PROMPTS: Final = 4096
+DEFAULT_MAX_TOKENS: Final = 16
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -28,7 +29,7 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     echo: bool | None = False
     logprobs: Int64 | None = None
-    max_tokens: Int64 | None = 16
+    max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default.")
     add_special_tokens: bool | None = True
     suffix: Any = unsupported(harmless=("",), why="no model served here fills in the middle of a text")
     prompt_embeds: str | list[str] | None = Field(
@@ -82,11 +83,15 @@ class CompletionRequest(SamplingFields):
         """echo with max_tokens 0: nothing generated is shown."""
         return bool(self.echo) and self.max_tokens == 0
 
+    @property
+    def _max_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """SamplingParams. `defaults`: the model's own. Raises RequestError."""
         own: dict[str, Any] = {
             "logprobs": self.logprobs,
-            "max_tokens": 1 if self.shows_prompt_only else self.max_tokens,
+            "max_tokens": 1 if self.shows_prompt_only else self._max_tokens,
         }
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             own["prompt_logprobs"] = self.logprobs

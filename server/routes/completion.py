@@ -68,6 +68,6 @@ def _prompt_text(state: ServerState, body: CompletionRequest) -> Any:
     def text(output: RequestOutput) -> str:
         if output.prompt is not None and body.truncate_prompt_tokens is None:
             return output.prompt
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids or [])
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)
 
     return text

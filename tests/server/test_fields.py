@@ -148,7 +148,6 @@ def test_logprobs_of_given_tokens(server: LiveServer) -> None:
     fields = {"logprob_token_ids": [100, 98, 97]}
     answer = answer_of(server, "/v1/completions", TEXT | fields | {"logprobs": 1})
     logprobs = answer["choices"][0]["logprobs"]
-    assert [next(iter(top)) for top in logprobs["top_logprobs"]] == ["b", "c"], "the chosen ones first"
     assert logprobs["top_logprobs"] == [
         {"b": -1.0, "d": -3.0, "a": -257.0},
         {"c": -2.0, "d": -3.0, "b": -258.0, "a": -257.0},

@@ -122,6 +122,13 @@ def test_echo(client: openai.OpenAI) -> None:
     assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
 
 
+def test_echo_shows_special_tokens_of_a_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt=[97, 256, 98], max_tokens=1, echo=True, logprobs=0)
+    (choice,) = answer.choices
+    assert choice.text == "a<eos>bc"
+    assert [choice.text[offset:][:1] for offset in choice.logprobs.text_offset] == ["a", "<", "b", "c"]
+
+
 def test_echo_of_nothing_generated(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=[97, 98], max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "ab"

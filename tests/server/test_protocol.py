@@ -10,7 +10,7 @@ from pagoda.server.outputs import Logprob
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.chat import ChatCompletionRequest
 from pagoda.server.protocol.completion import CompletionRequest
-from pagoda.server.protocol.logprobs import LOWEST, TokenNames, chat_logprobs
+from pagoda.server.protocol.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
 from pagoda.server.protocol.messages import AnthropicCountTokensRequest
 from pagoda.server.protocol.usage import StreamOptions
 
@@ -174,6 +174,7 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ],
 )
@@ -246,7 +247,19 @@ def test_defaults_of_the_model_fill_what_is_left_out() -> None:
     params = read("ChatCompletionRequest", top_k=9).params(defaults)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 9, 77)
     assert read("CompletionRequest").params({}).max_tokens == 16
-    assert read("CompletionRequest", max_tokens=None).params({}).max_tokens is None
+    assert read("CompletionRequest", max_tokens=None).params({}).max_tokens == 16
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": None, "refusal": None}])
+def test_the_model_may_have_said_nothing(said: dict[str, Any]) -> None:
+    user = {"role": "user", "content": "a"}
+    read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | said, user]).check()
+
+
+def test_the_chosen_token_is_told_first() -> None:
+    position = {2: Logprob(-5.0, 3), 3: Logprob(-1.0, 1), 4: Logprob(-2.0, 2)}
+    told = CompletionLogprobs(1, TokenNames(None, as_ids=False)).take([2], [position])
+    assert list(told["top_logprobs"][0].items()) == [("token_id:2", -5.0), ("token_id:3", -1.0)]
 
 
 def test_minus_infinity_is_written_as_a_number() -> None:

@@ -22,6 +22,9 @@ from pagoda.server.protocol.structured import StructuredFields
 ABC = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TAGS = {"structures": [{"begin": "<f>", "schema": ABC, "end": "</f>"}], "triggers": ["<f>"]}
 FORM = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": ABC}, "end": "</f>"}
+UNTYPED = {key: value for key, value in FORM.items() if key != "type"}
+ONCE = {"at_least_one": True, "stop_after_first": True}
+ONE_OF_UNTYPED = {"type": "tags_with_separator", "separator": ",", "tags": [UNTYPED], **ONCE}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,7 @@ def complete(server: LiveServer, **body: Any) -> Any:
         ({"response_format": {"type": "text"}}, "bcdefghijklmnopqrstu"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}, '{"a": 1}'),
         ({"response_format": {"type": "structural_tag", "format": FORM}}, '<f>{"a": 1}</f>'),
+        ({"response_format": {"type": "structural_tag", "format": ONE_OF_UNTYPED}}, '<f>{"a": 1}</f>'),
         ({"response_format": {"type": "structural_tag", **TAGS}}, "bcdefghijklmnopqrstu"),
         ({"structured_outputs": {"json": ABC, "disable_any_whitespace": True}}, '{"a":1}'),
         ({"structured_outputs": {"json": json.dumps(ABC), "whitespace_pattern": " ?"}}, '{"a": 1}'),
