@@ -6,6 +6,7 @@ To add one: write its file, or a declaration in the file of the machine that rea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Final, cast
 
@@ -39,6 +40,7 @@ TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "internlm": ("tagged_json", "INTERNLM"),
     "jamba": ("tagged_json", "JAMBA"),
     "kimi_k2": ("named_json", "KIMI_K2"),
+    "kimi_k3": ("tagged_parameters", "KIMI_K3"),
     "lfm2": ("pythonic", "LFM2"),
     "ling3": ("tagged_parameters", "GLM"),
     "llama3_json": ("tagged_json", "LLAMA_JSON"),
@@ -49,6 +51,7 @@ TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "minicpm5": ("tagged_parameters", "MINICPM5"),
     "minimax": ("tagged_json", "JAMBA"),
     "minimax_m2": ("tagged_parameters", "MINIMAX_M2"),
+    "minimax_m3": ("elements", "MINIMAX_M3"),
     "mistral": ("named_json", "MISTRAL"),
     "olmo3": ("pythonic", "OLMO3"),
     "openai": ("harmony", "HARMONY"),
@@ -65,6 +68,9 @@ TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "xlam": ("tagged_json", "XLAM"),
 }
 """Value of --tool-call-parser -> (module of `parsers.tool`, name of the format in it)."""
+
+_NEAREST: Final = {"hy_v4": "hy_v3", "inkling": "hermes", "k2_horizon": "glm45", "muse_glimmer": "minimax_m2"}
+"""Names that vLLM has and we have not -> the format that is written most alike, to begin one's own from."""
 
 REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "cohere_command3": ("cohere_command", "COMMAND3"),
@@ -172,8 +178,10 @@ def _found(kind: _Kind, name: str, plugin: str) -> Any:
     installed = plugins.installed(kind.group)
     if name in installed:
         return _checked(kind.flag, name, plugins.load(kind.flag, name, kind.group), kind.parts)
-    known = ", ".join(sorted({*added, *kind.ours, *installed}))
-    raise ConfigError(kind.flag, f"there is no format {name!r}; use one of {known}")
+    known = sorted({*added, *kind.ours, *installed})
+    nearest = [_NEAREST[name]] if name in _NEAREST else get_close_matches(name, known, 1)
+    hint = f", of which {nearest[0]} is nearest" if nearest and nearest[0] in known else ""
+    raise ConfigError(kind.flag, f"there is no format {name!r}; use one of {', '.join(known)}{hint}")
 
 
 def _own(kind: _Kind, name: str) -> Any:

@@ -136,6 +136,7 @@ EXAMPLES = [
         for form, before, after in (
             ("granite", "<|tool_call|> ", ""),
             ("granite", "<tool_call>", ""),
+            ("granite", "<tool_call>", "</tool_call>"),
             ("granite", "", ""),
             ("phi4_mini_json", "functools", ""),
             ("phi4_mini_json", "<|tool_call|>", "<|/tool_call|>"),
@@ -403,7 +404,13 @@ EXAMPLES = [
         "\nbye",
     ),
     example("qwen3_coder", "<tool_call>{}</tool_call> and <function= x", "<tool_call>{}</tool_call> and <function= x"),
-    example("qwen3_coder", "<tool_call>\n<function=now>\noops</function>\n</tool_call>", ("now", ""), "\noops\n"),
+    example("qwen3_coder", "<tool_call>\n<function=now>\noops</function>\n</tool_call>", ("now", "{}")),
+    example(
+        "qwen3_coder",
+        '<function="weather">\nHm.\n<parameter="city">\na\n</parameter>\n</function>\n</tool_call> bye',
+        ("weather", '{"city": "a"}'),
+        " bye",
+    ),
     example(
         "minimax_m2",
         'Ok.<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris 🗼</parameter>\n'
@@ -416,6 +423,15 @@ EXAMPLES = [
         '<minimax:tool_call><invoke name="weather"><parameter name="city">  a\n</parameter></invoke>'
         "</minimax:tool_call>",
         ("weather", '{"city": "  a\\n"}'),
+    ),
+    *(
+        example(
+            "minimax_m2",
+            f"<minimax:tool_call><invoke name={quote}weather{quote}><parameter name={quote}city{quote}>'a'</parameter>"
+            "</invoke></minimax:tool_call>",
+            ("weather", '{"city": "\'a\'"}'),
+        )
+        for quote in ("'", "")
     ),
     example(
         "dots",
@@ -435,6 +451,46 @@ EXAMPLES = [
         "minicpm5",
         '<function name="f"><param name="a"><![CDATA[x < "]]y]]></param><param name="b">[1]</param></function>',
         ("f", '{"a": "x < \\"]]y", "b": [1]}'),
+    ),
+    example(
+        "kimi_k3",
+        '<|open|>response<|sep|>Ok.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="weather" index="1"'
+        '<|sep|><|open|>argument key="city" type="string"<|sep|>Paris 🗼<|close|>argument<|sep|><|open|>argument '
+        'key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"'
+        "<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        "Ok.",
+        *CALLS,
+    ),
+    example(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>5'
+        '<|close|>argument<|sep|><|open|>argument key="b" type="null"<|sep|>null<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        ("f", '{"a": "5", "b": null}'),
+    ),
+    *(
+        example("minimax_m3", text.replace("~", "]<]minimax[>["), *events)
+        for text, events in (
+            (
+                'Ok.\n~<tool_call>\n~<invoke name="weather">\n~<city>Paris 🗼~</city>\n~<days>3~</days>\n'
+                '~</invoke>\n~<invoke name="now">\n~</invoke>\n~</tool_call>',
+                ("Ok.\n", *CALLS),
+            ),
+            (
+                '~<invoke name="weather">~<tags>~<item>a~</item>~<item>5~</item>~</tags>~<place>~<lat>1.5~</lat>'
+                "~<at>x~</at>~<at>2~</at>~</place>~</invoke>",
+                (("weather", '{"tags": ["a", "5"], "place": {"lat": 1.5, "at": ["x", "2"]}}'),),
+            ),
+            (
+                '~<invoke name="f">~<a>5~</a>~<b>x~<c>~</c>~</b>~</invoke>\n'
+                '~<invoke name="weather">~<tags> ~</tags>~<place>~</place>~</invoke>',
+                (("f", '{"a": "5", "b": {"c": "", "$text": "x"}}'), ("weather", '{"tags": [], "place": {}}')),
+            ),
+            (
+                '~<invoke name="now">~<a>x~</b>~</invoke> sorry',
+                (("now", '{"a": '), "x]<]minimax[>[</b> sorry"),
+            ),
+        )
     ),
     example(
         "step3",
@@ -474,6 +530,11 @@ EXAMPLES = [
         ("f", '{"a": "5", "b": 5}'),
     ),
     example(
+        "deepseek_v4",
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">5</｜DSML｜parameter></｜DSML｜invoke>',
+        ("f", '{"a": 5}'),
+    ),
+    example(
         "glm45",
         "Ok.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris 🗼</arg_value>\n<arg_key>days</arg_key>"
         "\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
@@ -502,6 +563,7 @@ EXAMPLES = [
         "Ok.",
         *CALLS,
     ),
+    example("glm45", "<tool_call>f<arg_key>a</arg_key>\n</tool_call>", ("f", "{}")),
     example("glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
     # Marks around strings.
     *(
@@ -526,6 +588,13 @@ EXAMPLES = [
             '{"city": "a, \\"b\\": {}\\n", "days": 3, "tags": ["x", "y"], '
             '"place": {"lat": -1.5, "at": true}, "exact": true, "note": "word"}',
         ),
+    ),
+    example(
+        "gemma4",
+        "<|tool_call>call:f{a:,b:[1, <tool_call|><|tool_call>call:f{a:5 <tool_call|> bye",
+        ("f", '{"a": "", "b": [1]}'),
+        ("f", '{"a": 5}'),
+        " bye",
     ),
     # Harmony.
     example(

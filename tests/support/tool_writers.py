@@ -116,6 +116,32 @@ def kimi(calls: Sequence[Call]) -> str:
     return "<|tool_calls_section_begin|>" + "".join(parts) + "<|tool_calls_section_end|>" if calls else ""
 
 
+def kimi_k3(calls: Sequence[Call]) -> str:
+    kinds = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+    parts = (
+        f'<|open|>call tool="{name}" index="{n}"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{key}" type="{kinds[type(value)]}"<|sep|>{raw(value)}<|close|>argument<|sep|>'
+            for key, value in values.items()
+        )
+        + "<|close|>call<|sep|>"
+        for n, (name, values) in enumerate(calls, 1)
+    )
+    return "<|open|>tools<|sep|>" + "".join(parts) + "<|close|>tools<|sep|>" if calls else ""
+
+
+def elements(prefix: str) -> Writer:
+    """Each argument as an element; lists and objects in one as JSON, since their items have no types here."""
+
+    def one(name: str, values: dict[str, Any]) -> str:
+        parts = "".join(f"{prefix}<{key}>{raw(value)}{prefix}</{key}>" for key, value in values.items())
+        return f'{prefix}<invoke name="{name}">{parts}{prefix}</invoke>\n'
+
+    return lambda calls: (
+        f"{prefix}<tool_call>\n{''.join(one(*each) for each in calls)}{prefix}</tool_call>" if calls else ""
+    )
+
+
 HERMES = objects("<tool_call>\n", "\n</tool_call>", "\n")
 QWEN = tagged(
     "<tool_call>\n", "<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n", "</tool_call>\n"
@@ -187,6 +213,7 @@ WRITERS: dict[str, Writer] = {
     "internlm": objects("<|action_start|><|plugin|>", "<|action_end|>", arguments="parameters"),
     "jamba": listed("<tool_calls>", "</tool_calls>"),
     "kimi_k2": kimi,
+    "kimi_k3": kimi_k3,
     "lfm2": pythonic("<|tool_call_start|>", "<|tool_call_end|>"),
     "ling3": tagged("", "<tool_call>{}\n", GLM, "</arg_value>\n", "</tool_call>\n", ""),
     "llama3_json": objects("", "", "; ", arguments="parameters"),
@@ -205,6 +232,7 @@ WRITERS: dict[str, Writer] = {
         "</minimax:tool_call>",
         once=True,
     ),
+    "minimax_m3": elements("]<]minimax[>["),
     "mistral": named("", "[TOOL_CALLS]", "[ARGS]", "", ""),
     "olmo3": pythonic("<function_calls>", "</function_calls>", ("", "\n", "")),
     "openai": harmony,

@@ -51,11 +51,14 @@ class Escaped:
     def _object(
         self, scanner: Scanner, sink: Sink, depth: int, tools: Sequence[Tool] = (), tool: str = ""
     ) -> Reading[None]:
-        """An object. `tool`: the one whose arguments it is; its schema says what is a string in spite of its looks."""
+        """An object, which what closes the call closes too.
+
+        `tool`: the one whose arguments it is; its schema says what is a string in spite of its looks.
+        """
         sink((yield from scanner.expect("{")))
         comma = ""
         yield from scanner.space()
-        while not (yield from scanner.accept("}")):
+        while not ((yield from scanner.accept("}")) or (yield from scanner.looking_at(self.end))):
             key = yield from self._key(scanner)
             sink(f'{comma}"{json_text.quoted(key)}": ')
             yield from self._value(scanner, sink, depth, types_of(tools, tool, key) if tool else frozenset())
@@ -67,7 +70,7 @@ class Escaped:
         sink((yield from scanner.expect("[")))
         comma = ""
         yield from scanner.space()
-        while not (yield from scanner.accept("]")):
+        while not ((yield from scanner.accept("]")) or (yield from scanner.looking_at(self.end))):
             sink(comma)
             yield from self._value(scanner, sink, depth, frozenset())
             comma = ", "
@@ -118,11 +121,9 @@ class Escaped:
                 yield from json_text.string(scanner, sink)
             case _:
                 word = yield from scanner.run(_WORD)
-                if not word.strip():
-                    yield from scanner.need(self.mark)
+                if (yield from scanner.need(",", "}", "]", self.mark, self.end)) == self.mark and not word.strip():
                     raise Malformed
-                yield from scanner.need(",", "}", "]", self.mark)
-                sink(as_json(word.strip(), types))
+                sink(as_json(word.strip(), types) if word.strip() else '""')
 
     def _marked(self, scanner: Scanner, sink: Sink) -> Reading[None]:
         yield from scanner.until(markers(self.mark), sink)

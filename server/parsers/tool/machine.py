@@ -43,13 +43,18 @@ class Machine:
 
 
 def calls_in_text(
-    scanner: Scanner, output: Output, opens: Mapping[str, tuple[str, ...]], read: Callable[[str], Reading[None]]
+    scanner: Scanner,
+    output: Output,
+    opens: Mapping[str, tuple[str, ...]],
+    read: Callable[[str], Reading[None]],
+    *,
+    silent: tuple[str, ...] = (),
 ) -> Reading[None]:
     """Content, up to the end of the answer, and in it calls.
 
     `opens`: texts that open calls -> what closes them, outermost first; both belong to the format. `read`: reads what
     comes behind an opening text, up to what closes it. Where that is malformed before a call is sure, all of it is
-    content; where it is malformed later, the rest of it is.
+    content; where it is malformed later, the rest of it is. `silent`: texts around content that are none.
     """
 
     def opened(begin: str) -> Reading[None]:
@@ -59,9 +64,12 @@ def calls_in_text(
     awaited: tuple[str, ...] = ()
     while True:
         begins = (begin for begin in opens if not any(end in begin for end in awaited))
-        found = yield from scanner.until(markers(*awaited, *begins), output.content)
+        found = yield from scanner.until(markers(*awaited, *begins, *silent), output.content)
         if not found:
             break
+        if found in silent:
+            yield from scanner.take(len(found))
+            continue
         if found in awaited:
             yield from scanner.take(len(found))
             output.drop_space()

@@ -1,4 +1,4 @@
-"""Names that stand in the text without quotes."""
+"""Names that stand in the text, most often without quotes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
 
 LONGEST: Final = 256
+QUOTES: Final = ('"', "'")
 _CHARACTERS: Final = re.compile(r"[\w.:/$-]*")
 
 
@@ -18,4 +19,13 @@ def name_of(scanner: Scanner) -> Reading[str]:
     yield from scanner.space()
     if not 0 < len(name) <= LONGEST:
         raise Malformed
+    return name
+
+
+def quoted_name(scanner: Scanner) -> Reading[str]:
+    """The name that comes next, in quotes or not: models put it into those of their own liking."""
+    quote = yield from scanner.accept(*QUOTES)
+    name = yield from name_of(scanner)
+    if quote:
+        yield from scanner.expect(quote)
     return name

@@ -63,7 +63,7 @@ HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),))
 """Also what Qwen 2.5 and 3, Granite 4 and ERNIE 4.5 write."""
 
 LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True, lines=True)
-GRANITE: Final = TaggedJson((Tag("<|tool_call|>"), Tag("<tool_call>")), bare=True)
+GRANITE: Final = TaggedJson((Tag("<|tool_call|>"), Tag("<tool_call>", "</tool_call>")), bare=True)
 GRANITE_20B_FC: Final = TaggedJson((Tag("<function_call>"),))
 PHI4_MINI: Final = TaggedJson((Tag("functools", sure=False), Tag("<|tool_call|>", "<|/tool_call|>")))
 JAMBA: Final = TaggedJson((Tag("<tool_calls>", "</tool_calls>"),))

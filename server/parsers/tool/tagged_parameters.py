@@ -14,7 +14,7 @@ from typing import Final
 from pagoda.server.parsers.parser import Parser, Tool
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.machine import Machine, calls_in_text
-from pagoda.server.parsers.tool.names import LONGEST, name_of
+from pagoda.server.parsers.tool.names import LONGEST, QUOTES, name_of, quoted_name
 from pagoda.server.parsers.tool.output import Output
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner, Sink, markers
 from pagoda.server.parsers.tool.schemas import types_of
@@ -28,13 +28,15 @@ class TaggedParameters:
     `blocks`: what calls stand in, outermost first, and what closes it; models leave it out at times. `kind`: what may
     stand before `call`, the name behind it. `between`: what stands between a key and its value. `lines`: values may
     stand on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is.
-    `quotes`: what a value may stand in, which is none of it.
+    `quotes`: what a value may stand in, which is none of it. `head_end`: what comes behind the name and what else is
+    said about the call. `silent`: texts around content that are none.
     """
 
     blocks: tuple[tuple[str, str], ...] = ()
     kind: str = ""
     call: str
     name_end: str = ""
+    head_end: str = ""
     key: str
     key_ends: tuple[str, ...]
     json_ends: tuple[str, ...] = ()
@@ -43,6 +45,7 @@ class TaggedParameters:
     quotes: tuple[str, str] = ("", "")
     lines: bool = False
     call_end: str
+    silent: tuple[str, ...] = ()
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         """A reader of one answer."""
@@ -55,8 +58,8 @@ class TaggedParameters:
             yield from self._call(scanner, output, tools)
 
         ends = (*(end for _, end in self.blocks), self.call_end)
-        opens = {begin: ends[depth:] for depth, begin in enumerate((*(begin for begin, _ in self.blocks), self.call))}
-        yield from calls_in_text(scanner, output, opens, read)
+        opens = dict.fromkeys((*(begin for begin, _ in self.blocks), self.call), ends)
+        yield from calls_in_text(scanner, output, opens, read, silent=self.silent)
 
     def _opened(self, scanner: Scanner) -> Reading[None]:
         """Within a block: the blocks in it, up to the call."""
@@ -69,29 +72,34 @@ class TaggedParameters:
         yield from scanner.expect(self.call)
 
     def _call(self, scanner: Scanner, output: Output, tools: Sequence[Tool]) -> Reading[None]:
-        name = yield from name_of(scanner)
+        name = yield from quoted_name(scanner)
         yield from scanner.expect(self.name_end) if self.name_end else scanner.need(self.key, self.call_end)
+        if self.head_end:
+            yield from scanner.until(markers(self.head_end), json_text.skipped)
+            yield from scanner.expect(self.head_end)
         output.call(name)
         opening, more = "{", (self.key, self.call_end, *(end for _, end in self.blocks))
-        yield from scanner.space()
-        while (yield from scanner.need(*more)) == self.key:
+        while (yield from scanner.until(markers(*more), json_text.skipped)) == self.key:
             yield from scanner.expect(self.key)
             key, end = yield from self._key(scanner)
+            if self.between:
+                yield from scanner.space()
+                if not (yield from scanner.accept(self.between)):
+                    continue  # a key without a value
             output.arguments(f'{opening}"{json_text.quoted(key)}": ')
             types = types_of(tools, name, key) or (frozenset() if end in self.json_ends else STRING)
             yield from self._value(scanner, output.arguments, types)
             opening = ", "
-            yield from scanner.space()
+        yield from scanner.need(*more)
         output.arguments("{}" if opening == "{" else "}")
 
     def _key(self, scanner: Scanner) -> Reading[tuple[str, str]]:
         pieces: list[str] = []
         yield from scanner.until(markers(*self.key_ends), pieces.append)
         end = yield from scanner.expect(*self.key_ends)
-        if self.between:
-            yield from scanner.space()
-            yield from scanner.expect(self.between)
         key = "".join(pieces).strip()
+        if key.startswith(QUOTES) and key.endswith(key[0]):
+            key = key[1:-1]
         if not 0 < len(key) <= LONGEST:
             raise Malformed
         return key, end
@@ -141,20 +149,20 @@ SEED_OSS: Final = replace(QWEN3_CODER, blocks=(("<seed:tool_call>", "</seed:tool
 MIMO: Final = replace(QWEN3_CODER, lines=False)
 MINIMAX_M2: Final = TaggedParameters(
     blocks=(("<minimax:tool_call>", "</minimax:tool_call>"),),
-    call='<invoke name="',
-    name_end='">',
-    key='<parameter name="',
-    key_ends=('">',),
+    call="<invoke name=",
+    name_end=">",
+    key="<parameter name=",
+    key_ends=(">",),
     value_end="</parameter>",
     call_end="</invoke>",
 )
 STEP3: Final = TaggedParameters(
     blocks=(("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"), ("<｜tool_call_begin｜>", "<｜tool_call_end｜>")),
     kind="function<｜tool_sep｜>",
-    call='<steptml:invoke name="',
-    name_end='">',
-    key='<steptml:parameter name="',
-    key_ends=('">',),
+    call="<steptml:invoke name=",
+    name_end=">",
+    key="<steptml:parameter name=",
+    key_ends=(">",),
     value_end="</steptml:parameter>",
     call_end="</steptml:invoke>",
 )
@@ -164,7 +172,7 @@ DEEPSEEK_V32: Final = TaggedParameters(
     name_end='">',
     key='<｜DSML｜parameter name="',
     key_ends=('" string="true">', '" string="false">', '">'),
-    json_ends=('" string="false">',),
+    json_ends=('" string="false">', '">'),
     value_end="</｜DSML｜parameter>",
     call_end="</｜DSML｜invoke>",
 )
@@ -191,12 +199,27 @@ POOLSIDE: Final = replace(GLM, json_ends=("</arg_key>",))
 HUNYUAN: Final = replace(GLM, blocks=(("<tool_calls>", "</tool_calls>"),), name_end="<tool_sep>")
 DOTS: Final = replace(MINIMAX_M2, blocks=(("<dots_function_call>", "</dots_function_call>"),))
 MINICPM5: Final = TaggedParameters(
-    call='<function name="',
-    name_end='">',
-    key='<param name="',
-    key_ends=('">',),
-    json_ends=('">',),
+    call="<function name=",
+    name_end=">",
+    key="<param name=",
+    key_ends=(">",),
+    json_ends=(">",),
     value_end="</param>",
     quotes=("<![CDATA[", "]]>"),
     call_end="</function>",
+)
+_KIMI_TYPES: Final = tuple(
+    f'" type="{kind}"<|sep|>' for kind in ("number", "integer", "boolean", "null", "object", "array")
+)
+KIMI_K3: Final = TaggedParameters(
+    blocks=(("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),),
+    call='<|open|>call tool="',
+    name_end='"',
+    head_end="<|sep|>",
+    key='<|open|>argument key="',
+    key_ends=('" type="string"<|sep|>', *_KIMI_TYPES),
+    json_ends=_KIMI_TYPES,
+    value_end="<|close|>argument<|sep|>",
+    call_end="<|close|>call<|sep|>",
+    silent=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )

@@ -50,6 +50,15 @@ TOOL_FORMATS = {"shouting": Shouting(), "hermes": Shouting()}
 REASONING_FORMATS = {"shouting": Shouting()}
 """
 
+VLLM_0_32 = """
+apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
+functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b hy_v3 hy_v4 inkling
+internlm jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5
+minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json plamo3 poolside_v1 pythonic qwen3_coder
+qwen3_json qwen3_xml seed_oss step3 step3p5 xlam
+"""
+"""The tool parsers that vLLM 0.32 registers."""
+
 
 class Installed:
     def parser(self, tools: object) -> Parser:
@@ -74,10 +83,22 @@ def test_every_name_has_a_format() -> None:
 
 
 def test_unknown_names_are_refused_with_those_there_are(plugin: str) -> None:
-    with pytest.raises(ConfigError, match=r"--tool-call-parser: there is no format 'herms'; use one of .*hermes.*xlam"):
+    with pytest.raises(
+        ConfigError, match=r"--tool-call-parser: there is no format 'herms'; use one of .*xlam, of which hermes is"
+    ):
         tool_format("herms")
     with pytest.raises(ConfigError, match=r"--reasoning-parser: there is no format 'r1'.*qwen3, seed_oss, shouting"):
         reasoning_format("r1", plugin)
+
+
+def test_every_name_of_vllm_is_known_or_refused_with_the_nearest() -> None:
+    for name in VLLM_0_32.split():
+        if name not in TOOL_FORMATS:
+            with pytest.raises(ConfigError, match=r"there is no format .*(, of which \w+ is nearest|hermes)"):
+                tool_format(name)
+    assert set(VLLM_0_32.split()) - set(TOOL_FORMATS) == {"hf", "hy_v4", "inkling", "k2_horizon", "muse_glimmer"}
+    with pytest.raises(ConfigError, match="of which hy_v3 is nearest"):
+        tool_format("hy_v4")
 
 
 def test_a_plugin_adds_names_and_takes_ours(plugin: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.server.parsers.parser import Tool
-from pagoda.server.parsers.tool.schemas import types_of
+from pagoda.server.parsers.tool.schemas import arguments_of, types_of
 from pagoda.server.parsers.tool.typed import as_json
 
 STRING = {"type": "string"}
@@ -31,6 +31,9 @@ STRING = {"type": "string"}
         ({"$ref": "#/nowhere/at/all"}, set()),
         ({"$ref": 5}, set()),
         ({"type": 5}, set()),
+        ({"properties": {"b": STRING}}, {"object"}),
+        ({"additionalProperties": True}, {"object"}),
+        ({"items": STRING}, {"array"}),
         ({"type": [[], "string"]}, {"string"}),
         ({"anyOf": 5}, set()),
         ({"enum": 5}, set()),
@@ -45,6 +48,21 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
     )
     assert types_of([tool], "f", "a") == types
     assert types_of([tool], "f", "b") == types_of([tool], "g", "a") == frozenset()
+
+
+def test_shapes_within_shapes() -> None:
+    schema = {
+        "properties": {
+            "a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]},
+            "b": {"additionalProperties": STRING},
+        },
+        "$defs": {"list": {"items": {"properties": {"c": {"type": "boolean"}}}}},
+    }
+    shape = arguments_of([Tool("f", schema)], "f")
+    assert shape.property("a").types == {"null", "array"}
+    assert shape.property("a").item().property("c").types == {"boolean"}
+    assert shape.property("b").property("whatever").types == {"string"}
+    assert shape.property("c").item().property("d").types == frozenset()
 
 
 @pytest.mark.parametrize("parameters", [{}, {"properties": 5}, {"properties": None}, None, 5])
@@ -66,6 +84,12 @@ def test_tools_that_say_nothing(parameters: Any) -> None:
         ("five", "number", "five"),
         ("True", "boolean", True),
         ("True", "", True),
+        (" TRUE", "boolean string", True),
+        ("1", "boolean", True),
+        ("0", "boolean null", False),
+        ("1", "boolean string", "1"),
+        ("0", "boolean number", 0),
+        ("NULL", "number null", None),
         ("true", "number", True),
         ("{'a': [1, None]}", "object", {"a": [1, None]}),
         ("{'a': [1, None]}", "", {"a": [1, None]}),
