@@ -76,6 +76,42 @@ async def test_whoever_cancels_it_is_not_told_that_the_client_left() -> None:
         await task
 
 
+async def test_whoever_cancels_it_while_it_is_cut_is_heard() -> None:
+    stopping, work = Stopping(), Work()
+    task = asyncio.ensure_future(until_left(Client().receive, stopping, work.run()))
+    await work.began.wait()
+    stopping.set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_the_end_of_cut_work_is_not_cut_again() -> None:
+    client, stopping, ended = Client(), Stopping(), []
+    began, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await may_end.wait()
+            ended.append("in good order")
+
+    task = asyncio.ensure_future(until_left(client.receive, stopping, work()))
+    await began.wait()
+    stopping.set()
+    await ending.wait()
+    client.left.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(task, 5)
+    assert ended == ["in good order"]
+
+
 async def test_what_happens_later_does_not_reach_the_caller() -> None:
     """The caller goes on in the same task."""
     client, stopping = Client(), Stopping()
