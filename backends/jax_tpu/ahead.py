@@ -138,7 +138,7 @@ def _schedule(dump: Path) -> Schedule | None:
     return schedule
 
 
-def _largest(catalogue: ProgramSet[Key]) -> list[Key]:
+def _largest(catalogue: ProgramSet[Any]) -> list[Key]:
     """The largest program of each kind."""
     found: dict[object, Key] = {}
     for key in catalogue:

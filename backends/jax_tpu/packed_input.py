@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.step_input import KernelChoice
+from pagoda.common.config.pooler import PoolingKind
 from pagoda.common.engine.pooling import PoolPlan
-from pagoda.common.models.spec import Attention, PoolingKind
+from pagoda.common.models.spec import Attention
 from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
 
 Int32 = npt.NDArray[np.int32]

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import jax
 import numpy as np
@@ -35,6 +36,8 @@ from pagoda.common.models.spec import ModelSpec, Pooler
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
 logger = logging.getLogger(__name__)
+
+_NO_ROWS: Final[Float32] = np.zeros((0, 0), np.float32)
 
 
 def create(
@@ -79,7 +82,7 @@ class PendingVectors:
 
     def result(self) -> tuple[Float32, ...]:
         """Wait for the step."""
-        whole, each = (None if raw is None else np.asarray(raw) for raw in (self.whole, self.each))
+        whole, each = (_NO_ROWS if raw is None else np.asarray(raw) for raw in (self.whole, self.each))
         starts = self.plan.query_start.tolist()
         answers = list[Float32]()
         for index, rules in enumerate(self.plan.rules):

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from pagoda.backends.jax_tpu.budget import GIB, Budget, ProgramMemory
+from pagoda.backends.jax_tpu.budget import Budget, ProgramMemory
 from pagoda.backends.jax_tpu.catalogue import Choose, Forward, ForwardRows, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.memory import GIB
 from pagoda.backends.jax_tpu.needs import PROMPT, Key, Need
 from pagoda.backends.jax_tpu.packed_input import PackedShape
 from pagoda.backends.jax_tpu.program_set import ProgramSet

@@ -14,9 +14,9 @@ pytest.importorskip("flax")
 import support.jax_devices  # noqa: F401
 
 from pagoda.backends.jax_tpu.ahead import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.budget import GIB, Budget, plan_blocks, with_devices
+from pagoda.backends.jax_tpu.budget import Budget, plan_blocks, with_devices
 from pagoda.backends.jax_tpu.catalogue import Catalogue, Forward
-from pagoda.backends.jax_tpu.memory import weight_bytes
+from pagoda.backends.jax_tpu.memory import GIB, weight_bytes
 from pagoda.backends.jax_tpu.model import Model
 from pagoda.backends.jax_tpu.needs import Load, full_load, need
 from pagoda.backends.jax_tpu.report import Compiled
