@@ -3,9 +3,9 @@
 usage: python benchmarks/tpu_pooling.py [--model NAME ...] [--topology NAME ...] [--tokens N ...] [--output FILE.json]
 
 A row per program: the cycles that XLA estimates for its operations (loops of the attention both ways as often as
-prompts of 256 tokens take), the least time of the attention kernel for the same prompts, the roofline of all that the step must
-move and compute, and the compiler's memory. `share_of_mxu` is the FLOP at the chip's peak over the time. Rows of other
-programs in the file stay.
+prompts of 256 tokens take), the least time of the attention kernel for the same prompts, the roofline of all that the
+step must move and compute, and the compiler's memory. `share_of_mxu` is the FLOP at the chip's peak over the time. Rows
+of other programs in the file stay.
 """
 
 from __future__ import annotations
