@@ -17,6 +17,9 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.detokenizer import Detokenizer
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server import output_processor
 from pagoda.server.llm import LLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
@@ -173,6 +176,18 @@ def test_truncation(llm: LLM, table: np.ndarray) -> None:
         cut = ask(llm, embedded(table, PROMPTS[:1]), truncate_prompt_tokens=9, truncation_side=side)
         assert_same(cut, ask(llm, [kept]))
         assert cut[0].prompt_token_ids == [0] * 9
+
+
+def test_the_zeros_are_no_text_before_the_answer(llm: LLM, table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[list[int]] = []
+
+    def noted(tokenizer: Tokenizer, prompt_token_ids: list[int], **options: Any) -> Detokenizer:
+        before.append(list(prompt_token_ids))
+        return Detokenizer(tokenizer, prompt_token_ids, **options)
+
+    monkeypatch.setattr(output_processor, "Detokenizer", noted)
+    ask(llm, [*embedded(table, PROMPTS[:1]), PROMPTS[2]])
+    assert before == [[], PROMPTS[2]]
 
 
 def test_rows_are_freed_with_their_request(llm: LLM, table: np.ndarray) -> None:

@@ -61,7 +61,7 @@ def test_a_big_endian_file_is_refused() -> None:
 
 def test_random_damage_never_escapes_as_another_error() -> None:
     rng, whole = random.Random(0), saved(torch.randn(3, 4))
-    outcomes = set()
+    outcomes, longest = set(), 0
     for _ in range(3000):
         data = bytearray(whole)
         for _ in range(rng.randint(1, 4)):
@@ -72,5 +72,6 @@ def test_random_damage_never_escapes_as_another_error() -> None:
             assert found.nbytes <= len(data)
         except WeightError as error:
             outcomes.add("refused")
-            assert len(str(error)) < 200
+            longest = max(longest, len(str(error)))
+    assert longest < 200
     assert outcomes == {"read", "refused"}
