@@ -15,7 +15,7 @@ LONG_TEXT: Final = 16_384
 
 
 class AsyncInputs:
-    """An InputProcessor, with a thread for long prompts and a process that tries grammars."""
+    """An InputProcessor, with a thread for long prompts and embeddings, and a process that tries grammars."""
 
     def __init__(self, processor: InputProcessor, grammars: GrammarCheck) -> None:
         self._processor, self._grammars = processor, grammars
@@ -30,7 +30,9 @@ class AsyncInputs:
     ) -> PreparedRequest:
         """One engine request per answer. Raises RequestError."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if (isinstance(text, str) and len(text) > LONG_TEXT) or params.structured_outputs is not None:
+        long = isinstance(text, str) and len(text) > LONG_TEXT
+        embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
+        if long or embedded or params.structured_outputs is not None:
             return await asyncio.to_thread(self._processor.prepare, request_id, prompt, params, priority)
         return self._processor.prepare(request_id, prompt, params, priority)
 

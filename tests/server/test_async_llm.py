@@ -4,14 +4,16 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import pytest
 from support.byte_text import byte_tokenizer
-from support.fake_engine import build
+from support.fake_engine import WIDTH, build
 
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.args import AsyncEngineArgs
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.inputs import PromptType
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.request_stream import RequestStream
 from pagoda.server.thread_client import ThreadClient
@@ -39,7 +41,7 @@ async def slow() -> AsyncIterator[AsyncLLM]:
     llm.shutdown()
 
 
-async def text_of(llm: AsyncLLM, request_id: str, prompt: str, **params: Any) -> str:
+async def text_of(llm: AsyncLLM, request_id: str, prompt: PromptType, **params: Any) -> str:
     last = None
     async for output in llm.generate(prompt, SamplingParams(**params), request_id):
         last = output
@@ -274,3 +276,12 @@ async def test_a_pause_holds_what_is_being_tokenised(llm: AsyncLLM, monkeypatch:
     assert llm.num_unfinished == 0
     await llm.resume_generation()
     assert await answering == "bc"
+
+
+async def test_a_prompt_may_be_embeddings() -> None:
+    llm = make(enable_prompt_embeds=True)
+    rows = np.repeat(np.array([list(b"abc")]).T, WIDTH, axis=1).astype(np.float16)
+    assert await text_of(llm, "rows", {"prompt_embeds": rows}, max_tokens=3) == "def"
+    with pytest.raises(RequestError, match="not finite"):
+        await text_of(llm, "bad", {"prompt_embeds": rows * np.float16("inf")}, max_tokens=3)
+    llm.shutdown()
