@@ -96,9 +96,13 @@ def _array(values: Any) -> Array:
 
 def _as_bytes(array: Array, dtype: str) -> bytes:
     """The values in the model's dtype. Raises RequestError for those that are not finite there."""
-    with np.errstate(over="ignore"):
-        wide = narrow.to_float32(array) if array.dtype.names else array.astype(np.float32)
-        own = narrow.to_bfloat16(wide) if dtype == "bfloat16" else wide.astype(dtype)
+    own = array if narrow.dtype_name(array.dtype) == dtype else _converted(array, dtype)
     if not np.isfinite(narrow.to_float32(own) if own.dtype.names else own).all():
         raise RequestError(FIELD, f"{FIELD} holds numbers that are not finite in the model's {dtype}")
     return own.tobytes()
+
+
+def _converted(array: Array, dtype: str) -> Array:
+    with np.errstate(over="ignore"):
+        wide = narrow.to_float32(array) if array.dtype.names else array.astype(np.float32)
+        return narrow.to_bfloat16(wide) if dtype == "bfloat16" else wide.astype(dtype)

@@ -8,13 +8,19 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
+import msgspec
 import openai
 import pytest
 import torch
-from support.fake_engine import MAX_LEN, WIDTH
+from support.fake_engine import MAX_LEN, WIDTH, build
 from support.live_server import LiveServer, live_server
 
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.model import ModelConfig
+from pagoda.common.errors import RequestError
 from pagoda.server import inputs
+from pagoda.server.prompt_embeds import from_array, from_base64
 
 PATH = "/v1/completions"
 
@@ -253,3 +259,24 @@ def test_nothing_is_read_unless_it_is_switched_on() -> None:
         status, answer = server.post(PATH, {"prompt_embeds": "%%%"})
         assert (status, answer["error"]["param"]) == (400, "prompt_embeds")
         assert "start the server with --enable-prompt-embeds" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("model", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rows_come_in_the_models_numbers(model: str, given: torch.dtype) -> None:
+    built = build(EngineConfig(model=ModelConfig(model="fake", enable_prompt_embeds=True)))
+    info = msgspec.structs.replace(built.info, dtype=model)
+    values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).to(given)
+    wanted = values.float().to(getattr(torch, model)).view(torch.uint8).numpy().tobytes()
+    turned = values.T.contiguous().T
+    assert from_base64(saved(turned), info).rows == wanted
+    arrays = [turned, values.double().numpy()]
+    if given is torch.bfloat16:
+        arrays.append(values.float().numpy().astype(ml_dtypes.bfloat16))
+    for array in arrays:
+        assert from_array(array, info).rows == wanted
+        for wrong in (float("nan"), float("inf")):
+            spoilt = array.clone() if isinstance(array, torch.Tensor) else array.copy()
+            spoilt[1, 2] = wrong
+            with pytest.raises(RequestError, match=f"not finite in the model's {model}"):
+                from_array(spoilt, info)
