@@ -163,7 +163,7 @@ def test_what_a_model_does_not_do() -> None:
         (lambda: embed.embed("a", lora_request=object()), "lora_request", "adapters"),
         (lambda: embed.embed({"prompt": "a", "cache_salt": 3}), "cache_salt", "string"),
         (lambda: embed.embed({"prompt": "a", "multi_modal_data": {}}), "multi_modal_data", "text only"),
-        (lambda: embed.embed(["a", "b" * 64]), "prompt", "65 tokens"),
+        (lambda: embed.embed(["a", "b" * 64]), "prompt", "64 tokens, but the prompt is too long: 65"),
         (lambda: embed.embed([[300]]), "prompt", "out of range"),
         (lambda: classify.encode("a", PoolingParams(dimensions=2)), "dimensions", "has none"),
     ]
