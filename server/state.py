@@ -81,10 +81,15 @@ class ServerState:
         return reasoning_format(name, config.reasoning_parser_plugin) if name else None
 
     @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The special tokens as text."""
+        tokenizer = self.tokenizer()
+        return frozenset(() if tokenizer is None else filter(None, map(tokenizer.token_text, tokenizer.special_ids)))
+
+    @cached_property
     def special_marks(self) -> Marks:
         """The special tokens as text, which answers do not show unless they are asked to."""
-        tokenizer = self.tokenizer()
-        return Marks([] if tokenizer is None else map(tokenizer.token_text, tokenizer.special_ids))
+        return Marks(self.special_texts)
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer under. Raises ModelNotFoundError for a name that is not served."""

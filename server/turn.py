@@ -19,6 +19,7 @@ from pagoda.common.text.template_keywords import variables_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.conversation import Conversation, NamedTool
 from pagoda.server.effort import effort_variables
+from pagoda.server.form_or_calls import form_or_calls
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
@@ -47,7 +48,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     state.llm().check_generates()
     tools = _callable_tools(state, conversation)
     if tools:
-        params = _with_form(params, conversation, tools)
+        params = _with_form(state, params, conversation, tools)
     prompt = await rendered(state, conversation)
     parsers = _parsers(state, conversation, tools, prompt["prompt"])
     if not parsers:
@@ -90,22 +91,27 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
     return named
 
 
-def _with_form(params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]) -> SamplingParams:
-    """The params, with the form of an answer that must be calls. Raises RequestError where it has another form."""
-    if params.structured_outputs is not None:
+def _with_form(
+    state: ServerState, params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]
+) -> SamplingParams:
+    """The params, with the form of an answer that is calls or may be. Raises RequestError where it cannot be both."""
+    asked, choice = params.structured_outputs, conversation.tool_choice
+    if asked is None:
+        if choice == "auto":
+            return params
+        many = conversation.parallel_tool_calls
+        schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=many)
+        return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+    both = None
+    if choice == "auto" and state.tool_format is not None:
+        both = form_or_calls(asked, state.tool_format, state.special_texts, parallel=conversation.parallel_tool_calls)
+    if both is None:
         raise RequestError(
             "structured_outputs",
             "structured_outputs would keep the model from calling tools; leave one of them out, "
             'or set tool_choice "none"',
         )
-    match conversation.tool_choice:
-        case NamedTool():
-            schema = schema_of_named(tools[0])
-        case "required":
-            schema = schema_of_required(tools, parallel=conversation.parallel_tool_calls)
-        case _:
-            return params
-    return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+    return replace(params, structured_outputs=both)
 
 
 def _parsers(

@@ -30,7 +30,7 @@ def guidance_text(asked: StructuredOutputsParams, special: Special) -> str:
     if asked.choice:
         return _grammars({"lark_grammar": choices(asked.choice)})
     if asked.regex is not None:
-        return _grammars({"lark_grammar": f"start: /{_in_lark(_whole(asked.regex))}/"})
+        return _grammars({"lark_grammar": f"start: /{_in_lark(whole_pattern(asked.regex))}/"})
     if asked.grammar is not None:
         return _grammars({"lark_grammar": _lark_of(asked.grammar)})
     assert asked.structural_tag is not None, "one of them is set"
@@ -58,7 +58,7 @@ def _with_options(schema: Mapping[str, Any], asked: StructuredOutputsParams) -> 
     return {**schema, "x-guidance": options} if options else dict(schema)
 
 
-def _whole(pattern: str) -> str:
+def whole_pattern(pattern: str) -> str:
     """A pattern is of the whole answer anyway; anchors at its ends are dropped."""
     pattern = pattern.removeprefix("^")
     bare = pattern.removesuffix("$")

@@ -66,3 +66,25 @@ class LeavesMarkup(Protocol):
     def plain(self) -> Parser:
         """A reader that takes the markup out, for where no tool format reads it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """What calls stand between. `inner`: marks that stand within, which a grammar of any text must let through."""
+
+    begin: str
+    end: str
+    inner: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Brackets(Protocol):
+    """A tool format whose calls stand between marks, so that a grammar can tell them from content.
+
+    `brackets`: any of them; none where calls may stand without.
+    """
+
+    @property
+    def brackets(self) -> tuple[Bracket, ...]:
+        """The marks."""
+        ...

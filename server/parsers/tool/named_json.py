@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pagoda.server.parsers.parser import Parser, Tool
+from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool import json_calls, json_text
 from pagoda.server.parsers.tool.machine import Machine, calls_in_text
 from pagoda.server.parsers.tool.names import name_of
@@ -33,6 +33,12 @@ class NamedJson:
     name_end: str = ""
     fence: str = ""
     ids: bool = False
+
+    @property
+    def brackets(self) -> tuple[Bracket, ...]:
+        """The section."""
+        inner = (self.begin, self.kind, self.name_end, self.fence, self.end)
+        return (Bracket(self.section, self.section_end, tuple(filter(None, inner))),)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
         """A reader of one answer."""

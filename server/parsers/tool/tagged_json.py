@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pagoda.server.parsers.parser import Parser, Tool
+from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool import json_calls
 from pagoda.server.parsers.tool.machine import Machine, calls_in_text, tried
 from pagoda.server.parsers.tool.output import Output
@@ -32,6 +32,12 @@ class TaggedJson:
     tags: tuple[Tag, ...]
     bare: bool = False
     lines: bool = False
+
+    @property
+    def brackets(self) -> tuple[Bracket, ...]:
+        """The tags, where every call stands between two of them."""
+        open_ended = self.bare or self.lines or not all(tag.end for tag in self.tags)
+        return () if open_ended else tuple(Bracket(tag.begin, tag.end) for tag in self.tags)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
         """A reader of one answer."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from pagoda.server.parsers.parser import Parser, Tool
+from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.machine import Machine, calls_in_text
 from pagoda.server.parsers.tool.names import LONGEST, QUOTES, name_of, quoted_name
@@ -46,6 +46,13 @@ class TaggedParameters:
     lines: bool = False
     call_end: str
     silent: tuple[str, ...] = ()
+
+    @property
+    def brackets(self) -> tuple[Bracket, ...]:
+        """The outermost block, or a call where there is none."""
+        inner = (self.kind, self.name_end, self.key, *self.key_ends, self.between, self.value_end)
+        (begin, end), *blocks = (*self.blocks, (self.call, self.call_end))
+        return (Bracket(begin, end, tuple(filter(None, (*inner, *(mark for pair in blocks for mark in pair))))),)
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         """A reader of one answer."""

@@ -1,0 +1,59 @@
+"""An answer that has a form or is calls of tools, in the model's own format: one grammar of both.
+
+Knows structural tags. Does not know how a format writes a call between its marks; that stays as free as without a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from pagoda.common.structured.guidance_text import whole_pattern
+from pagoda.common.structured.schema import json_schema
+from pagoda.common.structured_outputs import StructuredOutputsParams
+from pagoda.server.parsers.parser import Bracket, Brackets, ToolFormat
+
+_ANY_OBJECT = {"type": "object"}
+_ANY_TEXT = {"type": "any_text"}
+
+
+def form_or_calls(
+    asked: StructuredOutputsParams, format: ToolFormat, special: Collection[str], *, parallel: bool
+) -> StructuredOutputsParams | None:
+    """The form asked for, or calls; None where no grammar can tell them apart.
+
+    `special`: the tokenizer's special tokens, of which none may stand between a format's marks: any text has none.
+    Raises RequestError for a schema that is none.
+    """
+    form = _form(asked)
+    brackets = format.brackets if isinstance(format, Brackets) else ()
+    if form is None or not brackets or any(_holds_special(bracket, special) for bracket in brackets):
+        return None
+    tags = [{"type": "tag", "begin": each.begin, "content": _ANY_TEXT, "end": each.end} for each in brackets]
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    tag = {"format": {"type": "or", "elements": [form, calls]}}
+    return replace(asked, structural_tag=tag, json=None, regex=None, choice=None, grammar=None, json_object=None)
+
+
+def _form(asked: StructuredOutputsParams) -> dict[str, Any] | None:
+    """As an element of a structural tag; one that is a tag already may be about calls itself, so it has none."""
+    if asked.json is not None:
+        return {"type": "json_schema", "json_schema": json_schema(asked.json)}
+    if asked.json_object:
+        return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+    if asked.choice:
+        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in asked.choice]}
+    if asked.regex is not None:
+        return {"type": "regex", "pattern": whole_pattern(asked.regex)}
+    return None
+
+
+def _holds_special(bracket: Bracket, special: Collection[str]) -> bool:
+    return any(token in mark for mark in bracket.inner for token in special)
