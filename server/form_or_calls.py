@@ -1,36 +1,43 @@
 """An answer that has a form or is calls of tools, in the model's own format: one grammar of both.
 
-Knows structural tags. Does not know how a format writes a call between its marks; that stays as free as without a form.
+Knows structural tags. Where a format says what stands between its marks, calls keep to their tools' schemas; elsewhere
+they are as free as without a form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pagoda.common.structured.guidance_text import whole_pattern
 from pagoda.common.structured.schema import json_schema
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server.parsers.parser import Bracket, Brackets, ToolFormat
+from pagoda.server.parsers.parser import Bracket, Brackets, Tool, ToolFormat
 
 _ANY_OBJECT = {"type": "object"}
 _ANY_TEXT = {"type": "any_text"}
+_LINE = {"type": "regex", "pattern": r"\n?"}
 
 
 def form_or_calls(
-    asked: StructuredOutputsParams, format: ToolFormat, special: Collection[str], *, parallel: bool
+    asked: StructuredOutputsParams,
+    format: ToolFormat,
+    tools: Sequence[Tool],
+    special: Collection[str],
+    *,
+    parallel: bool,
 ) -> StructuredOutputsParams | None:
     """The form asked for, or calls; None where no grammar can tell them apart.
 
     `special`: the tokenizer's special tokens, of which none may stand between a format's marks: any text has none.
-    Raises RequestError for a schema that is none.
+    `parallel`: whether there may be several calls. Raises RequestError for a schema that is none.
     """
     form = _form(asked)
-    brackets = format.brackets if isinstance(format, Brackets) else ()
+    brackets = format.brackets(tools) if isinstance(format, Brackets) else ()
     if form is None or not brackets or any(_holds_special(bracket, special) for bracket in brackets):
         return None
-    tags = [{"type": "tag", "begin": each.begin, "content": _ANY_TEXT, "end": each.end} for each in brackets]
+    tags = [{"type": "tag", "begin": each.begin, "content": _content(each), "end": each.end} for each in brackets]
     calls = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -53,6 +60,12 @@ def _form(asked: StructuredOutputsParams) -> dict[str, Any] | None:
     if asked.regex is not None:
         return {"type": "regex", "pattern": whole_pattern(asked.regex)}
     return None
+
+
+def _content(bracket: Bracket) -> dict[str, Any]:
+    if bracket.call is None:
+        return _ANY_TEXT
+    return {"type": "sequence", "elements": [_LINE, {"type": "json_schema", "json_schema": bracket.call}, _LINE]}
 
 
 def _holds_special(bracket: Bracket, special: Collection[str]) -> bool:

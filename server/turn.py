@@ -104,7 +104,8 @@ def _with_form(
         return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
     both = None
     if choice == "auto" and state.tool_format is not None:
-        both = form_or_calls(asked, state.tool_format, state.special_texts, parallel=conversation.parallel_tool_calls)
+        many = conversation.parallel_tool_calls
+        both = form_or_calls(asked, state.tool_format, tools, state.special_texts, parallel=many)
     if both is None:
         raise RequestError(
             "structured_outputs",

@@ -70,21 +70,21 @@ class LeavesMarkup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """What calls stand between. `inner`: marks that stand within, which a grammar of any text must let through."""
+    """What calls stand between. `call`: the JSON schema of the one call there; None: any text.
+
+    `inner`: marks that stand in the text, which a grammar of any text must let through.
+    """
 
     begin: str
     end: str
     inner: tuple[str, ...] = ()
+    call: Mapping[str, Any] | None = None
 
 
 @runtime_checkable
 class Brackets(Protocol):
-    """A tool format whose calls stand between marks, so that a grammar can tell them from content.
+    """A tool format whose calls stand between marks, so that a grammar can tell them from content."""
 
-    `brackets`: any of them; none where calls may stand without.
-    """
-
-    @property
-    def brackets(self) -> tuple[Bracket, ...]:
-        """The marks."""
+    def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
+        """The marks, any of them; none where calls may stand without."""
         ...

@@ -12,10 +12,12 @@ from support.live_server import LiveServer, live_server
 from pagoda.common.structured.guidance_text import guidance_text
 from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.server.form_or_calls import form_or_calls
+from pagoda.server.parsers.parser import Brackets, Tool
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 AB = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+X = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": X}} for name in ("f", "g")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 FORM = {"type": "json_schema", "json_schema": {"name": "ab", "schema": AB}}
 
@@ -65,6 +67,15 @@ def test_any_object_and_several_calls(server: LiveServer) -> None:
     assert names_of(answered(server, f"{CALL}\n{CALL}", parallel_tool_calls=False, **any_object)) == ["f"]
 
 
+def test_calls_keep_to_their_tools(server: LiveServer) -> None:
+    for said in ('{"name": "h", "arguments": {"x": ""}}', '{"name": "g", "arguments": {"x": 1}}'):
+        told = answered(server, f"<tool_call>{said}</tool_call>", response_format=FORM, max_tokens=90)
+        assert said not in json.dumps(told)
+        assert names_of(told) in (["f"], ["g"], [])
+    right = answered(server, '<tool_call>{"name": "g", "arguments": {"x": "1"}}</tool_call>', response_format=FORM)
+    assert names_of(right) == ["g"]
+
+
 def test_thinking_comes_first(server: LiveServer) -> None:
     thought = answered(server, f"<think>\nHm.\n</think>{CALL}", response_format=FORM)
     assert (thought["message"]["reasoning"], names_of(thought)) == ("Hm.", ["f"])
@@ -88,9 +99,10 @@ ASKED = StructuredOutputsParams(json=AB, disable_any_whitespace=True)
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_every_formats_marks_make_a_grammar(name: str) -> None:
-    both = form_or_calls(ASKED, tool_format(name), (), parallel=True)
+    found = tool_format(name)
+    both = form_or_calls(ASKED, found, [Tool("f")], (), parallel=True)
     if both is None:
-        assert not getattr(tool_format(name), "brackets", ())
+        assert not (isinstance(found, Brackets) and found.brackets([]))
     else:
         assert both.disable_any_whitespace
         assert "grammars" in guidance_text(both, {})
@@ -110,4 +122,4 @@ def test_every_formats_marks_make_a_grammar(name: str) -> None:
     ],
 )
 def test_special_tokens_within_calls(name: str, special: set[str], told: bool) -> None:
-    assert (form_or_calls(ASKED, tool_format(name), special, parallel=True) is not None) is told
+    assert (form_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is told

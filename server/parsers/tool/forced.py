@@ -31,29 +31,35 @@ def schema_of_named(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
-def schema_of_required(tools: Sequence[Tool], *, parallel: bool = True) -> dict[str, Any]:
-    """The JSON schema of an answer that is one call of these tools, or more of them where `parallel`.
+def schema_of_call(tools: Sequence[Tool], name: str, arguments: str) -> dict[str, Any]:
+    """The JSON schema of one call of these tools, with those keys.
 
     Raises RequestError for schemas nested too deeply.
     """
+    kept: dict[str, Any] = {}
     try:
-        return _schema_of_required(tools, parallel)
+        shapes = [
+            {
+                "type": "object",
+                "properties": {name: {"const": tool.name}, arguments: _placed(tool, f"tool_{index}", kept)},
+                "required": [name, arguments],
+                "additionalProperties": False,
+            }
+            for index, tool in enumerate(tools)
+        ]
     except RecursionError:
         raise RequestError("tools", "the schema of a tool's parameters is nested too deeply") from None
+    return (shapes[0] if len(shapes) == 1 else {"anyOf": shapes}) | ({"$defs": kept} if kept else {})
 
 
-def _schema_of_required(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    shapes = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "parameters": _placed(tool, f"tool_{index}", kept)},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for index, tool in enumerate(tools)
-    ]
-    schema = {"type": "array", "minItems": 1, "items": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}
+def schema_of_required(tools: Sequence[Tool], *, parallel: bool = True) -> dict[str, Any]:
+    """The JSON schema of an answer that is one call of these tools, or more of them where `parallel`.
+
+    Raises RequestError as schema_of_call does.
+    """
+    call = schema_of_call(tools, "name", "parameters")
+    kept = call.pop("$defs", None)
+    schema = {"type": "array", "minItems": 1, "items": call}
     if not parallel:
         schema["maxItems"] = 1
     return schema | ({"$defs": kept} if kept else {})

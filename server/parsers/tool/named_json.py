@@ -34,8 +34,7 @@ class NamedJson:
     fence: str = ""
     ids: bool = False
 
-    @property
-    def brackets(self) -> tuple[Bracket, ...]:
+    def brackets(self, _tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         """The section."""
         inner = (self.begin, self.kind, self.name_end, self.fence, self.end)
         return (Bracket(self.section, self.section_end, tuple(filter(None, inner))),)

@@ -8,6 +8,7 @@ from typing import Final
 
 from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool import json_calls
+from pagoda.server.parsers.tool.forced import schema_of_call
 from pagoda.server.parsers.tool.machine import Machine, calls_in_text, tried
 from pagoda.server.parsers.tool.output import Output
 from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
@@ -27,17 +28,22 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """Calls behind any of `tags`. `bare`: an answer may also begin with a call of no tag. `lines`: so may its lines."""
+    """Calls behind any of `tags`. `bare`: an answer may also begin with a call of no tag. `lines`: so may its lines.
+
+    `keys`: of the name and the arguments, where each tag holds one call.
+    """
 
     tags: tuple[Tag, ...]
     bare: bool = False
     lines: bool = False
+    keys: tuple[str, str] | None = None
 
-    @property
-    def brackets(self) -> tuple[Bracket, ...]:
+    def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         """The tags, where every call stands between two of them."""
-        open_ended = self.bare or self.lines or not all(tag.end for tag in self.tags)
-        return () if open_ended else tuple(Bracket(tag.begin, tag.end) for tag in self.tags)
+        if self.bare or self.lines or not all(tag.end for tag in self.tags):
+            return ()
+        call = schema_of_call(tools, *self.keys) if self.keys else None
+        return tuple(Bracket(tag.begin, tag.end, call=call) for tag in self.tags)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
         """A reader of one answer."""
@@ -65,7 +71,7 @@ class TaggedJson:
         yield from json_calls.calls(scanner, output, sure=False)
 
 
-HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),))
+HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),), keys=("name", "arguments"))
 """Also what Qwen 2.5 and 3, Granite 4 and ERNIE 4.5 write."""
 
 LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True, lines=True)
@@ -76,7 +82,7 @@ JAMBA: Final = TaggedJson((Tag("<tool_calls>", "</tool_calls>"),))
 """Also what MiniMax M1 and Hunyuan A13B write."""
 
 INTERNLM: Final = TaggedJson((Tag("<|action_start|><|plugin|>", "<|action_end|>"),))
-LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),))
+LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),), keys=("name", "arguments"))
 GIGACHAT3: Final = TaggedJson((Tag("<|message_sep|>\n\nfunction call<|role_sep|>\n"), Tag("<|function_call|>")))
 COMMAND: Final = TaggedJson((Tag("<|START_ACTION|>", "<|END_ACTION|>"),))
 XLAM: Final = TaggedJson(

@@ -47,8 +47,7 @@ class TaggedParameters:
     call_end: str
     silent: tuple[str, ...] = ()
 
-    @property
-    def brackets(self) -> tuple[Bracket, ...]:
+    def brackets(self, _tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         """The outermost block, or a call where there is none."""
         inner = (self.kind, self.name_end, self.key, *self.key_ends, self.between, self.value_end)
         (begin, end), *blocks = (*self.blocks, (self.call, self.call_end))
