@@ -13,10 +13,10 @@ from contextlib import aclosing, suppress
 from typing import Final
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
-from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest
+from pagoda.common.observe.metrics import FINISH_REASONS, FinishedAnswer, FinishedRequest
 from pagoda.common.sampling_params import MAX_N, SamplingParams
 from pagoda.server.inputs import PromptType
-from pagoda.server.outputs import RequestOutput
+from pagoda.server.outputs import AnswerMetrics, RequestOutput
 from pagoda.server.request_log import RequestLog
 from pagoda.server.request_stream import RequestStream
 from pagoda.server.state import ServerState
@@ -143,15 +143,25 @@ class _Meter:
             FinishedRequest(
                 finish_reason=reason if reason in FINISH_REASONS else "error",
                 arrival=self._arrival,
-                first_token=times.first_token_ts if times is not None else 0.0,
-                last_token=times.last_token_ts if times is not None else 0.0,
+                queued=times.queued_ts if times is not None else 0.0,
                 prompt_tokens=len(latest.prompt_token_ids or ()) if latest is not None else 0,
-                cached_tokens=(latest.num_cached_tokens or 0) if latest is not None else 0,
-                generation_tokens=times.num_generation_tokens if times is not None else 0,
                 n=self._params.n,
                 max_tokens=self._params.max_tokens,
+                answers=tuple(map(_finished, times.answers)) if times is not None else (),
             )
         )
+
+
+def _finished(times: AnswerMetrics) -> FinishedAnswer:
+    return FinishedAnswer(
+        is_complete=times.is_complete,
+        scheduled=times.scheduled_ts,
+        first_token=times.first_token_ts,
+        last_token=times.last_token_ts,
+        cached_tokens=times.num_cached_tokens,
+        generation_tokens=times.num_generation_tokens,
+        preemptions=times.num_preemptions,
+    )
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

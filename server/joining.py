@@ -55,4 +55,6 @@ def _joined_outputs(outputs: list[EngineOutput]) -> EngineOutput:
         logprobs=logprobs,
         prompt_logprobs=first.prompt_logprobs,
         num_cached_tokens=first.num_cached_tokens,
+        scheduled=first.scheduled,
+        num_preemptions=max(output.num_preemptions for output in outputs),
     )

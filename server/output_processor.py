@@ -18,6 +18,7 @@ from pagoda.common.text.detokenizer import Detokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.inputs import PreparedRequest
 from pagoda.server.outputs import (
+    AnswerMetrics,
     CompletionOutput,
     Logprob,
     LogprobsOnePosition,
@@ -38,10 +39,15 @@ class _Request:
     def __init__(self, prepared: PreparedRequest, kind: RequestOutputKind, tokenizer: Tokenizer | None) -> None:
         self.prepared = prepared
         self.kind = kind
-        self.metrics = RequestMetrics(arrival_time=prepared.arrival_time, queued_ts=prepared.arrival)
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.answers = [_Answer(self, index, tokenizer) for index in range(len(prepared.children))]
+        self.metrics = RequestMetrics(
+            arrival_time=prepared.arrival_time,
+            arrival_ts=prepared.arrival,
+            queued_ts=time.monotonic(),
+            answers=[answer.metrics for answer in self.answers],
+        )
         self.running = len(self.answers)
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -74,6 +80,7 @@ class _Answer:
         "keeps_stop",
         "logprobs",
         "may_end_between",
+        "metrics",
         "new_text",
         "new_token_ids",
         "repetition",
@@ -115,6 +122,7 @@ class _Answer:
         self.cumulative_logprob = 0.0 if params.reports_logprobs else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.metrics = AnswerMetrics()
 
     def take(self, output: EngineOutput) -> bool:
         """Add new tokens. True when what they say ended the answer, which the engine does not know yet.
@@ -256,13 +264,16 @@ class OutputProcessor:
             if answer is None:
                 continue
             request = answer.request
-            if request.num_cached_tokens is None:
-                self._first_news(request, output)
             known = len(answer.token_ids)
+            if not known:
+                self._first_news(answer, output)
             if answer.take(output):
                 stopped.append(output.request_id)
-            _stamp(request.metrics, len(answer.token_ids) - known, now)
+            if output.num_preemptions:
+                answer.metrics.num_preemptions = output.num_preemptions
+            _stamp(answer.metrics, len(answer.token_ids) - known, now)
             if answer.finish_reason is not None:
+                answer.metrics.is_complete = True
                 self._finish(output.request_id, request)
             if request.kind is not _FINAL_ONLY:
                 interval = answer.interval or self._interval
@@ -303,7 +314,12 @@ class OutputProcessor:
         answer = self._answers.get(child_id)
         return answer.request.prepared.request_id if answer is not None else None
 
-    def _first_news(self, request: _Request, output: EngineOutput) -> None:
+    def _first_news(self, answer: _Answer, output: EngineOutput) -> None:
+        answer.metrics.scheduled_ts = output.scheduled
+        answer.metrics.num_cached_tokens = output.num_cached_tokens
+        request = answer.request
+        if request.num_cached_tokens is not None:
+            return  # another answer said it
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             position = request.answers[0].position
@@ -325,7 +341,7 @@ def _singles(output: EngineOutput) -> Iterator[EngineOutput]:
     yield msgspec.structs.replace(output, new_token_ids=[last], logprobs=logprobs[-1])
 
 
-def _stamp(metrics: RequestMetrics, new_tokens: int, now: float) -> None:
+def _stamp(metrics: AnswerMetrics, new_tokens: int, now: float) -> None:
     if not new_tokens:
         return
     metrics.num_generation_tokens += new_tokens

@@ -5,7 +5,7 @@ Field names are vLLM's. Knows no engine and no tokenizer; these are plain values
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,19 +30,58 @@ PromptLogprobs = list[LogprobsOnePosition | None]
 
 
 @dataclass(slots=True)
-class RequestMetrics:
-    """When things happened to a request. `arrival_time` is wall-clock (Unix seconds); `*_ts` are monotonic seconds."""
+class AnswerMetrics:
+    """When things happened to one of the n answers, monotonic seconds, 0 before they do; and what was counted.
 
-    arrival_time: float = 0.0
-    queued_ts: float = 0.0
+    `is_complete`: it came to an end of its own, which an abort is not.
+    """
+
+    scheduled_ts: float = 0.0
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
+    num_cached_tokens: int = 0
     num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    is_complete: bool = False
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request. `arrival_time` is wall-clock (Unix seconds); `*_ts` are monotonic seconds.
+
+    `queued_ts`: when its prompt was ready and went to the engine.
+    """
+
+    arrival_time: float = 0.0
+    arrival_ts: float = 0.0
+    queued_ts: float = 0.0
+    answers: list[AnswerMetrics] = field(default_factory=list)
+
+    @property
+    def scheduled_ts(self) -> float:
+        """When the engine first had a place for one of the answers."""
+        return min((each.scheduled_ts for each in self.answers if each.scheduled_ts), default=0.0)
+
+    @property
+    def first_token_ts(self) -> float:
+        """When the first token of any answer came."""
+        return min((each.first_token_ts for each in self.answers if each.first_token_ts), default=0.0)
+
+    @property
+    def last_token_ts(self) -> float:
+        """When the latest token of any answer came."""
+        return max((each.last_token_ts for each in self.answers), default=0.0)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(each.num_generation_tokens for each in self.answers)
 
     @property
     def first_token_latency(self) -> float:
         """Seconds from arrival to the first token; 0 before it."""
-        return self.first_token_ts - self.queued_ts if self.first_token_ts else 0.0
+        first = self.first_token_ts
+        return first - self.arrival_ts if first else 0.0
 
 
 class CompletionOutput(msgspec.Struct):

@@ -5,7 +5,7 @@ Field names are vLLM's; numbers come as numpy arrays and Python floats. Knows no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -79,17 +79,20 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[OutputT]):
-    """One request's answer, and the prompt's tokens."""
+    """One request's answer, and the prompt's tokens. `scheduled_ts`: when it first ran, monotonic seconds."""
 
     request_id: str
     outputs: OutputT
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+    scheduled_ts: float = field(default=0.0, repr=False, compare=False)
 
     @classmethod
     def _of(cls, base: PoolingRequestOutput[PoolingOutput], outputs: Any) -> Self:
-        return cls(base.request_id, outputs, base.prompt_token_ids, base.num_cached_tokens, base.finished)
+        return cls(
+            base.request_id, outputs, base.prompt_token_ids, base.num_cached_tokens, base.finished, base.scheduled_ts
+        )
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

@@ -40,7 +40,9 @@ class PoolingProcessor:
             if output.pooled is not None and (request := self._requests.pop(output.request_id, None)) is not None:
                 numbers = PoolingOutput(output.pooled.array)
                 ids, cached = request.prompt.token_ids, output.num_cached_tokens
-                ready.append(PoolingRequestOutput(request.request_id, numbers, ids, cached))
+                ready.append(
+                    PoolingRequestOutput(request.request_id, numbers, ids, cached, scheduled_ts=output.scheduled)
+                )
         return ready
 
     def drop(self, request_ids: Iterable[str]) -> list[str]:

@@ -127,7 +127,8 @@ class _Meter:
             return
         match answer.exception():
             case None:
-                self._note("stop", len(answer.result().prompt_token_ids))
+                output = answer.result()
+                self._note("stop", len(output.prompt_token_ids), output.scheduled_ts)
             case AbortedError():
                 self._note("abort")
             case EngineDeadError():
@@ -137,5 +138,7 @@ class _Meter:
         """Note an end without an answer."""
         self._note(reason)
 
-    def _note(self, reason: str, tokens: int = 0) -> None:
-        self._metrics.on_pooled(reason, arrival=self._arrival, finished=time.monotonic(), prompt_tokens=tokens)
+    def _note(self, reason: str, tokens: int = 0, scheduled: float = 0.0) -> None:
+        self._metrics.on_pooled(
+            reason, arrival=self._arrival, scheduled=scheduled, finished=time.monotonic(), prompt_tokens=tokens
+        )

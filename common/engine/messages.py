@@ -82,9 +82,12 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_def
 
     `prompt_logprobs`: sent once, whole, with the first output: entry p is of prompt token p+1 (so len = prompt-1).
     `stop_reason`: the stop token id that ended it, None for EOS, length and abort.
-    `num_cached_tokens`: prompt tokens that came from the prefix cache (at first admission). `error`: the field and
-    the reason with which a request ended as "error", such as a grammar that leaves no token; None otherwise.
-    `pooled`: the one answer of a pooling model, which comes with finish_reason "stop" and no tokens.
+    `num_cached_tokens`: prompt tokens that came from the prefix cache (at first admission). `scheduled`: with the first
+    output only, when the request first got a place in a step; monotonic seconds, the same clock for all processes of
+    the machine. `num_preemptions`: so far; an output that brings only a token leaves it out, but not the first after a
+    preemption and not the last. `error`: the field and the reason with which a request ended as "error", such as a
+    grammar that leaves no token; None otherwise. `pooled`: the one answer of a pooling model,
+    which comes with finish_reason "stop" and no tokens.
     """
 
     request_id: str
@@ -94,6 +97,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_def
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
+    scheduled: float = 0.0
+    num_preemptions: int = 0
     error: tuple[str, str] | None = None
     pooled: Pooled | None = None
 

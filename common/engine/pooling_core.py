@@ -7,8 +7,9 @@ holds; one that is longer than the budget has a step to itself.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -27,18 +28,25 @@ Rank: TypeAlias = tuple[float, ...]
 class PoolingCore:
     """One pooling model's engine over a backend that is loaded. `tasks`: those that requests may ask for.
 
-    Not thread-safe. When `step` raises what the backend raised, the engine is dead: make a new one.
+    `clock`: monotonic seconds. Not thread-safe. When `step` raises what the backend raised, the engine is dead: make a
+    new one.
     """
 
-    def __init__(self, backend: PoolingBackend, limits: Limits, tasks: tuple[PoolingTask, ...]) -> None:
+    def __init__(
+        self,
+        backend: PoolingBackend,
+        limits: Limits,
+        tasks: tuple[PoolingTask, ...],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.limits = limits
-        self._backend, self._tasks = backend, tasks
+        self._backend, self._tasks, self._clock = backend, tasks, clock
         self._depth = depth_of(limits)
         self._by_priority = limits.policy == "priority"
         self._line: list[tuple[Rank, str]] = []  # a heap; requests that were aborted stay in it
         self._waiting: dict[str, tuple[Rank, EngineRequest]] = {}
         self._running: dict[str, EngineRequest] = {}
-        self._pending: deque[tuple[tuple[EngineRequest, ...], PendingVectors]] = deque()
+        self._pending: deque[tuple[tuple[EngineRequest, ...], float, PendingVectors]] = deque()
         self._added = self._steps = 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -76,17 +84,21 @@ class PoolingCore:
         """Start what can start, then wait for the oldest step. Without work, returns no outputs."""
         while len(self._pending) < self._depth and (batch := self._next_batch()):
             self._running.update((request.request_id, request) for request in batch)
-            self._pending.append((batch, self._backend.pool(make_plan(batch))))
+            self._pending.append((batch, self._clock(), self._backend.pool(make_plan(batch))))
         if not self._pending:
             if self._waiting:
                 raise RuntimeError("requests are in line, yet none can run and none is in a step")
             return StepOutputs(stats=self.stats)
-        batch, pending = self._pending.popleft()
+        batch, scheduled, pending = self._pending.popleft()
         vectors = pending.result()
         self._steps += 1
         outputs = [
             EngineOutput(
-                request_id=request.request_id, new_token_ids=[], finish_reason="stop", pooled=Pooled.of(vector)
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason="stop",
+                scheduled=scheduled,
+                pooled=Pooled.of(vector),
             )
             for request, vector in zip(batch, vectors, strict=True)
             if self._running.get(request.request_id) is request
@@ -106,7 +118,7 @@ class PoolingCore:
 
     def check_integrity(self) -> None:
         """Every request is in line or in a step. Raises RuntimeError."""
-        in_steps = {request.request_id for batch, _ in self._pending for request in batch}
+        in_steps = {request.request_id for batch, _, _ in self._pending for request in batch}
         in_line = {request_id for _, request_id in self._line}
         if lost := (self._running.keys() - in_steps) | (self._waiting.keys() - in_line):
             raise RuntimeError(f"nobody will answer {', '.join(sorted(lost))}")

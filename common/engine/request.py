@@ -62,6 +62,7 @@ class Request:
     `max_outputs`: the same, without the prompt. `tokens`: every token known when it took its row. `resumes_at`: how
     many steps must be reported before a preempted request may run again, so that nothing of it is in flight.
     `hashes`: digest of each full page so far. `num_registered`: pages in the hash map. `is_plain`: no logprobs asked.
+    `is_brief`: its next output has a token and nothing else to say, unless it ends. `scheduled`: when it first ran.
     `guide`: what its tokens may be, for those with a grammar or a budget of thinking. `embeds`: the rows of the
     prompt's places that are EMBEDDED, as bytes [n, row].
     """
@@ -87,6 +88,9 @@ class Request:
     num_pages: int = 0
     groups: list[GroupBlocks] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    scheduled: float = 0.0
+    is_brief: bool = False
     prompt_logprobs: list[PositionLogprobs] | None = None
     guide: Guide | None = None
     embeds: UInt8 | None = None

@@ -42,7 +42,7 @@ def take_tokens(
                 status = followed.get(index, RUNNING)
             if status is not RUNNING:
                 ended.append((request, status))
-        if status is RUNNING and request.is_plain:
+        if status is RUNNING and request.is_brief:
             news = EngineOutput(
                 request_id=request.request_id,
                 new_token_ids=[token],
@@ -75,8 +75,12 @@ def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> Non
 def _detailed_output(
     request: Request, token: int, status: RequestStatus, logprobs: TokenLogprobs | None
 ) -> EngineOutput:
-    """The news of a request that ends or asked for logprobs. Prompt logprobs go out with the first."""
+    """The news of a request that starts, ends, was preempted or asked for logprobs.
+
+    Prompt logprobs, and when it was scheduled, go out with the first.
+    """
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    request.is_brief = request.is_plain
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
     stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
     guide = request.guide
@@ -88,6 +92,8 @@ def _detailed_output(
         logprobs=None if logprobs is None else _positions(logprobs, request.rules.logprob_token_ids),
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached_tokens or 0,
+        scheduled=request.scheduled if len(request.outputs) == 1 else 0.0,
+        num_preemptions=request.num_preemptions,
         error=None if guide is None or guide.error is None else (FIELD, f"{FIELD}: {guide.error}"),
     )
 

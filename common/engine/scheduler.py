@@ -3,15 +3,16 @@
 There is no prefill phase and no decode phase. A request has `computed` tokens and wants `total`; a step hands out a
 token budget. Chunked prompts, prefix hits, preemption by recomputation and planning ahead of results follow.
 
-Pure: no clock, device or text. Per-step work on running requests is a few numpy operations (see rows); Python loops
-only over requests that need a block, start, or have news.
+Pure: no device and no text; a clock only tells when a request first runs. Per-step work on running requests is a few
+numpy operations (see rows); Python loops only over requests that need a block, start, or have news.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,13 +46,23 @@ class _Flight:
 
 
 class Scheduler:
-    """Plans steps and takes their results, in the same order. `settings`: --additional-config, for subclasses."""
+    """Plans steps and takes their results, in the same order. `settings`: --additional-config, for subclasses.
 
-    def __init__(self, limits: Limits, kv: KvManager, settings: Mapping[str, Any] | None = None) -> None:
+    `clock`: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        kv: KvManager,
+        settings: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         limits.check()
         self.limits = limits
         self.settings = settings or {}
         self.kv = kv
+        self._clock = clock
         self.running: list[Request] = []
         self.waiting: WaitingQueue = PriorityQueue() if limits.policy == "priority" else FcfsQueue()
         self._requests: dict[str, Request] = {}
@@ -184,6 +195,8 @@ class Scheduler:
         self._leave_row(victim)
         self.running.remove(victim)
         victim.resumes_at = self._steps
+        victim.num_preemptions += 1
+        victim.is_brief = False
         victim.status = RequestStatus.PREEMPTED
         self.waiting.push_front(victim)
 
@@ -237,6 +250,7 @@ class Scheduler:
         self._register(request, end)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
+            request.scheduled = self._clock()
             if self.kv.caches_prefixes and request.reads_cache:
                 self._queries += request.num_known
                 self._hits += hit.num_tokens

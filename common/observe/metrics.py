@@ -44,24 +44,39 @@ _LENGTHS: Final = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000),
 )
 _CHOICES: Final = (1, 2, 5, 10, 20)
+_PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 _SPARE_TIMES: Final = 64
 """Sequences that may be timed beyond the running ones before the table of last tokens is cleaned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedAnswer:
+    """One of the n answers to a prompt. Seconds are monotonic, 0 for what did not happen or was not told.
+
+    `is_complete`: it came to an end of its own. `scheduled`: when the engine first had a place for it.
+    """
+
+    is_complete: bool
+    scheduled: float
+    first_token: float
+    last_token: float
+    cached_tokens: int
+    generation_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """One prompt whose answers have all ended. Seconds are monotonic; `first_token` is 0 when none came."""
+    """One prompt whose answers have all ended. Monotonic seconds. `queued`: when it went to the engine."""
 
     finish_reason: str
     arrival: float
-    first_token: float
-    last_token: float
+    queued: float
     prompt_tokens: int
-    cached_tokens: int
-    generation_tokens: int
     n: int
     max_tokens: int | None
+    answers: tuple[FinishedAnswer, ...]
 
 
 class Metrics:
@@ -104,10 +119,24 @@ class Metrics:
         )
         self._end_to_end = self._seconds("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
         self._decode = self._seconds("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
-        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTHS)
-        self._request_generated = self._histogram("request_generation_tokens", "Tokens per answered request.", _LENGTHS)
+        self._queue = self._seconds(
+            "request_queue_time_seconds", "Handed to the engine to first run.", _REQUEST_SECONDS
+        )
+        self._prefill = self._seconds("request_prefill_time_seconds", "First run to first token.", _REQUEST_SECONDS)
+        self._inference = self._seconds("request_inference_time_seconds", "First run to last token.", _REQUEST_SECONDS)
+        self._request_preemptions = self._histogram(
+            "request_num_preemptions", "How often an answer lost its KV blocks to others.", _PREEMPTIONS
+        )
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the prefix cache.", _LENGTHS
+        )
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest of a request's answers.", _LENGTHS
+        )
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per answer.", _LENGTHS)
+        self._request_generated = self._histogram("request_generation_tokens", "Tokens per answer.", _LENGTHS)
         self._params_n = self._histogram("request_params_n", "n of requests.", _CHOICES)
-        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens of requests.", _LENGTHS)
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens, per answer.", _LENGTHS)
 
     def on_step(self, step: StepOutputs) -> None:
         """Take in an engine step, or several that were joined, at the moment they are heard of."""
@@ -148,31 +177,54 @@ class Metrics:
         self._prompted += prompt_tokens
 
     def on_finish(self, request: FinishedRequest) -> None:
-        """A prompt's answers have all ended."""
+        """A prompt's answers have all ended. Those that were cut short are not timed."""
         self._success[request.finish_reason].inc()
-        self._params_n.observe(request.n)
+        complete = [answer for answer in request.answers if answer.is_complete and answer.first_token]
+        for answer in complete:
+            self._on_answer(request, answer)
+        if len(complete) == request.n:
+            self._params_n.observe(request.n)
+            self._longest.observe(max(answer.generation_tokens for answer in complete))
+
+    def _on_answer(self, request: FinishedRequest, answer: FinishedAnswer) -> None:
         if request.max_tokens is not None:
             self._params_max_tokens.observe(request.max_tokens)
-        if not request.first_token:
-            return
-        decode = max(0.0, request.last_token - request.first_token)
-        self._request_prompt.observe(request.prompt_tokens)
-        self._request_generated.observe(request.generation_tokens)
-        self._end_to_end.observe(max(0.0, request.last_token - request.arrival))
+        decode = max(0.0, answer.last_token - answer.first_token)
+        self._request_generated.observe(answer.generation_tokens)
+        self._end_to_end.observe(max(0.0, answer.last_token - request.arrival))
         self._decode.observe(decode)
-        per_sequence = request.generation_tokens / request.n
-        if per_sequence > 1:
-            self._per_token.observe(decode / (per_sequence - 1))
+        if answer.generation_tokens > 1:
+            self._per_token.observe(decode / (answer.generation_tokens - 1))
+        self._on_prompt(request.prompt_tokens, answer.cached_tokens, answer.preemptions)
+        self._on_run(request.queued, answer.scheduled, answer.first_token, answer.last_token)
 
-    def on_pooled(self, finish_reason: str, *, arrival: float, finished: float, prompt_tokens: int) -> None:
-        """A prompt of a pooling model ended: there are no tokens to time. Monotonic seconds."""
+    def _on_prompt(self, tokens: int, cached: int = 0, preemptions: int = 0) -> None:
+        self._request_prompt.observe(tokens)
+        self._computed.observe(tokens - cached)
+        self._request_preemptions.observe(preemptions)
+
+    def _on_run(self, queued: float, scheduled: float, first: float, last: float) -> None:
+        if not scheduled:
+            return  # a scheduler of somebody else's need not say
+        self._queue.observe(max(0.0, scheduled - queued))
+        self._prefill.observe(max(0.0, first - scheduled))
+        self._inference.observe(max(0.0, last - scheduled))
+
+    def on_pooled(
+        self, finish_reason: str, *, arrival: float, scheduled: float = 0.0, finished: float, prompt_tokens: int
+    ) -> None:
+        """A prompt of a pooling model ended: there are no tokens to time. Monotonic seconds.
+
+        `arrival`: when it went to the engine. `scheduled`: when it first ran; 0: the engine did not say.
+        """
         self._success[finish_reason].inc()
         if finish_reason != "stop":
             return
         self._prompt_tokens.inc(prompt_tokens)
         self._prompted += prompt_tokens
-        self._request_prompt.observe(prompt_tokens)
+        self._on_prompt(prompt_tokens)
         self._end_to_end.observe(max(0.0, finished - arrival))
+        self._on_run(arrival, scheduled, finished, finished)
 
     def set_cache_info(self, info: Mapping[str, object]) -> None:
         """Publish facts about the KV cache, once they are known."""

@@ -43,6 +43,18 @@ def test_one_output_per_sequence() -> None:
     assert [stats.last_step_tokens for stats in found.outputs.earlier] == [2, 2]
 
 
+def test_the_start_and_all_preemptions_are_kept() -> None:
+    (found,) = joined(
+        [
+            step(output("a", 1, scheduled=2.5)),
+            step(output("a", 2, num_preemptions=1)),
+            step(output("a", 3), output("b", 4)),
+        ]
+    )
+    assert isinstance(found, Step)
+    assert found.outputs.outputs == [output("a", 1, 2, 3, scheduled=2.5, num_preemptions=1), output("b", 4)]
+
+
 def test_logprobs_stay_with_their_tokens() -> None:
     one, two, prompt = (PositionLogprobs(token_ids=[n], logprobs=[-n / 2], rank=n) for n in (1, 2, 3))
     (found,) = joined(

@@ -1,4 +1,4 @@
-from pagoda.server.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagoda.server.outputs import AnswerMetrics, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 def output(index: int, text: str, ids: list[int], **fields: object) -> CompletionOutput:
@@ -39,5 +39,8 @@ def test_repr_reads_like_a_constructor() -> None:
 
 
 def test_first_token_latency() -> None:
-    assert RequestMetrics(queued_ts=2.0).first_token_latency == 0.0
-    assert RequestMetrics(queued_ts=2.0, first_token_ts=2.5).first_token_latency == 0.5
+    answer = AnswerMetrics()
+    metrics = RequestMetrics(arrival_ts=2.0, answers=[AnswerMetrics(), answer])
+    assert metrics.first_token_latency == 0.0
+    answer.first_token_ts = 2.5
+    assert metrics.first_token_latency == 0.5

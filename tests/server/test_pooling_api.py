@@ -683,6 +683,11 @@ def test_metrics_count_what_was_pooled() -> None:
     assert value[f"vllm:generation_tokens_total{labels}"] == 0
     assert value[f"vllm:e2e_request_latency_seconds_count{labels}"] == 2
     assert value[f"vllm:request_prompt_tokens_count{labels}"] == 2
+    assert value[f"vllm:request_prefill_kv_computed_tokens_sum{labels}"] == 6
+    for interval in ("queue", "prefill", "inference"):
+        assert value[f"vllm:request_{interval}_time_seconds_count{labels}"] == 2
+    run = value[f"vllm:request_inference_time_seconds_sum{labels}"]
+    assert 0 < run <= value[f"vllm:e2e_request_latency_seconds_sum{labels}"]
     assert value[f"vllm:time_to_first_token_seconds_count{labels}"] == 0
     assert value['vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}'] == 2
 

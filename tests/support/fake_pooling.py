@@ -80,7 +80,11 @@ class FakePoolingCore:
 
 def answer(request: EngineRequest) -> EngineOutput:
     return EngineOutput(
-        request_id=request.request_id, new_token_ids=[], finish_reason="stop", pooled=Pooled.of(numbers(request))
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason="stop",
+        scheduled=time.monotonic(),
+        pooled=Pooled.of(numbers(request)),
     )
 
 

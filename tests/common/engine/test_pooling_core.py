@@ -56,6 +56,17 @@ def lengths(backend: FakePooling) -> list[list[int]]:
     return [np.diff(plan.query_start).tolist() for plan in backend.plans]
 
 
+def test_answers_say_when_their_prompts_ran():
+    times = iter([1.0, 2.0, 3.0])
+    engine = PoolingCore(FakePooling(), core(seqs=2)[0].limits, ("embed",), clock=lambda: next(times))
+    for name in "abcde":
+        engine.add_request(ask(name))
+    found = drain(engine)
+    assert [(output.request_id, output.scheduled) for output in found] == [
+        *(("a", 1.0), ("b", 1.0), ("c", 2.0), ("d", 2.0), ("e", 3.0)),
+    ]
+
+
 def test_every_prompt_gets_its_own_answer_once():
     engine, _ = core()
     for index in range(7):

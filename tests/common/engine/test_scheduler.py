@@ -37,7 +37,8 @@ class Bench:
             max_step_tokens=limits.max_num_batched_tokens,
             prefix_caching=limits.prefix_caching,
         )
-        self.scheduler = Scheduler(limits, kv)
+        self.now = 0.0
+        self.scheduler = Scheduler(limits, kv, clock=lambda: self.now)
         self.outputs: dict[str, list[EngineOutput]] = {}
 
     def add(self, name: str, prompt: int | list[int], max_tokens: int = 8, **settings) -> None:
@@ -399,6 +400,42 @@ class TestPlanningAhead:
         bench.report(two, [7, EOS])
         assert bench.outputs["b"][-1].finish_reason == "stop"
         assert bench.scheduler.stats().waiting == 0
+
+
+class TestTelling:
+    """What outputs say besides tokens."""
+
+    def test_when_a_request_first_ran_goes_with_its_first_output(self):
+        bench = Bench(limits={"max_num_seqs": 1})
+        bench.add("a", 20, max_tokens=2)
+        bench.add("b", 3, max_tokens=3)
+        for now in range(1, 7):
+            bench.now = float(now)
+            bench.step()
+        assert [output.scheduled for output in bench.outputs["a"]] == [1.0, 0.0], "its second chunk ran at 2"
+        assert [output.scheduled for output in bench.outputs["b"]] == [4.0, 0.0, 0.0], "it waited behind the other"
+
+    def test_preempted_requests_say_how_often_and_no_other_start(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        bench.add("a", 7)
+        bench.add("b", 7)
+        while bench.scheduler.num_unfinished:
+            bench.now += 1.0
+            bench.step()
+        assert [output.scheduled for output in bench.outputs["b"]] == [1.0] + [0.0] * 7
+        assert [output.num_preemptions for output in bench.outputs["b"]] == [0, 0, 1, 0, 0, 0, 0, 1]
+        assert all(output.num_preemptions == 0 for output in bench.outputs["a"])
+
+    def test_a_token_in_flight_tells_of_the_preemption_after_it(self):
+        bench = Bench(num_blocks=6, limits={"prefix_caching": False})
+        bench.add("a", 7)
+        bench.add("b", 7)
+        one, two = bench.plan(), bench.plan()
+        bench.report(one)
+        bench.plan()
+        assert bench.running == "a"
+        bench.report(two)
+        assert [output.num_preemptions for output in bench.outputs["b"]] == [0, 1]
 
 
 class TestAbort:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
-from pagoda.common.observe.metrics import FinishedRequest, Metrics
+from pagoda.common.observe.metrics import FinishedAnswer, FinishedRequest, Metrics
 
 
 def step(*outputs: EngineOutput, **stats: int) -> StepOutputs:
@@ -22,19 +22,28 @@ def values(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
-def finished(**changes: object) -> FinishedRequest:
+def answer(**changes: object) -> FinishedAnswer:
     facts = {
-        "finish_reason": "stop",
-        "arrival": 1.0,
+        "is_complete": True,
+        "scheduled": 1.75,
         "first_token": 2.0,
         "last_token": 6.0,
-        "prompt_tokens": 7,
         "cached_tokens": 4,
         "generation_tokens": 5,
-        "n": 1,
-        "max_tokens": 9,
+        "preemptions": 0,
     }
-    return FinishedRequest(**(facts | changes))
+    return FinishedAnswer(**(facts | changes))
+
+
+def finished(*answers: FinishedAnswer, **changes: object) -> FinishedRequest:
+    facts = {"finish_reason": "stop", "arrival": 1.0, "queued": 1.25, "prompt_tokens": 7, "max_tokens": 9}
+    return FinishedRequest(**({"n": len(answers)} | facts | changes), answers=answers)
+
+
+def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float, float]]:
+    """Of each histogram: how many values, and their sum."""
+    found = values(metrics)
+    return {name: (found[f"vllm:{name}_count{LABELS}"], found[f"vllm:{name}_sum{LABELS}"]) for name in names}
 
 
 LABELS = '{engine="0",model_name="m"}'
@@ -92,8 +101,8 @@ def test_sequences_that_vanish_are_forgotten() -> None:
 def test_finished_requests_are_timed() -> None:
     metrics = Metrics("m")
     metrics.on_first_token(arrival=1.0, first_token=2.0, prompt_tokens=7, cached_tokens=4)
-    metrics.on_finish(finished())
-    metrics.on_finish(finished(finish_reason="abort", first_token=0.0, last_token=0.0, generation_tokens=0))
+    metrics.on_finish(finished(answer()))
+    metrics.on_finish(finished(n=1, finish_reason="abort"))
     found = values(metrics)
     assert found[f"vllm:time_to_first_token_seconds_sum{LABELS}"] == 1
     assert found[f"vllm:e2e_request_latency_seconds_sum{LABELS}"] == 5
@@ -103,6 +112,55 @@ def test_finished_requests_are_timed() -> None:
     assert found[f"vllm:prompt_tokens_cached_total{LABELS}"] == 4
     assert found['vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"}'] == 1
     assert found['vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"}'] == 1
+
+
+PER_ANSWER = (
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_inference_time_seconds"),
+    *("request_decode_time_seconds", "e2e_request_latency_seconds", "request_prefill_kv_computed_tokens"),
+    *("request_num_preemptions", "request_generation_tokens", "request_prompt_tokens", "request_params_max_tokens"),
+)
+PER_REQUEST = ("request_max_num_generation_tokens", "request_params_n")
+
+
+def test_each_answer_is_timed_from_queue_to_end() -> None:
+    metrics = Metrics("m")
+    second = answer(
+        scheduled=3.25, first_token=5.0, last_token=9.0, generation_tokens=3, cached_tokens=6, preemptions=2
+    )
+    metrics.on_finish(finished(answer(), second))
+    assert list(observed(metrics, *PER_ANSWER).values()) == [
+        *((2, 0.5 + 2.0), (2, 0.25 + 1.75), (2, 4.25 + 5.75), (2, 4.0 + 4.0), (2, 5.0 + 8.0)),
+        *((2, 3 + 1), (2, 0 + 2), (2, 5 + 3), (2, 7 + 7), (2, 9 + 9)),
+    ]
+    assert list(observed(metrics, *PER_REQUEST).values()) == [(1, 5), (1, 2)]
+
+
+def test_what_was_cut_short_is_not_timed() -> None:
+    metrics = Metrics("m")
+    metrics.on_finish(finished(answer(is_complete=False), finish_reason="abort"))
+    assert set(observed(metrics, *PER_ANSWER, *PER_REQUEST).values()) == {(0, 0)}
+    metrics.on_finish(finished(answer(), answer(is_complete=False), finish_reason="abort"))
+    assert {count for count, _ in observed(metrics, *PER_ANSWER).values()} == {1}, "the other answer was complete"
+    assert set(observed(metrics, *PER_REQUEST).values()) == {(0, 0)}
+
+
+def test_an_engine_may_say_nothing_of_the_queue() -> None:
+    metrics = Metrics("m")
+    metrics.on_finish(finished(answer(scheduled=0.0)))
+    metrics.on_pooled("stop", arrival=1.0, finished=2.0, prompt_tokens=3)
+    found = observed(metrics, *PER_ANSWER)
+    assert [count for count, _ in found.values()] == [0, 0, 0, 1, 2, 2, 2, 1, 2, 1]
+
+
+def test_pooled_prompts_are_timed_without_their_tokens() -> None:
+    metrics = Metrics("m")
+    metrics.on_pooled("stop", arrival=1.0, scheduled=1.5, finished=4.0, prompt_tokens=7)
+    metrics.on_pooled("abort", arrival=1.0, scheduled=1.5, finished=4.0, prompt_tokens=7)
+    assert list(observed(metrics, *PER_ANSWER).values()) == [
+        *((1, 0.5), (1, 2.5), (1, 2.5), (0, 0), (1, 3.0)),
+        *((1, 7), (1, 0), (0, 0), (1, 7), (0, 0)),
+    ]
+    assert set(observed(metrics, *PER_REQUEST).values()) == {(0, 0)}
 
 
 def test_two_servers_in_one_process_do_not_share() -> None:
