@@ -10,30 +10,30 @@ if TYPE_CHECKING:
     from pagoda.common.repetition import RepetitionDetectionParams as RepetitionDetectionParams
     from pagoda.common.sampling_params import RequestOutputKind as RequestOutputKind
     from pagoda.common.sampling_params import SamplingParams as SamplingParams
-    from pagoda.server.args import AsyncEngineArgs as AsyncEngineArgs
-    from pagoda.server.args import EngineArgs as EngineArgs
-    from pagoda.server.async_llm import AsyncLLM as AsyncLLM
-    from pagoda.server.llm import LLM as LLM
-    from pagoda.server.llm_engine import LLMEngine as LLMEngine
+    from pagoda.server.offline.llm import LLM as LLM
+    from pagoda.server.offline.llm_engine import LLMEngine as LLMEngine
+    from pagoda.server.online.async_llm import AsyncLLM as AsyncLLM
     from pagoda.server.outputs import CompletionOutput as CompletionOutput
     from pagoda.server.outputs import RequestOutput as RequestOutput
-    from pagoda.server.pooling_outputs import ClassificationOutput as ClassificationOutput
-    from pagoda.server.pooling_outputs import ClassificationRequestOutput as ClassificationRequestOutput
-    from pagoda.server.pooling_outputs import EmbeddingOutput as EmbeddingOutput
-    from pagoda.server.pooling_outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from pagoda.server.pooling_outputs import PoolingOutput as PoolingOutput
-    from pagoda.server.pooling_outputs import PoolingRequestOutput as PoolingRequestOutput
-    from pagoda.server.pooling_outputs import ScoringOutput as ScoringOutput
-    from pagoda.server.pooling_outputs import ScoringRequestOutput as ScoringRequestOutput
+    from pagoda.server.requests.pooling_outputs import ClassificationOutput as ClassificationOutput
+    from pagoda.server.requests.pooling_outputs import ClassificationRequestOutput as ClassificationRequestOutput
+    from pagoda.server.requests.pooling_outputs import EmbeddingOutput as EmbeddingOutput
+    from pagoda.server.requests.pooling_outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from pagoda.server.requests.pooling_outputs import PoolingOutput as PoolingOutput
+    from pagoda.server.requests.pooling_outputs import PoolingRequestOutput as PoolingRequestOutput
+    from pagoda.server.requests.pooling_outputs import ScoringOutput as ScoringOutput
+    from pagoda.server.requests.pooling_outputs import ScoringRequestOutput as ScoringRequestOutput
+    from pagoda.server.settings.args import AsyncEngineArgs as AsyncEngineArgs
+    from pagoda.server.settings.args import EngineArgs as EngineArgs
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "LLM": "pagoda.server.llm",
-    "LLMEngine": "pagoda.server.llm_engine",
-    "AsyncLLM": "pagoda.server.async_llm",
-    "EngineArgs": "pagoda.server.args",
-    "AsyncEngineArgs": "pagoda.server.args",
+    "LLM": "pagoda.server.offline.llm",
+    "LLMEngine": "pagoda.server.offline.llm_engine",
+    "AsyncLLM": "pagoda.server.online.async_llm",
+    "EngineArgs": "pagoda.server.settings.args",
+    "AsyncEngineArgs": "pagoda.server.settings.args",
     "SamplingParams": "pagoda.common.sampling_params",
     "BeamSearchParams": "pagoda.common.beam_search",
     "RepetitionDetectionParams": "pagoda.common.repetition",
@@ -41,14 +41,14 @@ _NAMES = {
     "RequestOutput": "pagoda.server.outputs",
     "CompletionOutput": "pagoda.server.outputs",
     "PoolingParams": "pagoda.common.pooling_params",
-    "PoolingOutput": "pagoda.server.pooling_outputs",
-    "PoolingRequestOutput": "pagoda.server.pooling_outputs",
-    "EmbeddingOutput": "pagoda.server.pooling_outputs",
-    "EmbeddingRequestOutput": "pagoda.server.pooling_outputs",
-    "ClassificationOutput": "pagoda.server.pooling_outputs",
-    "ClassificationRequestOutput": "pagoda.server.pooling_outputs",
-    "ScoringOutput": "pagoda.server.pooling_outputs",
-    "ScoringRequestOutput": "pagoda.server.pooling_outputs",
+    "PoolingOutput": "pagoda.server.requests.pooling_outputs",
+    "PoolingRequestOutput": "pagoda.server.requests.pooling_outputs",
+    "EmbeddingOutput": "pagoda.server.requests.pooling_outputs",
+    "EmbeddingRequestOutput": "pagoda.server.requests.pooling_outputs",
+    "ClassificationOutput": "pagoda.server.requests.pooling_outputs",
+    "ClassificationRequestOutput": "pagoda.server.requests.pooling_outputs",
+    "ScoringOutput": "pagoda.server.requests.pooling_outputs",
+    "ScoringRequestOutput": "pagoda.server.requests.pooling_outputs",
 }
 
 __all__ = [*_NAMES, "__version__"]

@@ -18,12 +18,14 @@ from starlette.middleware.base import BaseHTTPMiddleware
 import pagoda
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
-from pagoda.server.auth import ApiKeyMiddleware
-from pagoda.server.openapi import described
+from pagoda.server.http.auth import ApiKeyMiddleware
+from pagoda.server.http.openapi import described
+from pagoda.server.http.request_ids import RequestIds
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.stream import ClientLeftError, StraightParts, encode_json
 from pagoda.server.plugins import load as load_plugin
 from pagoda.server.protocol.errors import HttpError, http_error
 from pagoda.server.protocol.messages_errors import error_answer
-from pagoda.server.request_ids import RequestIds
 from pagoda.server.routes import (
     absent,
     chat,
@@ -46,8 +48,6 @@ from pagoda.server.routes import (
     tokenize,
     tokenizer_info,
 )
-from pagoda.server.state import ServerState
-from pagoda.server.stream import ClientLeftError, StraightParts, encode_json
 
 CLIENT_LEFT = 499
 """Status of an answer that nobody is there to read."""

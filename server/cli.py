@@ -15,7 +15,7 @@ from pagoda.common.errors import ConfigError, PagodaError
 
 if TYPE_CHECKING:
     from pagoda.common.config.defaults import Usage
-    from pagoda.server.flags import FlagParser
+    from pagoda.server.settings.flags import FlagParser
 
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
@@ -68,31 +68,35 @@ SWEEP: Final = {
     "plot_pareto": Command("Plot the best trade-offs of a sweep.", refused=_NO_PLOTS),
 }
 BENCH: Final = {
-    "latency": Command("Time batches of requests, end to end.", "pagoda.server.bench_latency"),
-    "serve": Command("Load a running server; measure throughput and latency.", "pagoda.server.bench_serve"),
-    "throughput": Command("Measure tokens per second over many requests.", "pagoda.server.bench_throughput"),
+    "latency": Command("Time batches of requests, end to end.", "pagoda.server.commands.bench.latency"),
+    "serve": Command("Load a running server; measure throughput and latency.", "pagoda.server.commands.bench.serve"),
+    "throughput": Command("Measure tokens per second over many requests.", "pagoda.server.commands.bench.throughput"),
     "startup": Command(
-        "Time a server from its command to its first token.", "pagoda.server.bench_startup", usage="server"
+        "Time a server from its command to its first token.", "pagoda.server.commands.bench.startup", usage="server"
     ),
     "sweep": Command("Repeat `bench serve` over settings.", commands=SWEEP),
 }
 COMMANDS: Final = {
-    "serve": Command("Start the OpenAI-compatible HTTP server for a model.", "pagoda.server.serve", usage="server"),
-    "chat": Command("Chat with a running server.", "pagoda.server.chat"),
-    "complete": Command("Complete text with a running server.", "pagoda.server.complete"),
+    "serve": Command(
+        "Start the OpenAI-compatible HTTP server for a model.", "pagoda.server.commands.serve", usage="server"
+    ),
+    "chat": Command("Chat with a running server.", "pagoda.server.commands.chat"),
+    "complete": Command("Complete text with a running server.", "pagoda.server.commands.complete"),
     "bench": Command("Measure an engine.", commands=BENCH),
-    "run-batch": Command("Answer a file of requests.", "pagoda.server.run_batch", usage="server"),
+    "run-batch": Command("Answer a file of requests.", "pagoda.server.commands.run_batch", usage="server"),
     "compile": Command(
         "Compile a model's programs for a TPU, here and without one; say what they cost and what fits.",
-        "pagoda.server.compile",
+        "pagoda.server.commands.compile",
         usage="server",
     ),
     "convert": Command(
         "Lay a model's weights out as the TPU backend holds them, for --load-format sharded_state.",
-        "pagoda.server.convert",
+        "pagoda.server.commands.convert",
     ),
-    "doctor": Command("Check this machine, and say what to fix.", "pagoda.server.doctor"),
-    "collect-env": Command("Print what a bug report should say about this machine.", "pagoda.server.collect_env"),
+    "doctor": Command("Check this machine, and say what to fix.", "pagoda.server.commands.doctor"),
+    "collect-env": Command(
+        "Print what a bug report should say about this machine.", "pagoda.server.commands.collect_env"
+    ),
 }
 MODULES: Final = {
     "python -m vllm.entrypoints.openai.api_server": Command(
@@ -149,14 +153,14 @@ def _dispatch(program: str, commands: Mapping[str, Command], words: list[str]) -
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:
-    from pagoda.server.flags import FlagParser
+    from pagoda.server.settings.flags import FlagParser
 
     module: CommandModule = import_module(command.module)
     parser = FlagParser(prog=name, description=command.help)
     module.add_arguments(parser)
     args: Any = parser.parse_args(words)
     if getattr(args, "explain_config", False):
-        from pagoda.server.explain import explain
+        from pagoda.server.settings.explain import explain
 
         print(explain(args, parser.settings, command.usage))
         return 0

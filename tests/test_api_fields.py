@@ -21,7 +21,7 @@ from pagoda.common import pooling_params, sampling_params
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.openapi import BODIES, bodies_of
+from pagoda.server.http.openapi import BODIES, bodies_of
 from pagoda.server.protocol.base import Body, is_unsupported, parse
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ import pytest
 
 import docs
 from pagoda.common.models.registry import ARCHITECTURES
-from pagoda.server.flags import FlagParser
+from pagoda.server.settings.flags import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [

@@ -22,8 +22,8 @@ from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.table import Setting
 from pagoda.common.errors import ConfigError
-from pagoda.server.args import settle_all
 from pagoda.server.cli import MODULES, main
+from pagoda.server.settings.args import settle_all
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -25,6 +25,26 @@ OURS: dict[str, tuple[str, ...]] = {
     "kernels_pallas": ("pagoda.kernels_pallas",),
     "server": ("pagoda.common", "pagoda.server", *BACKENDS, "pagoda.__version__"),
 }
+# The folders of `server`, each of which knows only those before it. Modules beside them come first, entry points last.
+STORIES = (
+    ("outputs", "wire", "plugins", "redact", "child"),
+    ("settings",),
+    ("parsers",),
+    ("requests",),
+    ("grammars",),
+    ("build",),
+    ("link",),
+    ("conversation",),
+    ("online",),
+    ("offline",),
+    ("protocol",),
+    ("http",),
+    ("routes",),
+    ("app",),
+    ("commands",),
+    ("cli",),
+    ("api_server",),
+)
 FOREIGN: dict[str, frozenset[str]] = {
     "common": frozenset({"jax", "flax", "torch", "triton", "transformers", "fastapi", "starlette", "uvicorn", "zmq"}),
     "server": frozenset({"jax", "flax", "torch", "triton"}),
@@ -47,8 +67,8 @@ def imports(path: Path) -> list[str]:
             assert node.level == 0, f"{path}: relative import; write it from pagoda on"
             assert node.module is not None
             found.append(node.module)
-            if node.module == "pagoda":
-                found += [f"pagoda.{alias.name}" for alias in node.names]
+            if node.module in ("pagoda", "pagoda.server"):
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
 
 
@@ -69,8 +89,26 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         assert not {top, name} & forbidden, f"{path} may not import {name}"
 
 
+def story(name: str) -> int:
+    """Where `pagoda.server.<first>` stands in STORIES."""
+    first = name.split(".")[2]
+    return next(place for place, names in enumerate(STORIES) if first in names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_server_is_built_in_stories(path: Path) -> None:
+    if path == ROOT / "server" / "__init__.py":
+        return
+    own = "pagoda." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for name in imports(path):
+        if name.startswith("pagoda.server."):
+            same_folder = name.split(".")[2] == own.split(".")[2]
+            assert same_folder or story(name) < story(own), f"{path} may not import {name}"
+
+
 def test_the_rules_bite(tmp_path: Path) -> None:
     assert rule(OURS, ROOT / "common" / "engine" / "x.py") == ("pagoda.common",)
     source = tmp_path / "x.py"
     source.write_text("def f():\n    import torch\n    from pagoda.server import llm\n")
-    assert imports(source) == ["torch", "pagoda.server"]
+    assert imports(source) == ["torch", "pagoda.server", "pagoda.server.llm"]
+    assert story("pagoda.server.requests.inputs") < story("pagoda.server.http.body")

@@ -28,11 +28,11 @@ from pagoda.common.config.table import Setting
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server import routes
-from pagoda.server.flags import default_text
-from pagoda.server.openapi import BODIES, bodies_of
+from pagoda.server.http.openapi import BODIES, bodies_of
 from pagoda.server.protocol.base import Body, is_unsupported
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import StreamOptions
+from pagoda.server.settings.flags import default_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATUSES: Final = ("implemented", "no effect", "refused")

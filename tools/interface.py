@@ -14,8 +14,8 @@ from pagoda.common.config.env import VARIABLES
 from pagoda.common.config.table import Setting
 from pagoda.server import protocol
 from pagoda.server.cli import COMMANDS, MODULES, Command
-from pagoda.server.flags import FlagParser
 from pagoda.server.protocol.base import Body
+from pagoda.server.settings.flags import FlagParser
 
 ROWS: Final = Path(__file__).resolve().parents[1] / "tests" / "data" / "interface"
 BY_THE_PARSER: Final = {

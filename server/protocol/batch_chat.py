@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from pagoda.server.conversation import Conversation
+from pagoda.server.conversation.conversation import Conversation
 from pagoda.server.protocol.base import unsupported
 from pagoda.server.protocol.chat import ChatFields, check_messages
 

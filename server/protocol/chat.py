@@ -10,8 +10,8 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.template_keywords import fault_of_keywords
-from pagoda.server.conversation import Conversation, NamedTool, ToolChoice
-from pagoda.server.effort import EFFORTS
+from pagoda.server.conversation.conversation import Conversation, NamedTool, ToolChoice
+from pagoda.server.conversation.effort import EFFORTS
 from pagoda.server.protocol.base import Body, Int64, unsupported
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import check_stream_options

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagoda.server.conversation import NamedTool
+from pagoda.server.conversation.conversation import NamedTool
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.events import Content, Event, Reasoning, joined
 from pagoda.server.parsers.reader import AnswerReader

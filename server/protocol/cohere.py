@@ -11,11 +11,11 @@ from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.pooling_text import TextOptions
 from pagoda.server.protocol.base import Body, Int64, unsupported
 from pagoda.server.protocol.pooling_fields import check_count, renamed
 from pagoda.server.protocol.vectors import Array
-from pagoda.server.scoring import texts_of
+from pagoda.server.requests.pooling_text import TextOptions
+from pagoda.server.requests.scoring import texts_of
 
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
 _SIGNED: Final = 128

@@ -11,8 +11,8 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.common.text.template_keywords import fault_of_keywords
-from pagoda.server.conversation import Conversation, NamedTool
-from pagoda.server.conversation import ToolChoice as Choice
+from pagoda.server.conversation.conversation import Conversation, NamedTool
+from pagoda.server.conversation.conversation import ToolChoice as Choice
 from pagoda.server.protocol.base import Body, Int64, unsupported
 from pagoda.server.protocol.messages_input import CacheControl, Messages, Texts, continues, messages_of
 from pagoda.server.protocol.tagged import OTHER, Unsupported, by_type, refused

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.errors import RequestError
-from pagoda.server.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
 from pagoda.server.protocol.vectors import Encoding
+from pagoda.server.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
 
 BaseOutput = PoolingRequestOutput[PoolingOutput]
 

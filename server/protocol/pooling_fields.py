@@ -12,10 +12,10 @@ from pydantic import Field, WithJsonSchema
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.text.template_keywords import fault_of_keywords
-from pagoda.server.conversation import Conversation
-from pagoda.server.pooling_text import Side, TextOptions
+from pagoda.server.conversation.conversation import Conversation
 from pagoda.server.protocol.base import INT64_MAX, Body, Int64, parse, unsupported
 from pagoda.server.protocol.vectors import EmbedDType, Encoding, EncodingFormat, Endianness
+from pagoda.server.requests.pooling_text import Side, TextOptions
 
 MAX_INPUTS: Final = 4096
 """Most texts, conversations or documents in one request."""

@@ -11,7 +11,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.common.text.template_keywords import fault_of_keywords
-from pagoda.server.conversation import Conversation
+from pagoda.server.conversation.conversation import Conversation
 from pagoda.server.protocol.base import Body, Int64, StringOrList, unsupported
 from pagoda.server.protocol.responses_input import Input, Item, messages_of
 from pagoda.server.protocol.responses_tools import FunctionTool, TextOptions, Tool, ToolChoice, chosen

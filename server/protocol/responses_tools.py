@@ -9,8 +9,8 @@ from pydantic import Field, Tag
 
 from pagoda.common.errors import RequestError
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server.conversation import NamedTool
-from pagoda.server.conversation import ToolChoice as Choice
+from pagoda.server.conversation.conversation import NamedTool
+from pagoda.server.conversation.conversation import ToolChoice as Choice
 from pagoda.server.protocol.base import Body
 from pagoda.server.protocol.tagged import LIST, OTHER, TEXT, Null, Unsupported, by_type, refused, text_or_list
 

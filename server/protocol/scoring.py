@@ -8,10 +8,10 @@ from pydantic import Field, WithJsonSchema
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text.template_keywords import fault_of_keywords
-from pagoda.server.pooling_inputs import PairTemplate
 from pagoda.server.protocol.base import Int64
 from pagoda.server.protocol.pooling_fields import PoolingFields, check_count, renamed
-from pagoda.server.scoring import ScoreOptions, texts_of
+from pagoda.server.requests.pooling_inputs import PairTemplate
+from pagoda.server.requests.scoring import ScoreOptions, texts_of
 
 _CONTENT = {"type": "object", "properties": {"content": {"type": "array"}}}
 _TEXT = {"anyOf": [{"type": "string"}, _CONTENT]}

@@ -10,7 +10,7 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.conversation import Conversation
+from pagoda.server.conversation.conversation import Conversation
 from pagoda.server.protocol.base import Body, Int64, unsupported
 from pagoda.server.protocol.chat import check_messages
 

@@ -8,15 +8,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
-from pagoda.server.answer import respond
-from pagoda.server.body import read_body
-from pagoda.server.conversation import Conversation
+from pagoda.server.conversation.conversation import Conversation
+from pagoda.server.http.answer import respond
+from pagoda.server.http.body import read_body
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.turn import prepare
 from pagoda.server.protocol.batch_chat import BatchChatCompletionRequest
 from pagoda.server.protocol.chat import ChatCompletionRequest, ChatFields
 from pagoda.server.protocol.chat_answer import ChatAnswer, beginning
 from pagoda.server.routes.shared import answer_head, answer_id, best_of, server_of, work_of
-from pagoda.server.state import ServerState
-from pagoda.server.turn import prepare
 
 router = APIRouter(tags=["chat"])
 

@@ -11,7 +11,7 @@ from typing import Final
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-PAGE: Final = Path(__file__).parents[1] / "chat_page.html"
+PAGE: Final = Path(__file__).with_name("chat_page.html")
 
 router = APIRouter(include_in_schema=False)
 

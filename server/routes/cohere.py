@@ -6,9 +6,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
-from pagoda.server.body import read_body
-from pagoda.server.pooling_inputs import PooledPrompt
+from pagoda.server.http.body import read_body
 from pagoda.server.protocol.cohere import CohereEmbedRequest, cohere_answer
+from pagoda.server.requests.pooling_inputs import PooledPrompt
 from pagoda.server.routes.pooling_shared import Asked, count_tokens
 from pagoda.server.routes.shared import server_of
 

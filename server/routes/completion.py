@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
-from pagoda.server.answer import respond
-from pagoda.server.body import read_body
+from pagoda.server.http.answer import respond
+from pagoda.server.http.body import read_body
+from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.prompt_embeds import from_base64
 from pagoda.server.protocol.completion import CompletionRequest
 from pagoda.server.protocol.completion_answer import CompletionAnswer
+from pagoda.server.requests.prompt_embeds import from_base64
 from pagoda.server.routes.shared import answer_head, answer_id, best_of, server_of, work_of
-from pagoda.server.state import ServerState
 
 router = APIRouter(tags=["completions"])
 

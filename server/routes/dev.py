@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.errors import ConfigError, RequestError
-from pagoda.server.body import read_body
+from pagoda.server.http.body import read_body
 from pagoda.server.protocol.abort import AbortRequest
 from pagoda.server.protocol.errors import HttpError
 from pagoda.server.routes.shared import server_of

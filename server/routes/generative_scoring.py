@@ -14,13 +14,13 @@ from fastapi.responses import Response
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.body import read_body
-from pagoda.server.generation import Generation
+from pagoda.server.http.body import read_body
+from pagoda.server.http.generation import Generation
+from pagoda.server.http.stream import encode_json, until_left
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.protocol.generative_scoring import MAX_TOKENS, GenerativeScoringRequest
 from pagoda.server.protocol.usage import Usage
 from pagoda.server.routes.shared import answer_id, server_of
-from pagoda.server.stream import encode_json, until_left
 
 router = APIRouter(tags=["scoring"])
 

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive
 
 from pagoda.common.errors import RequestError
-from pagoda.server.body import read_json
+from pagoda.server.http.body import read_json
 from pagoda.server.protocol.base import Body, parse
 from pagoda.server.routes.chat import chat_completions
 from pagoda.server.routes.completion import completions

@@ -9,17 +9,17 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.answer import respond
-from pagoda.server.body import read_body
-from pagoda.server.generation import Generation
+from pagoda.server.http.answer import respond
+from pagoda.server.http.body import read_body
+from pagoda.server.http.generation import Generation
+from pagoda.server.http.stream import EventStyle, encode_json, named_event
+from pagoda.server.http.turn import prepare
 from pagoda.server.parsers.attribution import AnswerText
 from pagoda.server.protocol.errors import http_error
 from pagoda.server.protocol.messages import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.protocol.messages_answer import MessagesAnswer
 from pagoda.server.protocol.messages_errors import REQUEST_ID_HEADER, messages_error, new_request_id
 from pagoda.server.routes.shared import server_of
-from pagoda.server.stream import EventStyle, encode_json, named_event
-from pagoda.server.turn import prepare
 
 PING = named_event({"type": "ping"})
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from pagoda.server.http.state import ServerState
 from pagoda.server.protocol.models import model_card, model_list
 from pagoda.server.routes.shared import server_of
-from pagoda.server.state import ServerState
 
 router = APIRouter(tags=["models"])
 

@@ -9,8 +9,10 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.body import read_json
-from pagoda.server.pooling_work import BaseOutput
+from pagoda.server.http.body import read_json
+from pagoda.server.http.pooling_work import BaseOutput
+from pagoda.server.http.stream import encode_json
+from pagoda.server.http.turn import rendered
 from pagoda.server.protocol.pooling import (
     ClassificationChatRequest,
     ClassificationCompletionRequest,
@@ -24,8 +26,6 @@ from pagoda.server.protocol.pooling_fields import ConversationFields, InputField
 from pagoda.server.protocol.vectors import Encoding
 from pagoda.server.routes.pooling_shared import Asked
 from pagoda.server.routes.shared import server_of
-from pagoda.server.stream import encode_json
-from pagoda.server.turn import rendered
 
 router = APIRouter(tags=["pooling"])
 

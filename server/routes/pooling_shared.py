@@ -12,13 +12,13 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.pooling_inputs import PooledPrompt, PoolingInputs
-from pagoda.server.pooling_work import BaseOutput, PoolingWork
+from pagoda.server.http.pooling_work import BaseOutput, PoolingWork
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.stream import encode_json, until_left
 from pagoda.server.protocol.head import id_header
 from pagoda.server.protocol.pooling_answer import PoolingHead
+from pagoda.server.requests.pooling_inputs import PooledPrompt, PoolingInputs
 from pagoda.server.routes.shared import Identified, answer_id, server_of
-from pagoda.server.state import ServerState
-from pagoda.server.stream import encode_json, until_left
 
 
 class PoolingBody(Identified, Protocol):

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Request
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.body import read_body
-from pagoda.server.inputs import Prompt, PromptType
+from pagoda.server.http.body import read_body
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.turn import prepare
 from pagoda.server.protocol.chat import ChatCompletionRequest
 from pagoda.server.protocol.completion import CompletionRequest
 from pagoda.server.protocol.sampling import SamplingFields
+from pagoda.server.requests.inputs import Prompt, PromptType
 from pagoda.server.routes.completion import prompt_of
 from pagoda.server.routes.shared import answer_id, server_of
-from pagoda.server.state import ServerState
-from pagoda.server.turn import prepare
 
 router = APIRouter(tags=["render"])
 

@@ -13,22 +13,22 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.answer import respond
-from pagoda.server.background import start_in_background
-from pagoda.server.body import read_body
-from pagoda.server.generation import Generation
+from pagoda.server.http.answer import respond
+from pagoda.server.http.background import start_in_background
+from pagoda.server.http.body import read_body
+from pagoda.server.http.generation import Generation
+from pagoda.server.http.response_store import StoredResponse
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.stream import KEEP_ALIVE, EventStream, EventStyle, encode_json, named_event, with_pauses
+from pagoda.server.http.truncation import prepare_fitting
+from pagoda.server.http.turn import Turn, prepare
 from pagoda.server.parsers.attribution import AnswerText
 from pagoda.server.protocol.errors import http_error
 from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.responses import ResponsesRequest
 from pagoda.server.protocol.responses_answer import ResponseAnswer, ResponseView
 from pagoda.server.protocol.responses_input import ITEMS, Item, items_of, output_items
-from pagoda.server.response_store import StoredResponse
 from pagoda.server.routes.shared import server_of
-from pagoda.server.state import ServerState
-from pagoda.server.stream import KEEP_ALIVE, EventStream, EventStyle, encode_json, named_event, with_pauses
-from pagoda.server.truncation import prepare_fitting
-from pagoda.server.turn import Turn, prepare
 
 router = APIRouter(tags=["responses"])
 

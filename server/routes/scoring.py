@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.body import read_json
-from pagoda.server.pooling_outputs import ScoringRequestOutput
+from pagoda.server.http.body import read_json
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.pooling_answer import PoolingHead, ranking_answer, scores_answer
 from pagoda.server.protocol.scoring import RerankRequest, ScoreRequest
+from pagoda.server.requests.pooling_outputs import ScoringRequestOutput
+from pagoda.server.requests.scoring import Pairs
 from pagoda.server.routes.pooling_shared import Asked
 from pagoda.server.routes.shared import server_of
-from pagoda.server.scoring import Pairs
 
 router = APIRouter(tags=["pooling"])
 

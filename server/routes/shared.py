@@ -11,18 +11,18 @@ from fastapi import Request
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.answer import Answer, Work
-from pagoda.server.beam_generation import BeamGeneration
-from pagoda.server.beams import BeamText
-from pagoda.server.best_of import BestOf
-from pagoda.server.generation import Generation
-from pagoda.server.inputs import PromptType
+from pagoda.server.http.answer import Answer, Work
+from pagoda.server.http.beam_generation import BeamGeneration
+from pagoda.server.http.best_of import BestOf
+from pagoda.server.http.generation import Generation
+from pagoda.server.http.request_ids import LONGEST_ID
+from pagoda.server.http.state import ServerState
 from pagoda.server.protocol.head import REQUEST_ID_HEADER, AnswerHead
 from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import Usage
-from pagoda.server.request_ids import LONGEST_ID
-from pagoda.server.state import ServerState
+from pagoda.server.requests.beams import BeamText
+from pagoda.server.requests.inputs import PromptType
 
 
 def server_of(request: Request) -> ServerState:

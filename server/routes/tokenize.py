@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.body import read_body, read_json
+from pagoda.server.http.body import read_body, read_json
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.turn import rendered
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest, tokenized
 from pagoda.server.routes.shared import server_of
-from pagoda.server.state import ServerState
-from pagoda.server.turn import rendered
 
 router = APIRouter(tags=["tokenizer"])
 

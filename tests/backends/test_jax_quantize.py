@@ -31,7 +31,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.server import cli
-from pagoda.server.llm import LLM
+from pagoda.server.offline.llm import LLM
 
 SPEC = tiny_spec(window=6)
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]

@@ -13,8 +13,8 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.config.table import ENGINE_SETTINGS, Setting
 from pagoda.common.errors import ConfigError
-from pagoda.server.args import AsyncEngineArgs, EngineArgs
-from pagoda.server.flags import FlagParser
+from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.settings.flags import FlagParser
 
 
 def parse(*flags: str) -> EngineConfig:

@@ -11,12 +11,12 @@ from support.fake_engine import WIDTH, build
 
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.args import AsyncEngineArgs
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.inputs import PromptType
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.online.async_llm import AsyncLLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.request_stream import RequestStream
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server.requests.inputs import PromptType
+from pagoda.server.requests.request_stream import RequestStream
+from pagoda.server.settings.args import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 DELTA = RequestOutputKind.DELTA

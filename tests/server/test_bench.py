@@ -21,15 +21,19 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.table import build
 from pagoda.common.errors import ConfigError
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server import bench_latency, bench_serve, bench_startup, bench_throughput, cli
-from pagoda.server.args import EngineArgs
-from pagoda.server.bench_client import Endpoint, Outcome
-from pagoda.server.bench_report import figures, report
-from pagoda.server.bench_serve import SETTINGS, make_asks
-from pagoda.server.client_args import settle_flags
-from pagoda.server.flags import FlagParser
-from pagoda.server.llm import LLM
-from pagoda.server.llm_engine import LLMEngine
+from pagoda.server import cli
+from pagoda.server.commands.bench import latency as bench_latency
+from pagoda.server.commands.bench import serve as bench_serve
+from pagoda.server.commands.bench import startup as bench_startup
+from pagoda.server.commands.bench import throughput as bench_throughput
+from pagoda.server.commands.bench.client import Endpoint, Outcome
+from pagoda.server.commands.bench.report import figures, report
+from pagoda.server.commands.bench.serve import SETTINGS, make_asks
+from pagoda.server.offline.llm import LLM
+from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.client_args import settle_flags
+from pagoda.server.settings.flags import FlagParser
 
 TESTS = Path(__file__).resolve().parents[1]
 TEXT = byte_tokenizer()

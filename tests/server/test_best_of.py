@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pagoda.server.best_of import BestOf
+from pagoda.server.http.best_of import BestOf
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.protocol.usage import Usage
 

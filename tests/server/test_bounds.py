@@ -12,7 +12,7 @@ from support.api_bodies import LEAST, path_of
 from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import RequestError
-from pagoda.server.openapi import BODIES, bodies_of
+from pagoda.server.http.openapi import BODIES, bodies_of
 from pagoda.server.protocol.base import Body, is_unsupported, parse
 
 NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "true", '""', '"1"', '{"a": {"a": 1}}', "[[[1]]]"]

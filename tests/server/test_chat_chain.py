@@ -17,8 +17,7 @@ from support.byte_text import EOS, byte_tokenizer
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.inputs import PreparedRequest, Prompt
-from pagoda.server.output_processor import OutputProcessor
+from pagoda.server.http.stream import event
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.marks import Marks
 from pagoda.server.parsers.parser import Tool
@@ -30,7 +29,8 @@ from pagoda.server.protocol.chat_answer import Beginning, ChatAnswer
 from pagoda.server.protocol.head import AnswerHead
 from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.usage import Usage
-from pagoda.server.stream import event
+from pagoda.server.requests.inputs import PreparedRequest, Prompt
+from pagoda.server.requests.output_processor import OutputProcessor
 
 TEXT = byte_tokenizer()
 TOOLS = [Tool("weather"), Tool("clock")]

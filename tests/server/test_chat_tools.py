@@ -240,8 +240,8 @@ def test_thinking_is_told_from_content(server: LiveServer, bare: LiveServer) -> 
 
 def told(flags: dict[str, str]) -> None:
     """Settle the flags of a server, as it does before it starts anything."""
-    from pagoda.server import serve
-    from pagoda.server.flags import FlagParser
+    from pagoda.server.commands import serve
+    from pagoda.server.settings.flags import FlagParser
 
     parser = FlagParser()
     serve.add_arguments(parser)

@@ -15,10 +15,11 @@ from support.served import environment, served, wait_ready
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import cli, serve
-from pagoda.server.flags import FlagParser
-from pagoda.server.http_client import ApiClient, ApiError
-from pagoda.server.http_server import http_server
+from pagoda.server import cli
+from pagoda.server.commands import serve
+from pagoda.server.commands.http_client import ApiClient, ApiError
+from pagoda.server.http.server import http_server
+from pagoda.server.settings.flags import FlagParser
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -145,7 +146,7 @@ def test_wrong_certificates_are_one_line(tmp_path: Path) -> None:
 
 
 def test_wrong_chat_template() -> None:
-    from pagoda.server.state import read_chat_template
+    from pagoda.server.http.state import read_chat_template
 
     with pytest.raises(ConfigError, match="--chat-template"):
         read_chat_template("/no/such/file")

@@ -8,7 +8,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 
 from pagoda.server import api_server, cli
-from pagoda.server.http_client import ApiClient, ApiError
+from pagoda.server.commands.http_client import ApiClient, ApiError
 
 
 @pytest.fixture(scope="module")

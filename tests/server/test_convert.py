@@ -20,9 +20,9 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import load_tokenizer
 from pagoda.common.weights.hub import wanted_files
 from pagoda.server import cli
-from pagoda.server.args import EngineArgs
-from pagoda.server.llm import LLM
-from pagoda.server.resolve import Resolved, resolve
+from pagoda.server.offline.llm import LLM
+from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.resolve import Resolved, resolve
 from pagoda.tests.common.weights.gguf_writing import convert as write_gguf
 
 PROMPT = [{"prompt_token_ids": [5, 17, 3, 80, 41, 2, 9]}]

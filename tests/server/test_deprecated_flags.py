@@ -7,9 +7,9 @@ import pytest
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.sources import Settled
 from pagoda.common.errors import ConfigError
-from pagoda.server.args import EngineArgs, settle_all
-from pagoda.server.flags import FlagParser
-from pagoda.server.serve import add_arguments
+from pagoda.server.commands.serve import add_arguments
+from pagoda.server.settings.args import EngineArgs, settle_all
+from pagoda.server.settings.flags import FlagParser
 
 
 def settled(*flags: str) -> Settled:

@@ -12,9 +12,9 @@ import pytest
 
 from pagoda.common.config.doctor import DoctorConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import cli, machine
-from pagoda.server.checks import backends, folders, hardware, model, network, software
-from pagoda.server.checks.finding import Check, Finding
+from pagoda.server import cli
+from pagoda.server.commands.checks import backends, folders, hardware, machine, model, network, software
+from pagoda.server.commands.checks.finding import Check, Finding
 from pagoda.server.redact import Redactor
 
 

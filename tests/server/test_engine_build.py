@@ -6,11 +6,11 @@ import pytest
 
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.args import EngineArgs
-from pagoda.server.built_engine import BuiltEngine
-from pagoda.server.engine_build import build_engine
-from pagoda.server.inputs import open_tokenizer
-from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.build.built_engine import BuiltEngine
+from pagoda.server.build.engine import build_engine
+from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.requests.inputs import open_tokenizer
+from pagoda.server.settings.args import EngineArgs
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

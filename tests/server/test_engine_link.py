@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from pagoda.common.errors import EngineDeadError
-from pagoda.server.engine_client import Listener
-from pagoda.server.engine_link import EngineLink
+from pagoda.server.link.engine_client import Listener
+from pagoda.server.link.engine_link import EngineLink
 from pagoda.server.wire import (
     Abort,
     EngineInfo,

@@ -15,9 +15,9 @@ from support.watching import gone
 
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.args import AsyncEngineArgs
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.process_client import ProcessClient
+from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.settings.args import AsyncEngineArgs
 from pagoda.server.wire import Shutdown
 
 TEXT = byte_tokenizer()
@@ -100,7 +100,7 @@ def test_a_program_that_is_no_engine(started: Started) -> None:
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "/nowhere/at/all.gguf"])
 def test_the_real_engine_process_names_a_wrong_path(started: Started, model: str) -> None:
-    client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.engine_proc"))
+    client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.link.engine_proc"))
     with pytest.raises(ModelError, match=r"^/nowhere/at/all.*no such file or folder"):
         client.wait_ready()
 
@@ -212,7 +212,7 @@ def test_shutdown_while_starting(started: Started) -> None:
 def test_no_orphan_when_the_parent_is_killed() -> None:
     parent = (
         "import time; from support.fake_engine import PROGRAM; from pagoda.common.config.engine import EngineConfig;"
-        "from pagoda.server.process_client import ProcessClient;"
+        "from pagoda.server.link.process_client import ProcessClient;"
         "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
         "time.sleep(3600)"
     )

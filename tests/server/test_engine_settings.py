@@ -17,9 +17,9 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.args import EngineArgs
-from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.offline.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.settings.args import EngineArgs
 
 VOCAB = 96
 CONFIG = {

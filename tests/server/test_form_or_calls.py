@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.structured.guidance_text import guidance_text
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server.form_or_calls import form_or_calls
+from pagoda.server.conversation.form_or_calls import form_or_calls
 from pagoda.server.parsers.parser import Brackets, Tool
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 

@@ -13,10 +13,10 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.observe.metrics import FinishedAnswer, FinishedRequest
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.generation import _Meter
-from pagoda.server.inputs import PreparedRequest, Prompt
-from pagoda.server.output_processor import OutputProcessor
+from pagoda.server.http.generation import _Meter
 from pagoda.server.outputs import RequestOutput
+from pagoda.server.requests.inputs import PreparedRequest, Prompt
+from pagoda.server.requests.output_processor import OutputProcessor
 
 
 class Told:

@@ -17,8 +17,8 @@ from pagoda.common.errors import RequestError
 from pagoda.common.structured.guidance_text import guidance_text
 from pagoda.common.structured.vocabulary import Vocabulary, vocabulary_of
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server import grammar_check
-from pagoda.server.grammar_check import GrammarCheck
+from pagoda.server.grammars.check import GrammarCheck
+from pagoda.server.grammars import check as grammar_check
 
 
 def vocabulary() -> Vocabulary:
@@ -117,7 +117,7 @@ def scripted(tmp_path, body: str) -> tuple[str, ...]:
     """A process that says it is ready, and then this."""
     path = tmp_path / "worker.py"
     path.write_text(
-        "import sys, time\nfrom pagoda.server.grammar_worker import read_frame, write_frame\n"
+        "import sys, time\nfrom pagoda.server.grammars.worker import read_frame, write_frame\n"
         "inp, out = sys.stdin.buffer, sys.stdout.buffer\nread_frame(inp)\nwrite_frame(out, b'ready')\n"
         + textwrap.dedent(body)
     )

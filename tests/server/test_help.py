@@ -9,7 +9,7 @@ import pytest
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
 from pagoda.server import cli
-from pagoda.server.flags import FlagParser
+from pagoda.server.settings.flags import FlagParser
 
 ENGINE_COMMANDS = ("serve", "run-batch", "bench latency", "bench throughput")
 COMMANDS = (*ENGINE_COMMANDS, "bench startup", "bench serve", "chat", "complete", "collect-env")

@@ -12,9 +12,9 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineSta
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.repetition import RepetitionDetectionParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.inputs import PreparedRequest, Prompt
-from pagoda.server.joining import joined
-from pagoda.server.output_processor import OutputProcessor
+from pagoda.server.link.joining import joined
+from pagoda.server.requests.inputs import PreparedRequest, Prompt
+from pagoda.server.requests.output_processor import OutputProcessor
 from pagoda.server.wire import FromEngine, Heartbeat, Step
 
 TEXT = byte_tokenizer()

@@ -13,9 +13,9 @@ from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.errors import RequestError
 from pagoda.common.repetition import RepetitionDetectionParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.args import EngineArgs
-from pagoda.server.llm import LLM
-from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.offline.llm import LLM
+from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.settings.args import EngineArgs
 
 TEXT = byte_tokenizer()
 

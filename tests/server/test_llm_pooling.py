@@ -13,12 +13,12 @@ from support.fake_pooling import vector
 import pagoda
 from pagoda import PoolingParams, SamplingParams
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
-from pagoda.server.args import AsyncEngineArgs, EngineArgs
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.llm import LLM
-from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.pooling_outputs import PoolingOutput
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.offline.llm import LLM
+from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.requests.pooling_outputs import PoolingOutput
+from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
 
 TEXT = framed_tokenizer()
 

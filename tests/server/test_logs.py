@@ -13,8 +13,8 @@ import pytest
 from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure, configure_unless_done
-from pagoda.server.args import AsyncEngineArgs, EngineArgs
-from pagoda.server.process_client import ProcessClient
+from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
 
 LOGGERS = ("pagoda", "uvicorn", "vllm")
 

@@ -14,7 +14,7 @@ from support.message_grammar import check_grammar
 from support.spying import Spy, spy_on
 
 from pagoda.common.errors import QueueFullError, RequestError
-from pagoda.server.conversation import NamedTool
+from pagoda.server.conversation.conversation import NamedTool
 from pagoda.server.parsers.events import Arguments, Content, Reasoning, ToolCall
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.messages import AnthropicCountTokensRequest, AnthropicMessagesRequest

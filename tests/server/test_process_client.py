@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
-from pagoda.server import process_client
-from pagoda.server.process_client import ProcessClient
+from pagoda.server.link import process_client
+from pagoda.server.link.process_client import ProcessClient
 from pagoda.server.wire import Step
 
 

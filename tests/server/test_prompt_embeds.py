@@ -19,9 +19,9 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server import output_processor
-from pagoda.server.llm import LLM
+from pagoda.server.offline.llm import LLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
+from pagoda.server.requests import output_processor
 
 Make = Callable[..., LLM]
 

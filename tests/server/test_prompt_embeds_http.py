@@ -19,8 +19,8 @@ from support.live_server import LiveServer, live_server
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.errors import RequestError
-from pagoda.server import inputs
-from pagoda.server.prompt_embeds import from_array, from_base64
+from pagoda.server.requests import inputs
+from pagoda.server.requests.prompt_embeds import from_array, from_base64
 
 PATH = "/v1/completions"
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pagoda.server.http.response_store import OVERHEAD, ResponseStore, StoredResponse
 from pagoda.server.protocol.errors import ResponseNotFoundError
-from pagoda.server.response_store import OVERHEAD, ResponseStore, StoredResponse
 
 
 def ended(name: str, size: int = 0) -> StoredResponse:

@@ -13,7 +13,7 @@ from support.response_grammar import check_grammar
 from support.spying import Spy, spy_on
 
 from pagoda.common.errors import RequestError
-from pagoda.server.conversation import NamedTool
+from pagoda.server.conversation.conversation import NamedTool
 from pagoda.server.parsers.events import Arguments, Content, Reasoning, ToolCall
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.responses import ResponsesRequest

@@ -26,13 +26,14 @@ from support.fake_engine import WIDTH, build
 from support.live_server import live_server
 from support.served import TESTS, environment
 
-from pagoda.server import cli, run_batch
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.batch import inside, places
-from pagoda.server.batch.lines import ENDPOINTS
-from pagoda.server.batch.places import Output
-from pagoda.server.state import ServerState
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server import cli
+from pagoda.server.commands import run_batch
+from pagoda.server.commands.batch import inside, places
+from pagoda.server.commands.batch.lines import ENDPOINTS
+from pagoda.server.commands.batch.places import Output
+from pagoda.server.http.state import ServerState
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.online.async_llm import AsyncLLM
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 TEXT = {"prompt": "a", "max_tokens": 3, "logprobs": 1}

@@ -11,13 +11,13 @@ from support.live_server import live_server
 
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.args import AsyncEngineArgs, EngineArgs
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.llm import LLM
-from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.process_client import ProcessClient
-from pagoda.server.resolve import resolve
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.offline.llm import LLM
+from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.settings.resolve import resolve
 
 TEXT = byte_tokenizer()
 SLEEPY = {"enable_sleep_mode": True}

@@ -9,7 +9,7 @@ from support.tiny_folder import write_model
 
 from pagoda.common.errors import SleepError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.llm import LLM
+from pagoda.server.offline.llm import LLM
 
 PROMPT = {"prompt_token_ids": [5, 17, 3, 80, 41, 2, 9] * 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

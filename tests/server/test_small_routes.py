@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.server import generation
+from pagoda.server.http import generation
 from pagoda.server.routes import generative_scoring
 
 USER = [{"role": "user", "content": "a"}]

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.stream import EventStream, Stopping, StraightParts
+from pagoda.server.http.stream import EventStream, Stopping, StraightParts
 
 
 async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() -> None:

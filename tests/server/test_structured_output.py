@@ -13,11 +13,11 @@ from pagoda.common.config.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server import answer_form
-from pagoda.server.answer_form import AnswerForms
-from pagoda.server.args import EngineArgs
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.structured import StructuredFields
+from pagoda.server.requests import answer_form
+from pagoda.server.requests.answer_form import AnswerForms
+from pagoda.server.settings.args import EngineArgs
 
 ABC = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TAGS = {"structures": [{"begin": "<f>", "schema": ABC, "end": "</f>"}], "triggers": ["<f>"]}
@@ -266,7 +266,7 @@ def text_of(params: SamplingParams, settings: dict[str, Any]) -> str:
     from support.byte_text import byte_tokenizer
     from support.fake_engine import build
 
-    from pagoda.server.llm_engine import LLMEngine
+    from pagoda.server.offline.llm_engine import LLMEngine
 
     config = EngineArgs("fake", structured_outputs_config=settings).create_engine_config()
     engine = LLMEngine(config, build=build, open_text=lambda _: byte_tokenizer())

@@ -13,9 +13,9 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.server import turn as turn_module
-from pagoda.server.conversation import Conversation, NamedTool
+from pagoda.server.conversation.conversation import Conversation, NamedTool
+from pagoda.server.http.turn import Turn, prepare
 from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
-from pagoda.server.turn import Turn, prepare
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}

@@ -6,9 +6,10 @@ from typing import Any
 from support.byte_text import byte_tokenizer
 from support.fake_engine import build
 
-from pagoda.server import cli, run_batch
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server import cli
+from pagoda.server.commands import run_batch
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.online.async_llm import AsyncLLM
 
 
 def start_fake(config: Any, *, in_process: bool) -> ThreadClient:

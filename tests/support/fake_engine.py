@@ -28,7 +28,7 @@ from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured import Structured
 from pagoda.common.errors import ConfigError
 from pagoda.common.structured.vocabulary import vocabulary_of
-from pagoda.server.built_engine import BuiltEngine
+from pagoda.server.build.built_engine import BuiltEngine
 from pagoda.server.wire import EngineInfo
 
 MAX_LEN = 64
@@ -122,6 +122,6 @@ PROGRAM = (sys.executable, "-P", __file__)
 
 
 if __name__ == "__main__":
-    from pagoda.server import engine_proc
+    from pagoda.server.link import engine_proc
 
     os._exit(engine_proc.serve(sys.argv[1], build))

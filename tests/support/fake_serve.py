@@ -6,10 +6,11 @@ from typing import Any
 from support.byte_text import byte_tokenizer
 from support.fake_engine import PROGRAM, build
 
-from pagoda.server import cli, serve
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.process_client import ProcessClient
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server import cli
+from pagoda.server.commands import serve
+from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.online.async_llm import AsyncLLM
 
 
 def start_fake(config: Any, *, in_process: bool) -> ProcessClient | ThreadClient:

@@ -18,12 +18,12 @@ from support.fake_engine import build
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import create_app
-from pagoda.server.args import AsyncEngineArgs
-from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.http_server import http_server
-from pagoda.server.serve import bind
-from pagoda.server.state import ServerState
-from pagoda.server.thread_client import ThreadClient
+from pagoda.server.commands.serve import bind
+from pagoda.server.http.server import http_server
+from pagoda.server.http.state import ServerState
+from pagoda.server.link.thread_client import ThreadClient
+from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.settings.args import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 FRAMED = framed_tokenizer()

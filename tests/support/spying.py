@@ -10,11 +10,11 @@ import pytest
 from support.scripted import ScriptedReader
 
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server import generation
-from pagoda.server.conversation import Conversation
+from pagoda.server.conversation.conversation import Conversation
+from pagoda.server.http import generation
+from pagoda.server.http.state import ServerState
+from pagoda.server.http.turn import Turn
 from pagoda.server.parsers.events import Event
-from pagoda.server.state import ServerState
-from pagoda.server.turn import Turn
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Spy:
 
 def spy_on(monkeypatch: pytest.MonkeyPatch, module: str) -> Spy:
     """A spy on a module of routes, until the test ends."""
-    from pagoda.server.turn import prepare as real
+    from pagoda.server.http.turn import prepare as real
 
     spy = Spy()
 

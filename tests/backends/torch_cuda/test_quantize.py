@@ -20,7 +20,7 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.llm import LLM
+from pagoda.server.offline.llm import LLM
 
 SPECS = {"dense": tiny_spec(window=6), "moe": tiny_spec(moe=True)}
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]

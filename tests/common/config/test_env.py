@@ -16,9 +16,9 @@ from pagoda.common.config.env_var import is_secret
 from pagoda.common.config.sources import from_environment
 from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
 from pagoda.common.errors import ConfigError
-from pagoda.server.args import EngineArgs
 from pagoda.server.plugins import load_general_plugins
-from pagoda.server.resolve import resolve
+from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.resolve import resolve
 
 TABLES = [ENGINE_SETTINGS, SERVER_SETTINGS]
 SETTINGS = [name for table in TABLES for name in table]

@@ -7,7 +7,7 @@ from pagoda.common.config.platform import Platform
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.sleep import KV_CACHE, TAGS, WEIGHTS, Sleeper
 from pagoda.common.errors import SleepError, WeightError
-from pagoda.server.args import EngineArgs
+from pagoda.server.settings.args import EngineArgs
 
 
 @pytest.fixture

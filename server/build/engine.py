@@ -1,0 +1,93 @@
+"""The one place that turns a configuration into a running engine.
+
+    resolve (checkpoint, model spec, limits, KV layout) -> meet the other hosts or start the other ranks, if there are
+    any -> backend -> weights -> memory plan -> KV cache -> warm-up
+
+The backend's framework is imported in a thread while the checkpoint is opened and its weights are read ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Final
+
+from pagoda.backends.modules import BackendModule
+from pagoda.backends.registry import choose_backend, load_backend, runs_ranks
+from pagoda.common.config.defaults import Usage
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.weights.hub import is_local
+from pagoda.server.build.affinity import pinned
+from pagoda.server.build.built_engine import BuiltEngine
+from pagoda.server.build.company import Company
+from pagoda.server.build.generation import assemble_generation
+from pagoda.server.build.hosts import meeting
+from pagoda.server.build.phases import Phases
+from pagoda.server.plugins import load_general_plugins
+from pagoda.server.build.pooling import assemble_pooling, pooling_engine_info
+from pagoda.server.build.prefetch import Prefetch
+from pagoda.server.build.ranks import leading
+from pagoda.server.settings.resolve import Resolved, open_model, resolve
+from pagoda.server.build.weights import read_weights
+
+READ_AHEAD_BYTES: Final = 512 << 20
+
+Gather = Callable[[Resolved, Usage], AbstractContextManager[Company | None]]
+
+
+def gathering(resolved: Resolved, usage: Usage) -> AbstractContextManager[Company | None]:
+    """Those who compute the steps too, while the engine is built."""
+    if runs_ranks(resolved.backend, resolved.config.parallel):
+        return leading(resolved, usage)
+    return meeting(resolved)
+
+
+def build_engine(config: EngineConfig, usage: Usage, gather: Gather = gathering) -> BuiltEngine:
+    """Load the model and warm it up. Raises ConfigError, ModelError or WeightError: one line, cause and remedy."""
+    with pinned(config.runtime.cores):
+        return _build(config, usage, gather)
+
+
+def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:
+    phases = Phases()
+    load_general_plugins(config)
+    importing = import_backend(choose_backend(config.model.backend))
+    with phases("open checkpoint"):
+        resolved = resolve(config, usage, weights=is_local(config.model.model))
+    with gather(resolved, usage) as company:
+        return _load(importing, resolved, company, phases)
+
+
+def _load(importing: Future[BackendModule], resolved: Resolved, company: Company | None, phases: Phases) -> BuiltEngine:
+    """Read the weights ahead while the backend is imported, then put both together."""
+    config = resolved.config
+    checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
+    if not fetched:  # a model that cannot be served is refused before its weights are downloaded
+        with phases("fetch weights"):
+            checkpoint = open_model(config, weights=True)
+    weights = Prefetch(read_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
+    try:
+        with phases(f"import {resolved.backend}"):
+            module = importing.result()
+        if resolved.pooling is not None:
+            core, pooling = assemble_pooling(resolved, weights, phases)
+            return BuiltEngine(core, pooling, pooling_engine_info(resolved, pooling, tuple(phases.seconds)))
+        return assemble_generation(resolved, module, checkpoint, weights, company, phases)
+    finally:
+        weights.close()
+
+
+def import_backend(name: str) -> Future[BackendModule]:
+    """Import a backend in a thread that nobody waits for when the model cannot be served."""
+    importing: Future[BackendModule] = Future()
+
+    def run() -> None:
+        try:
+            importing.set_result(load_backend(name))
+        except BaseException as error:
+            importing.set_exception(error)
+
+    threading.Thread(target=run, name="pagoda-import", daemon=True).start()
+    return importing

@@ -1,0 +1,158 @@
+"""Ranks of one engine: processes on one machine, or in a Ray cluster, that share a model, a device each.
+
+Rank 0 is the process of the engine. It starts the others, gives each its job when the weights are on disk, and then
+all build the same engine, of which the others' follows rank 0's.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NoReturn, TypeVar
+
+from pagoda.backends.modules import RankComm, RankRuntime
+from pagoda.backends.registry import load_rank_runtime
+from pagoda.common.backend import Backend
+from pagoda.common.config.defaults import Usage
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.hosts.following import FollowingBackend
+from pagoda.common.hosts.leading import LeadingBackend, failure_in_hand
+from pagoda.common.hosts.peer import Peer
+from pagoda.common.hosts.place import RankPlace
+from pagoda.common.weights.checkpoint import Checkpoint
+from pagoda.server.build.executors.executor import Executor, Worker, make_executor
+from pagoda.server.build.executors.job import Job, encode
+from pagoda.server.settings.resolve import Resolved
+
+T = TypeVar("T")
+
+_QUIET: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}
+"""Level of rank 0's log -> that of the others', which do the same."""
+
+
+class LeadingRanks:
+    """Implements Company on rank 0. `usage`: of the engine."""
+
+    def __init__(self, resolved: Resolved, usage: Usage, runtime: RankRuntime, executor: Executor) -> None:
+        self._config, self._usage, self._runtime, self._executor = resolved.config, usage, runtime, executor
+        self._workers: tuple[Worker, ...] = ()
+        self._peers: tuple[Peer, ...] = ()
+        self._comm: RankComm | None = None
+
+    def start(self) -> None:
+        """Start the other ranks, which wait for their jobs."""
+        self._workers = self._executor.start()
+        self._peers = tuple(Peer(each.connection, each.name, fate=each.fate) for each in self._workers)
+
+    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Send the others to work, and meet them."""
+        size, device = 1 + len(self._workers), self._executor.device
+        if self._executor.sees_all:
+            self._runtime.check_devices(size)
+        listener = socket.create_server((self._executor.host, 0))
+        host, port = listener.getsockname()[:2]
+        place = RankPlace(rank=0, size=size, device=device, host=host, port=port)
+        for rank, (worker, peer) in enumerate(zip(self._workers, self._peers), 1):
+            theirs = RankPlace(rank=rank, size=size, device=worker.device, host=host, port=port)
+            config = _config_of(self._config, checkpoint, rank)
+            peer.send_bytes(encode(Job(config=config, usage=self._usage, place=theirs)))
+        self._comm = _unless_one_dies(self._peers, lambda: self._runtime.join(place, listener))
+        return {"comm": self._comm, "device": self._runtime.device(device)}
+
+    def joined(self, backend: Backend) -> LeadingBackend:
+        """This rank's backend, which the others follow."""
+        assert self._comm is not None, "arrive() comes first"
+        leave, abandon = self._comm.leave, self._comm.abandon
+        return LeadingBackend(backend, self._peers, leave, name="rank 0", abandon=abandon, release=self._release)
+
+    def give_up(self) -> None:
+        """End the others, because of the error in hand. Idempotent."""
+        reason = failure_in_hand()
+        for peer in self._peers:
+            peer.end(reason)
+        if self._comm is not None:
+            self._comm.abandon()
+        for peer in self._peers:
+            peer.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._executor.release()
+        if self._comm is not None:
+            self._comm.release()
+
+
+@contextmanager
+def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
+    """The other ranks while the engine is built. They end with an error in it. Raises ConfigError."""
+    parallel = resolved.config.parallel
+    runtime = load_rank_runtime(resolved.backend)
+    ranks = LeadingRanks(resolved, usage, runtime, make_executor(parallel, resolved.backend, runtime.needs_gpu()))
+    try:
+        ranks.start()
+        yield ranks
+    except BaseException:
+        ranks.give_up()
+        raise
+
+
+@dataclass(slots=True)
+class FollowingRank:
+    """Implements Company on every other rank."""
+
+    place: RankPlace
+    leader: Peer
+    runtime: RankRuntime
+    comm: RankComm | None = None
+
+    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Meet the others."""
+        self.comm = self.runtime.join(self.place, None)
+        return {"comm": self.comm, "device": self.runtime.device(self.place.device)}
+
+    def joined(self, backend: Backend) -> FollowingBackend:
+        """This rank's backend, which follows rank 0's."""
+        assert self.comm is not None, "arrive() comes first"
+        return FollowingBackend(backend, self.leader, self.comm.leave)
+
+
+def _config_of(config: EngineConfig, checkpoint: Checkpoint, rank: int) -> EngineConfig:
+    """What another rank builds: the model from disk, without a word about what rank 0 says too."""
+    logs = config.logging
+    return replace(
+        config,
+        model=replace(config.model, model=str(checkpoint.path.resolve())),
+        load=replace(config.load, use_tqdm_on_load=False),
+        logging=replace(
+            logs,
+            log_level=_QUIET.get(logs.log_level, logs.log_level),
+            log_prefix=f"{logs.log_prefix}rank {rank}: ",
+        ),
+    )
+
+
+def _unless_one_dies(peers: Sequence[Peer], work: Callable[[], T]) -> T:
+    """What `work` returns, which waits for the others by itself; raises at once what one of them died of."""
+    ends: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found = work()
+        except BaseException as error:
+            ends.put(partial(_raise, error))
+        else:
+            ends.put(lambda: found)
+
+    for peer in peers:
+        peer.watch(lambda death: ends.put(partial(_raise, death)))
+    threading.Thread(target=run, name="pagoda-meeting", daemon=True).start()
+    return ends.get()()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -1,0 +1,1 @@
+"""The sub-commands of `pagoda`, a module each, imported when called."""

@@ -1,0 +1,1 @@
+"""`pagoda bench`: what its sub-commands measure, and how."""

@@ -1,0 +1,1 @@
+"""The grammars of one server: tried in a process of their own, compiled in the engine."""

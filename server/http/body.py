@@ -1,0 +1,45 @@
+"""Request bodies: JSON only, and no more of it than the server allows."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from pagoda.server.http.stream import ClientLeftError
+from pagoda.server.protocol.base import Body, parse
+from pagoda.server.protocol.errors import HttpError
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+async def read_body(request: Request, body_type: type[BodyT], limit: int) -> BodyT:
+    """The parsed body. Raises HttpError (413, 415), RequestError naming the field, or ClientLeftError."""
+    return parse(body_type, await read_json(request, limit))
+
+
+async def read_json(request: Request, limit: int) -> bytes:
+    """The body as it came, said to be JSON. Raises HttpError (413, 415) or ClientLeftError."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send application/json")
+    return await _read(request, limit)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    stated = request.headers.get("content-length", "")
+    if stated.isascii() and stated.isdigit() and int(stated[:20]) > limit:
+        raise _too_large(limit)
+    raw = bytearray()
+    try:
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise ClientLeftError from None
+    return bytes(raw)
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")

@@ -1,0 +1,1 @@
+"""The offline faces: LLM, and LLMEngine, which its caller drives step by step."""

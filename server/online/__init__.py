@@ -1,0 +1,1 @@
+"""The face for servers: AsyncLLM, where each request is a stream."""
