@@ -17,8 +17,8 @@ from pagoda.common.errors import RequestError
 from pagoda.common.structured.guidance_text import guidance_text
 from pagoda.common.structured.vocabulary import Vocabulary, vocabulary_of
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server.grammars.check import GrammarCheck
 from pagoda.server.grammars import check as grammar_check
+from pagoda.server.grammars.check import GrammarCheck
 
 
 def vocabulary() -> Vocabulary:
