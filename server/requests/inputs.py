@@ -117,6 +117,14 @@ def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
     return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], int)
 
 
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError naming `field` for ids that are not in the vocabulary."""
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(field, f"token id {bad} is out of range; the vocabulary has {vocab_size} entries")
+
+
 class InputProcessor:
     """Turns prompts and params into engine requests for one model."""
 
@@ -210,10 +218,7 @@ class InputProcessor:
                 f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens, "
                 f"and the answer needs at least 1; shorten it to {limit - 1} or set truncate_prompt_tokens",
             )
-        low, high = min(prompt.token_ids), max(prompt.token_ids)
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise RequestError("prompt", f"token id {bad} is out of range; the vocabulary has {vocab} entries")
+        check_token_ids("prompt", prompt.token_ids, vocab)
         if params.max_tokens is None and params.min_tokens > limit - count:
             raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {limit - count} left")
         if self._longest_answer is not None and params.min_tokens > self._longest_answer:

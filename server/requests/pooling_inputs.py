@@ -17,7 +17,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.requests.inputs import PromptType, check_keys, checked_token_ids
+from pagoda.server.requests.inputs import PromptType, check_keys, check_token_ids, checked_token_ids
 from pagoda.server.requests.pooling_text import Side, TextOptions, cut, encode, encode_pair
 from pagoda.server.wire import EngineInfo, PoolingInfo
 
@@ -161,10 +161,7 @@ class PoolingInputs:
                 f"This model's maximum context length is {limit} tokens, but the prompt is too long: {len(ids)}; "
                 "shorten it or set truncate_prompt_tokens to -1",
             )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise RequestError("prompt", f"token id {bad} is out of range; the vocabulary has {vocab} entries")
+        check_token_ids("prompt", ids, vocab)
 
     def _rules(self, params: PoolingParams, prompt: PooledPrompt) -> PoolingRules:
         params.verify()

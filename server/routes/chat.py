@@ -16,7 +16,7 @@ from pagoda.server.http.turn import prepare
 from pagoda.server.protocol.batch_chat import BatchChatCompletionRequest
 from pagoda.server.protocol.chat import ChatCompletionRequest, ChatFields
 from pagoda.server.protocol.chat_answer import ChatAnswer, beginning
-from pagoda.server.routes.shared import answer_head, answer_id, best_of, server_of, work_of
+from pagoda.server.routes.shared import answer_head, answer_id, best_of, model_of, server_of, work_of
 
 router = APIRouter(tags=["chat"])
 
@@ -26,9 +26,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     state = server_of(request)
     body = await read_body(request, ChatCompletionRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    state.llm()
-    body.check()
+    model = model_of(state, body)
     return await _answer(request, state, body, model, [body.conversation()])
 
 
@@ -37,9 +35,7 @@ async def chat_completions_batch(request: Request) -> Response:
     """Answer several conversations."""
     state = server_of(request)
     body = await read_body(request, BatchChatCompletionRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    state.llm()
-    body.check()
+    model = model_of(state, body)
     return await _answer(request, state, body, model, list(body.conversations()))
 
 

@@ -16,7 +16,7 @@ from pagoda.server.outputs import RequestOutput
 from pagoda.server.protocol.completion import CompletionRequest
 from pagoda.server.protocol.completion_answer import CompletionAnswer
 from pagoda.server.requests.prompt_embeds import from_base64
-from pagoda.server.routes.shared import answer_head, answer_id, best_of, server_of, work_of
+from pagoda.server.routes.shared import answer_head, answer_id, best_of, model_of, server_of, work_of
 
 router = APIRouter(tags=["completions"])
 
@@ -26,11 +26,9 @@ async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
     state = server_of(request)
     body = await read_body(request, CompletionRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    llm = state.llm()
-    body.check()
+    model = model_of(state, body)
     try:
-        params = body.params(llm.info.sampling_defaults)
+        params = body.params(state.llm().info.sampling_defaults)
         prompts = [await embeds_of(state, body, text) for text in body.embeds]
         prompts += [await prompt_of(state, body, prompt) for prompt in body.prompts]
         request_id = answer_id(request, body, "cmpl")

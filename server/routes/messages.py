@@ -19,7 +19,7 @@ from pagoda.server.protocol.errors import http_error
 from pagoda.server.protocol.messages import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.protocol.messages_answer import MessagesAnswer
 from pagoda.server.protocol.messages_errors import REQUEST_ID_HEADER, messages_error, new_request_id
-from pagoda.server.routes.shared import server_of
+from pagoda.server.routes.shared import model_of, server_of
 
 PING = named_event({"type": "ping"})
 
@@ -31,10 +31,8 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     state = server_of(request)
     body = await read_body(request, AnthropicMessagesRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    llm = state.llm()
-    body.check()
-    params = body.params(llm.info.sampling_defaults)
+    model = model_of(state, body)
+    params = body.params(state.llm().info.sampling_defaults)
     request_id = new_request_id()
     try:
         turn = await prepare(state, body.conversation(), params)
@@ -58,9 +56,7 @@ async def count_tokens(request: Request) -> Response:
     """The length of a conversation's prompt, which is not run."""
     state = server_of(request)
     body = await read_body(request, AnthropicCountTokensRequest, state.config.max_body_bytes)
-    state.model_name(body.model)
-    state.llm()
-    body.check()
+    model_of(state, body)
     try:
         turn = await prepare(state, body.conversation(), SamplingParams())
     except RequestError as error:

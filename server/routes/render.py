@@ -17,7 +17,7 @@ from pagoda.server.protocol.completion import CompletionRequest
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.requests.inputs import Prompt, PromptType
 from pagoda.server.routes.completion import prompt_of
-from pagoda.server.routes.shared import answer_id, server_of
+from pagoda.server.routes.shared import answer_id, model_of, server_of
 
 router = APIRouter(tags=["render"])
 
@@ -29,13 +29,11 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
     """The prompts of a completion as tokens, and how they would be continued."""
     state = server_of(request)
     body = await read_body(request, CompletionRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    llm = state.llm()
-    body.check()
+    model = model_of(state, body)
     if body.embeds:
         raise RequestError("prompt_embeds", "prompt_embeds have no tokens to show; leave it out")
     try:
-        params = body.params(llm.info.sampling_defaults)
+        params = body.params(state.llm().info.sampling_defaults)
         name = answer_id(request, body, "cmpl")
         prompts = [await prompt_of(state, body, each) for each in body.prompts]
         special = body.add_special_tokens is not False
@@ -49,10 +47,8 @@ async def render_chat(request: Request) -> dict[str, Any]:
     """The prompt of a conversation as tokens, and how it would be answered."""
     state = server_of(request)
     body = await read_body(request, ChatCompletionRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    llm = state.llm()
-    body.check()
-    params = body.params(llm.info.sampling_defaults)
+    model = model_of(state, body)
+    params = body.params(state.llm().info.sampling_defaults)
     try:
         turn = await prepare(state, body.conversation(), params)
         name = answer_id(request, body, "chatcmpl")

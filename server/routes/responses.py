@@ -28,7 +28,7 @@ from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.responses import ResponsesRequest
 from pagoda.server.protocol.responses_answer import ResponseAnswer, ResponseView
 from pagoda.server.protocol.responses_input import ITEMS, Item, items_of, output_items
-from pagoda.server.routes.shared import server_of
+from pagoda.server.routes.shared import model_of, server_of
 
 router = APIRouter(tags=["responses"])
 
@@ -38,11 +38,9 @@ async def create_response(request: Request) -> Response:
     """Respond to an input, streamed, whole, or in the background."""
     state = server_of(request)
     body = await read_body(request, ResponsesRequest, state.config.max_body_bytes)
-    model = state.model_name(body.model)
-    llm = state.llm()
-    body.check()
+    model = model_of(state, body)
     stores = _stores(state, body)
-    params = body.params(llm.info.sampling_defaults)
+    params = body.params(state.llm().info.sampling_defaults)
     response_id = _new_id(state, body)
     earlier = _earlier(state, body.previous_response_id)
     items = [*earlier, *items_of(body.input)]

@@ -41,6 +41,27 @@ class Identified(Protocol):
         ...
 
 
+class ToModel(Protocol):
+    """The body of a request that a model answers."""
+
+    @property
+    def model(self) -> str | None:
+        """The model's name; None: the one that is served."""
+        ...
+
+    def check(self) -> None:
+        """Raise RequestError for what no single field shows."""
+        ...
+
+
+def model_of(state: ServerState, body: ToModel) -> str:
+    """The name of the model that answers. Raises ModelNotFoundError, UnavailableError, or RequestError as `check`."""
+    model = state.model_name(body.model)
+    state.llm()
+    body.check()
+    return model
+
+
 def answer_id(request: Request, body: Identified, prefix: str) -> str:
     """`prefix` and the id that the body, the X-Request-Id header, or chance gives. Raises RequestError."""
     header = request.headers.get(REQUEST_ID_HEADER, "")

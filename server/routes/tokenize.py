@@ -15,6 +15,7 @@ from pagoda.server.http.state import ServerState
 from pagoda.server.http.turn import rendered
 from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest, tokenized
+from pagoda.server.requests.inputs import check_token_ids
 from pagoda.server.routes.shared import server_of
 
 router = APIRouter(tags=["tokenizer"])
@@ -45,9 +46,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     body = await read_body(request, DetokenizeRequest, state.config.max_body_bytes)
     state.model_name(body.model)
     tokenizer, vocab = _tokenizer(state), state.llm().info.vocab_size
-    bad = next((token for token in body.tokens if not 0 <= token < vocab), None)
-    if bad is not None:
-        raise RequestError("tokens", f"token id {bad} is out of range; the vocabulary has {vocab} entries")
+    check_token_ids("tokens", body.tokens, vocab)
     return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
 
 

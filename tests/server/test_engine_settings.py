@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import tiny_folder
 from support.byte_text import byte_tokenizer
 from support.fake_engine import build as build_fake
 from support.live_server import live_server
@@ -22,21 +23,7 @@ from pagoda.server.outputs import RequestOutput
 from pagoda.server.settings.args import EngineArgs
 
 VOCAB = 96
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
-}
+CONFIG = tiny_folder.CONFIG | {"vocab_size": VOCAB, "eos_token_id": 2}
 PROMPT = [5, 6, 7]
 
 

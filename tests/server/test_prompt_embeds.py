@@ -21,7 +21,7 @@ from pagoda.common.text.detokenizer import Detokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.offline.llm import LLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.requests import output_processor
+from pagoda.server.requests import running_request
 
 Make = Callable[..., LLM]
 
@@ -185,7 +185,7 @@ def test_the_zeros_are_no_text_before_the_answer(llm: LLM, table: np.ndarray, mo
         before.append(list(prompt_token_ids))
         return Detokenizer(tokenizer, prompt_token_ids, **options)
 
-    monkeypatch.setattr(output_processor, "Detokenizer", noted)
+    monkeypatch.setattr(running_request, "Detokenizer", noted)
     ask(llm, [*embedded(table, PROMPTS[:1]), PROMPTS[2]])
     assert before == [[], PROMPTS[2]]
 

@@ -12,15 +12,11 @@ import openai
 import pytest
 from support.live_server import LiveServer, live_server
 from support.response_grammar import check_grammar, plain
+from support.responses_api import ASK, FULL, ROUTES, TOOL, client_of, events_of, fault, posted
 from support.scripted import outputs
 from support.spying import Spy, spy_on
 
-from pagoda.server.parsers.events import Arguments, Content, Reasoning, ToolCall
-
-ROUTES = "pagoda.server.routes.responses"
-TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
-FULL = [Reasoning("so"), Content("hi"), ToolCall(0, "f", "c0"), Arguments(0, '{"a":'), Arguments(0, "1}")]
-ASK: dict[str, Any] = {"model": "fake", "input": "a", "max_output_tokens": 5}
+from pagoda.server.parsers.events import Content
 
 
 @pytest.fixture(scope="module")
@@ -40,39 +36,9 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     return spy_on(monkeypatch, ROUTES)
 
 
-def client_of(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.fixture
 def client(server: LiveServer) -> openai.OpenAI:
     return client_of(server)
-
-
-def events_of(raw: bytes) -> list[Any]:
-    """The events of a raw stream; each is named by its type."""
-    assert raw.endswith(b"\n\n")
-    events = []
-    for frame in raw.decode().split("\n\n")[:-1]:
-        if frame.startswith(":"):
-            continue
-        name, data = frame.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
-def posted(server: LiveServer, **body: Any) -> Any:
-    status, answer = server.post("/v1/responses", ASK | body)
-    assert status == 200, answer
-    return answer
-
-
-def fault(server: LiveServer, **body: Any) -> tuple[Any, str]:
-    """The field that a 400 names, and what it says."""
-    status, answer = server.post("/v1/responses", ASK | body)
-    assert status == 400, answer
-    return answer["error"]["param"], answer["error"]["message"]
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes import FakeBackend
+from support import tiny_folder
 from support.byte_text import byte_tokenizer
 from support.fake_engine import build
 
@@ -20,21 +21,7 @@ from pagoda.server.settings.flags import FlagParser
 from pagoda.server.settings.resolve import resolve
 
 TEXT = byte_tokenizer()
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
-}
+TINY = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
 TINY_BLOCK_BYTES = 2 * 2 * 8 * 32 * 2 * 4
 """K and V, 2 heads of 8, 32 tokens, 2 layers, float32."""
 
