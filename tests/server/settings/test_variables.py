@@ -23,7 +23,7 @@ from pagoda.server.build.affinity import pinned, ranges
 from pagoda.server.build.engine import build_engine
 from pagoda.server.settings.args import EngineArgs
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 
 @contextmanager

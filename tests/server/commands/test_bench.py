@@ -35,7 +35,7 @@ from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.client_args import settle_flags
 from pagoda.server.settings.flags import FlagParser
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 TEXT = byte_tokenizer()
 
 

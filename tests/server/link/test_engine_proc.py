@@ -216,7 +216,7 @@ def test_no_orphan_when_the_parent_is_killed() -> None:
         "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
         "time.sleep(3600)"
     )
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     process = subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
     )
