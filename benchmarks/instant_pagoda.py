@@ -22,11 +22,11 @@ from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.server import cli
-from pagoda.server.build import engine as engine_build
-from pagoda.server.build.built_engine import BuiltEngine
 from pagoda.server.commands import serve
 from pagoda.server.link import engine_proc
 from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.startup import engine as engine_build
+from pagoda.server.startup.built_engine import BuiltEngine
 
 BLOCKS = 100_000
 """Pretended: none of them is allocated."""

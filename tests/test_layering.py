@@ -32,7 +32,7 @@ STORIES = (
     ("parsers",),
     ("requests",),
     ("grammars",),
-    ("build",),
+    ("startup",),
     ("link",),
     ("conversation",),
     ("online",),

@@ -22,11 +22,11 @@ from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.build.weights import read_weights
 from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings
 from pagoda.server.settings.resolve import Resolved, resolve
+from pagoda.server.startup.weights import read_weights
 
 SETTINGS: Final = COMMAND_SETTINGS["convert"]
 _BACKEND: Final = "jax_tpu"

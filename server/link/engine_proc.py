@@ -28,9 +28,9 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import EngineDeadError, PagodaError
 from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.observe.logs import configure
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import build_engine
 from pagoda.server.link.engine_loop import Progress, run_engine
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import build_engine
 from pagoda.server.wire import FromEngine, Heartbeat, Ready, ToEngine, decode_to_engine, encode, failure
 
 HEARTBEAT_SECONDS: Final = 1.0

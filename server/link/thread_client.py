@@ -16,7 +16,7 @@ from pagoda.server.link.engine_loop import Progress, run_engine
 from pagoda.server.wire import EngineInfo, Failed, FromEngine, Heartbeat, Ready, Shutdown, ToEngine, failure
 
 if TYPE_CHECKING:
-    from pagoda.server.build.built_engine import BuiltEngine
+    from pagoda.server.startup.built_engine import BuiltEngine
 
 
 class ThreadClient:
@@ -104,7 +104,7 @@ class ThreadClient:
     def _make(self) -> BuiltEngine:
         if self._build is not None:
             return self._build(self._config)
-        from pagoda.server.build.engine import build_engine
+        from pagoda.server.startup.engine import build_engine
 
         return build_engine(self._config, "server")
 

@@ -19,8 +19,6 @@ from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import build_engine
 from pagoda.server.link.engine_client import only_first_host
 from pagoda.server.link.sleeping import check_sleep, check_wake_up
 from pagoda.server.outputs import RequestOutput
@@ -29,6 +27,8 @@ from pagoda.server.requests.output_processor import OutputProcessor
 from pagoda.server.requests.pooling_inputs import NO_GENERATION, NO_POOLING, PoolingInputs, PreparedPooling
 from pagoda.server.requests.pooling_processor import BaseOutput, PoolingProcessor
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import build_engine
 from pagoda.server.wire import EngineInfo
 
 

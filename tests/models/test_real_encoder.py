@@ -17,10 +17,10 @@ from models.minilm_vectors import FILE, TEXTS
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import build_engine
 from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import build_engine
 
 pytestmark = pytest.mark.model
 

@@ -28,7 +28,7 @@ from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured import Structured
 from pagoda.common.errors import ConfigError
 from pagoda.common.structured.vocabulary import vocabulary_of
-from pagoda.server.build.built_engine import BuiltEngine
+from pagoda.server.startup.built_engine import BuiltEngine
 from pagoda.server.wire import EngineInfo
 
 MAX_LEN = 64

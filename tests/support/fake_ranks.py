@@ -26,11 +26,11 @@ from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.errors import WeightError
 from pagoda.common.hosts.place import RankPlace
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import Gather
-from pagoda.server.build.executors import mp
-from pagoda.server.build.ranks import leading
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import Gather
+from pagoda.server.startup.executors import mp
+from pagoda.server.startup.ranks import leading
 
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
 PROGRAM = (sys.executable, "-P", __file__)
@@ -147,7 +147,7 @@ def fake_backend() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from pagoda.server.build import rank_proc
+    from pagoda.server.startup import rank_proc
 
     if os.environ.get("RANK_ENDS_IN") == "import":
         os._exit(7)

@@ -21,9 +21,9 @@ from pagoda.backends.jax_tpu.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.step_input import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.server import cli
-from pagoda.server.build.engine import build_engine
 from pagoda.server.offline.llm import LLM
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.startup.engine import build_engine
 
 SMALL = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8")
 SETTINGS: dict[str, Any] = {

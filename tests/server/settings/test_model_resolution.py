@@ -19,11 +19,11 @@ from support.tiny_folder import write_model
 from pagoda.common.errors import ConfigError, ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server import cli
-from pagoda.server.build.engine import build_engine
 from pagoda.server.offline.llm_engine import LLMEngine
 from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.startup.engine import build_engine
 from pagoda.server.wire import EngineInfo
 from pagoda.tests.common.weights.gguf_writing import convert
 

@@ -13,9 +13,9 @@ from support.tiny_folder import write_model
 from pagoda.common.config.defaults import ResolvedRow, Usage
 from pagoda.common.config.table import ENGINE_GROUPS, settings_of
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.server.build.engine import build_engine
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import Resolved, resolve
+from pagoda.server.startup.engine import build_engine
 from pagoda.tests.common.weights.gguf_writing import convert
 
 

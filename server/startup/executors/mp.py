@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from pagoda.server.child import environment, fate
-from pagoda.server.build.executors.executor import LOOPBACK, Worker, rank_name
+from pagoda.server.startup.executors.executor import LOOPBACK, Worker, rank_name
 
-RANK_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.build.rank_proc")
+RANK_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.startup.rank_proc")
 
 _LAST_SECONDS: Final = 5.0
 """A worker has been told to end, or has lost its connection, for so long: it hangs."""

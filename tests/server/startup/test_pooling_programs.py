@@ -22,9 +22,9 @@ from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.errors import ConfigError
 from pagoda.server import cli
-from pagoda.server.build.engine import BuiltEngine, build_engine
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 WORDS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "4")

@@ -25,9 +25,9 @@ from pagoda.common.hosts.leading import LeadingBackend, failure_in_hand
 from pagoda.common.hosts.peer import Peer
 from pagoda.common.hosts.place import RankPlace
 from pagoda.common.weights.checkpoint import Checkpoint
-from pagoda.server.build.executors.executor import Executor, Worker, make_executor
-from pagoda.server.build.executors.job import Job, encode
 from pagoda.server.settings.resolve import Resolved
+from pagoda.server.startup.executors.executor import Executor, Worker, make_executor
+from pagoda.server.startup.executors.job import Job, encode
 
 T = TypeVar("T")
 

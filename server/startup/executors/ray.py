@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.common.hosts.frames import GREETING_BYTES, prepare, receive_frame, send_frame
-from pagoda.server.build.executors.executor import Worker, rank_name
+from pagoda.server.startup.executors.executor import Worker, rank_name
 
 _FLAG: Final = "--distributed-executor-backend"
 _PLACING_SECONDS: Final = 300.0
@@ -156,7 +156,7 @@ class _Rank:
 
     def run(self, rank: int, address: tuple[str, int], secret: bytes, backend: str) -> int:
         """Call rank 0 and do what it says, to the end."""
-        from pagoda.server.build.rank_proc import work
+        from pagoda.server.startup.rank_proc import work
 
         connection = socket.create_connection(address, _GREETING_SECONDS)
         connection.settimeout(None)

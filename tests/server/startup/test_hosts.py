@@ -26,11 +26,11 @@ from pagoda.common.config.table import ENGINE_SETTINGS
 from pagoda.common.errors import ConfigError
 from pagoda.common.hosts.facts import Host, HostFacts
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.build.hosts import SHARED_SETTINGS, check_devices
 from pagoda.server.cli import main
 from pagoda.server.offline.llm import LLM
 from pagoda.server.online.async_llm import AsyncLLM
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.startup.hosts import SHARED_SETTINGS, check_devices
 
 PROMPTS = ([5, 17, 3, 80, 41, 2, 9], [60, 33, 21])
 SMALL: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 16, "block_size": 32}

@@ -53,9 +53,9 @@ def rank_name(rank: int, gpu: str) -> str:
 def make_executor(parallel: ParallelConfig, backend: str, gpus: bool) -> Executor:
     """The executor that was asked for, for as many ranks. `gpus`: each has one for itself. Raises ConfigError."""
     if parallel.distributed_executor_backend == "ray":
-        from pagoda.server.build.executors.ray import RayExecutor
+        from pagoda.server.startup.executors.ray import RayExecutor
 
         return RayExecutor(parallel.tensor_parallel_size, backend, gpus)
-    from pagoda.server.build.executors.mp import ProcessExecutor
+    from pagoda.server.startup.executors.mp import ProcessExecutor
 
     return ProcessExecutor(parallel.tensor_parallel_size, backend, gpus)

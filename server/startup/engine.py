@@ -19,18 +19,18 @@ from pagoda.backends.registry import choose_backend, load_backend, runs_ranks
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.weights.hub import is_local
-from pagoda.server.build.affinity import pinned
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.company import Company
-from pagoda.server.build.generation import assemble_generation
-from pagoda.server.build.hosts import meeting
-from pagoda.server.build.phases import Phases
 from pagoda.server.plugins import load_general_plugins
-from pagoda.server.build.pooling import assemble_pooling, pooling_engine_info
-from pagoda.server.build.prefetch import Prefetch
-from pagoda.server.build.ranks import leading
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
-from pagoda.server.build.weights import read_weights
+from pagoda.server.startup.affinity import pinned
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.company import Company
+from pagoda.server.startup.generation import assemble_generation
+from pagoda.server.startup.hosts import meeting
+from pagoda.server.startup.phases import Phases
+from pagoda.server.startup.pooling import assemble_pooling, pooling_engine_info
+from pagoda.server.startup.prefetch import Prefetch
+from pagoda.server.startup.ranks import leading
+from pagoda.server.startup.weights import read_weights
 
 READ_AHEAD_BYTES: Final = 512 << 20
 

@@ -21,8 +21,8 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.executors import mp
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.executors import mp
 
 
 @pytest.fixture(autouse=True)

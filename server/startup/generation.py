@@ -18,15 +18,15 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.settings.backend_options import backend_options
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.company import Company
 from pagoda.server.grammars.grammars import structured_of
-from pagoda.server.build.phases import Phases
 from pagoda.server.plugins import sampler_options, scheduler_of
-from pagoda.server.build.prefetch import Prefetch
+from pagoda.server.settings.backend_options import backend_options
 from pagoda.server.settings.resolve import Resolved, open_model
-from pagoda.server.build.weights import read_weights
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.company import Company
+from pagoda.server.startup.phases import Phases
+from pagoda.server.startup.prefetch import Prefetch
+from pagoda.server.startup.weights import read_weights
 from pagoda.server.wire import EngineInfo
 
 

@@ -10,8 +10,8 @@ import pytest
 from pagoda.common.config.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.hosts.frames import send_frame
-from pagoda.server.build.executors.executor import make_executor
-from pagoda.server.build.executors.ray import _introduced, _visible_index
+from pagoda.server.startup.executors.executor import make_executor
+from pagoda.server.startup.executors.ray import _introduced, _visible_index
 
 RAY = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
 SECRET = b"s" * 32

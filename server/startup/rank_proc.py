@@ -1,6 +1,6 @@
 """The process of a rank other than the first.
 
-    python -m pagoda.server.build.rank_proc DESCRIPTOR BACKEND        (started by executors.mp, never by hand)
+    python -m pagoda.server.startup.rank_proc DESCRIPTOR BACKEND        (started by executors.mp, never by hand)
 
 DESCRIPTOR is a connection to the engine's process, rank 0: the job comes over it, then steps. Its end means that rank 0
 is gone, and ends this process at once, whatever it is doing; so nothing is left over, however the engine ended. (The
@@ -29,11 +29,11 @@ from pagoda.common.hosts.following import FollowingBackend
 from pagoda.common.hosts.leading import failure_in_hand
 from pagoda.common.hosts.peer import Peer
 from pagoda.common.observe.logs import configure
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import Gather, build_engine, import_backend
-from pagoda.server.build.executors.job import Job, receive_job
-from pagoda.server.build.ranks import FollowingRank
 from pagoda.server.settings.resolve import Resolved
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import Gather, build_engine, import_backend
+from pagoda.server.startup.executors.job import Job, receive_job
+from pagoda.server.startup.ranks import FollowingRank
 
 Build = Callable[[EngineConfig, Usage, Gather], BuiltEngine]
 

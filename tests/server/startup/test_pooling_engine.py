@@ -18,11 +18,11 @@ from pagoda.common.engine.pooling import PoolingRules, PoolingTask
 from pagoda.common.engine.pooling_core import PoolingCore
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
 from pagoda.server import wire
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import build_engine
 from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import build_engine
 
 LABELS = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}

@@ -7,11 +7,11 @@ from support import tiny_folder
 
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.build.built_engine import BuiltEngine
-from pagoda.server.build.engine import build_engine
 from pagoda.server.offline.llm_engine import LLMEngine
 from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.engine import build_engine
 
 CONFIG = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
 
