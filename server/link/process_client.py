@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -55,9 +56,8 @@ class ProcessClient:
         self._out = self._context.socket(zmq.PULL)
         self._out.set_hwm(0)
         self._out.bind(f"ipc://{self._folder}/engine.out")
-        self._in = self._context.socket(
-            zmq.PUSH
-        )  # the connecting side queues, even when nobody listens: it never blocks
+        # The connecting side queues, even when nobody listens: it never blocks.
+        self._in = self._context.socket(zmq.PUSH)
         self._in.set_hwm(0)
         self._in.connect(f"ipc://{self._folder}/engine.in")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,7 +70,8 @@ class ProcessClient:
             env=environment(),
         )
         self._hand_over(config)
-        threading.Thread(target=self._watch, name="pagoda-watch", daemon=True).start()
+        watched = (self._process, weakref.ref(self))  # not this itself, which could not end before the engine then
+        threading.Thread(target=_watch, args=watched, name="pagoda-watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -144,7 +145,10 @@ class ProcessClient:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._context.destroy(linger=0)
+        # By name: a context that is garbage together with its sockets has forgotten them, and would wait for ever.
+        for socket in (self._in, self._out):
+            socket.close(linger=0)
+        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __del__(self) -> None:
@@ -199,9 +203,8 @@ class ProcessClient:
         if self._listener is not None:
             self._listener(failed)
 
-    def _watch(self) -> None:
-        """In a thread: wait for the end of the process."""
-        self._process.wait()
+    def tell_end(self) -> None:
+        """Have the end of the process delivered. From any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._deliver_end)
@@ -217,6 +220,14 @@ class ProcessClient:
         status = self._process.poll()
         why = "the engine was shut down" if status is None else f"the engine process {fate(status)}"
         return Failed("EngineDeadError", why)
+
+
+def _watch(process: subprocess.Popen[bytes], watcher: weakref.ref[ProcessClient]) -> None:
+    """In a thread: wait for the end of the process, and tell the client if it is still there."""
+    process.wait()
+    client = watcher()
+    if client is not None:
+        client.tell_end()
 
 
 def _private_folder(base: str | None) -> Path:

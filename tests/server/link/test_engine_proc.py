@@ -209,6 +209,33 @@ def test_shutdown_while_starting(started: Started) -> None:
         client.send(Shutdown())
 
 
+def running(program: str) -> subprocess.Popen[str]:
+    """Another Python, which finds what tests find."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+
+
+def test_an_engine_that_is_forgotten_ends() -> None:
+    """In a cycle, as garbage is found late: weak references to what is in it have been cleared by then."""
+    forgetful = (
+        "import gc, weakref; from support.fake_engine import PROGRAM; from pagoda.common.config.engine import EngineConfig;"
+        "from pagoda.server.link.process_client import ProcessClient;"
+        "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
+        "client.itself = client; left = weakref.ref(client); del client; gc.collect(); print(left())"
+    )
+    process = running(forgetful)
+    try:
+        told, _ = process.communicate(timeout=GRACE)
+    finally:
+        process.kill()
+        process.wait()
+    engine, left = told.split()
+    assert left == "None"
+    assert gone(int(engine))
+
+
 def test_no_orphan_when_the_parent_is_killed() -> None:
     parent = (
         "import time; from support.fake_engine import PROGRAM; from pagoda.common.config.engine import EngineConfig;"
@@ -216,10 +243,7 @@ def test_no_orphan_when_the_parent_is_killed() -> None:
         "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
         "time.sleep(3600)"
     )
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    process = subprocess.Popen(
-        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
+    process = running(parent)
     assert process.stdout is not None
     engine = int(process.stdout.readline())
     process.kill()
