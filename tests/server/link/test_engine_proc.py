@@ -220,7 +220,8 @@ def running(program: str) -> subprocess.Popen[str]:
 def test_an_engine_that_is_forgotten_ends() -> None:
     """In a cycle, as garbage is found late: weak references to what is in it have been cleared by then."""
     forgetful = (
-        "import gc, weakref; from support.fake_engine import PROGRAM; from pagoda.common.config.engine import EngineConfig;"
+        "import gc, weakref; from support.fake_engine import PROGRAM;"
+        "from pagoda.common.config.engine import EngineConfig;"
         "from pagoda.server.link.process_client import ProcessClient;"
         "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
         "client.itself = client; left = weakref.ref(client); del client; gc.collect(); print(left())"
