@@ -37,10 +37,9 @@ def form_or_calls(
     brackets = format.brackets(tools) if isinstance(format, Brackets) else ()
     if form is None or not brackets or any(_holds_special(bracket, special) for bracket in brackets):
         return None
-    tags = [{"type": "tag", "begin": each.begin, "content": _content(each), "end": each.end} for each in brackets]
     calls = {
         "type": "tags_with_separator",
-        "tags": tags,
+        "tags": [tag_of(each) for each in brackets],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not parallel,
@@ -62,10 +61,13 @@ def _form(asked: StructuredOutputsParams) -> dict[str, Any] | None:
     return None
 
 
-def _content(bracket: Bracket) -> dict[str, Any]:
-    if bracket.call is None:
-        return _ANY_TEXT
-    return {"type": "sequence", "elements": [_LINE, {"type": "json_schema", "json_schema": bracket.call}, _LINE]}
+def tag_of(bracket: Bracket) -> dict[str, Any]:
+    """What calls stand between, as a structural tag has it."""
+    content: dict[str, Any] = _ANY_TEXT
+    if bracket.call is not None:
+        call = {"type": "json_schema", "json_schema": bracket.call}
+        content = {"type": "sequence", "elements": [_LINE, call, _LINE]}
+    return {"type": "tag", "begin": bracket.begin, "content": content, "end": bracket.end}
 
 
 def _holds_special(bracket: Bracket, special: Collection[str]) -> bool:

@@ -59,7 +59,7 @@ def _checked(place: str, tool: object) -> Tool:
             f"{place}.function.name",
             f"{place}.function.name must have 1 to 128 letters, digits, underscores, dots or dashes",
         )
-    return Tool(function["name"], function.get("parameters") or {})
+    return Tool(function["name"], function.get("parameters") or {}, bool(function.get("strict")))
 
 
 def _only_known(place: str, value: Mapping[str, Any], known: Mapping[str, Any] | frozenset[str]) -> None:

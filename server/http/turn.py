@@ -20,6 +20,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.conversation.conversation import Conversation, NamedTool
 from pagoda.server.conversation.effort import effort_variables
 from pagoda.server.conversation.form_or_calls import form_or_calls
+from pagoda.server.conversation.strict_calls import strict_calls
 from pagoda.server.conversation.tools import checked_tools
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
@@ -97,9 +98,10 @@ def _with_form(
     """The params, with the form of an answer that is calls or may be. Raises RequestError where it cannot be both."""
     asked, choice = params.structured_outputs, conversation.tool_choice
     if asked is None:
-        if choice == "auto":
-            return params
         many = conversation.parallel_tool_calls
+        if choice == "auto":
+            strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=many)
+            return params if strict is None else replace(params, structured_outputs=strict)
         schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=many)
         return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
     both = None

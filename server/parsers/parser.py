@@ -27,10 +27,11 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters`: its JSON schema."""
+    """A function that the model may call. `parameters`: its JSON schema. `strict`: calls must keep to it."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
 
 class ToolFormat(Protocol):

@@ -123,7 +123,7 @@ def test_a_wrong_file_is_one_line(text: str | None, line: str, tmp_path: Path) -
 
 def test_the_engines_process_logs_alike(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
-        "import logging, os, sys; from pagoda.server import engine_proc; from support.fake_engine import build\n"
+        "import logging, os, sys; from pagoda.server.link import engine_proc; from support.fake_engine import build\n"
         "def loud(config, usage):\n"
         "    logging.getLogger('pagoda.x').info('hello')\n"
         "    return build(config, usage)\n"

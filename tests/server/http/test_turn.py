@@ -12,8 +12,8 @@ from support.live_server import LiveServer, live_server
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.structured_outputs import StructuredOutputsParams
-from pagoda.server import turn as turn_module
 from pagoda.server.conversation.conversation import Conversation, NamedTool
+from pagoda.server.http import turn as turn_module
 from pagoda.server.http.turn import Turn, prepare
 from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
 

@@ -10,7 +10,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.model import ModelConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server import inputs as inputs_module
+from pagoda.server.requests import inputs as inputs_module
 from pagoda.server.requests.inputs import InputProcessor, PromptType
 
 INFO = build(EngineConfig(model=ModelConfig(model="fake"))).info

@@ -16,9 +16,9 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server import scoring as pairs_module
 from pagoda.server.http import pooling_work
 from pagoda.server.protocol import cohere, pooling_answer
+from pagoda.server.requests import scoring as pairs_module
 from pagoda.server.routes import pooling, scoring
 from pagoda.server.routes.pooling_dispatch import handler_of
 
