@@ -96,9 +96,8 @@ def _with_form(
     state: ServerState, params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]
 ) -> SamplingParams:
     """The params, with the form of an answer that is calls or may be. Raises RequestError where it cannot be both."""
-    asked, choice = params.structured_outputs, conversation.tool_choice
+    asked, choice, many = params.structured_outputs, conversation.tool_choice, conversation.parallel_tool_calls
     if asked is None:
-        many = conversation.parallel_tool_calls
         if choice == "auto":
             strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=many)
             return params if strict is None else replace(params, structured_outputs=strict)
@@ -106,7 +105,6 @@ def _with_form(
         return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
     both = None
     if choice == "auto" and state.tool_format is not None:
-        many = conversation.parallel_tool_calls
         both = form_or_calls(asked, state.tool_format, tools, state.special_texts, parallel=many)
     if both is None:
         raise RequestError(

@@ -175,7 +175,9 @@ class SamplingFields(StructuredFields):
             if value not in (None, False, *neutral) and value not in ([], {}):
                 raise RequestError(name, f"{name} has no effect in a beam search; leave it out")
         if params.structured_outputs is not None:
-            raise RequestError("use_beam_search", "beam search does not hold answers to a form; leave one of them out")
+            raise RequestError(
+                "use_beam_search", "beam search holds answers to no form, of strict tools neither; leave one out"
+            )
         return BeamSearchParams(
             beam_width=self.n or 1,
             max_tokens=room if params.max_tokens is None else params.max_tokens,

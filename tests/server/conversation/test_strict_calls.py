@@ -85,3 +85,10 @@ def test_which_formats_hold_their_calls(name: str) -> None:
     if held is not None:
         assert "grammars" in guidance_text(held, {})
     assert strict_calls(tool_format(name), [Tool("f", X)], parallel=True) is None
+
+
+def test_a_beam_search_cannot_hold_them(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool("f")], "use_beam_search": True, "n": 2}
+    status, answer = server.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "use_beam_search")
+    assert "strict tools" in answer["error"]["message"]

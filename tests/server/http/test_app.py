@@ -3,13 +3,13 @@
 import json
 import logging
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 from support.live_server import LiveServer, live_server
+from support.watching import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 TEXT = {"prompt": "a", "max_tokens": 2}
@@ -25,13 +25,6 @@ def server() -> Iterator[LiveServer]:
 def slow() -> Iterator[LiveServer]:
     with live_server("fake:slow", engine={"max_num_seqs": 2}) as server:
         yield server
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in five seconds"
-        time.sleep(0.005)
 
 
 def serves(server: LiveServer) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -12,6 +11,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 from support.message_grammar import check_grammar
 from support.spying import Spy, spy_on
+from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.server.conversation.conversation import NamedTool
@@ -71,13 +71,6 @@ def fault(server: LiveServer, status: int = 400, **body: Any) -> str:
     assert set(answer["error"]) == {"type", "message"}
     assert answer["request_id"].startswith("req_")
     return answer["error"]["message"]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in five seconds"
-        time.sleep(0.005)
 
 
 # --- the client ---

@@ -3,7 +3,6 @@
 import base64
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from support import fake_pooling
 from support.api_bodies import LEAST, path_of
 from support.fake_pooling import vector
 from support.live_server import LiveServer, live_server
+from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
@@ -81,13 +81,6 @@ def post(embed: LiveServer, classify: LiveServer, cross: LiveServer) -> Callable
         return server.post(path_of(schema), LEAST[schema] | fields)
 
     return send
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in five seconds"
-        time.sleep(0.005)
 
 
 def long(schema: str) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,6 +14,7 @@ from support.response_grammar import check_grammar, plain
 from support.responses_api import ASK, FULL, ROUTES, TOOL, client_of, events_of, fault, posted
 from support.scripted import outputs
 from support.spying import Spy, spy_on
+from support.watching import eventually
 
 from pagoda.server.parsers.events import Content
 
@@ -39,13 +39,6 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 @pytest.fixture
 def client(server: LiveServer) -> openai.OpenAI:
     return client_of(server)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in five seconds"
-        time.sleep(0.005)
 
 
 # --- the client ---
