@@ -18,7 +18,9 @@ from starlette.middleware.base import BaseHTTPMiddleware
 import pagoda
 from pagoda.common.config.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
+from pagoda.common.observe.metrics import Metrics
 from pagoda.server.http.auth import ApiKeyMiddleware
+from pagoda.server.http.ignored import IGNORED_HEADER, IgnoredParts
 from pagoda.server.http.openapi import described
 from pagoda.server.http.request_ids import RequestIds
 from pagoda.server.http.state import ServerState
@@ -72,7 +74,7 @@ def create_app(state: ServerState) -> FastAPI:
     _include_routes(app, config)
     for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
-    _add_middlewares(app, config)
+    _add_middlewares(app, config, state.metrics)
     return app
 
 
@@ -93,8 +95,9 @@ def _include_routes(app: FastAPI, config: ServerConfig) -> None:
             app.include_router(router)
 
 
-def _add_middlewares(app: FastAPI, config: ServerConfig) -> None:
+def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:
     """What is added later is further out. Raises ConfigError for a middleware that cannot be had."""
+    app.add_middleware(IgnoredParts, metrics=metrics)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
     app.add_middleware(  # added after the keys, so outside of them: preflights carry no key, and refusals can be read
@@ -103,6 +106,7 @@ def _add_middlewares(app: FastAPI, config: ServerConfig) -> None:
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
+        expose_headers=[IGNORED_HEADER],
     )
     if config.enable_request_id_headers:
         app.add_middleware(RequestIds)

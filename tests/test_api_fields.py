@@ -1,4 +1,4 @@
-"""vLLM's request fields, row by row: each is honoured, which a marked test sees, or refused by name.
+"""vLLM's request fields, row by row: honoured, which a marked test sees, refused by name, or reported as ignored.
 
 Marks are read from the test files: `field("CompletionRequest|ChatCompletionRequest.n|seed")` names four fields, and
 `*` stands for every schema that has the field.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import interface
 import pytest
+from pydantic.fields import FieldInfo
 from support.api_bodies import LEAST, OTHER, path_of
 from support.live_server import LiveServer, live_server
 
@@ -22,7 +23,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.openapi import BODIES, bodies_of
-from pagoda.server.protocol.base import Body, is_unsupported, parse
+from pagoda.server.protocol.base import Body, is_hint, is_unsupported, parse, parse_tolerant
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = interface.rows("api_fields")
@@ -133,13 +134,13 @@ def test_bounds_are_those_of_the_table(schema: str, field: str, inside: Any, bey
 # --- honoured, or refused by name ---
 
 
-def refused_fields() -> list[Any]:
-    """Path, schema and field of everything that is refused, in the table or not."""
+def fields_marked(mark: Callable[[FieldInfo], bool]) -> list[Any]:
+    """Path, schema and field of everything with a mark, in the table or not."""
     found: dict[tuple[str, str], str] = {}
     for path in BODIES:
         for body in bodies_of(path):
             for name, field in body.model_fields.items():
-                if is_unsupported(field):
+                if mark(field):
                     found[body.__name__, name] = path
     return [pytest.param(path, *names, id=".".join(names)) for names, path in found.items()]
 
@@ -150,13 +151,23 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.mark.parametrize(("path", "body", "field"), refused_fields())
+@pytest.mark.parametrize(("path", "body", "field"), fields_marked(is_unsupported))
 def test_a_refused_field_is_named(server: LiveServer, path: str, body: str, field: str) -> None:
     status, answer = server.post(path, LEAST[body] | {field: OTHER.get(field, {"x": 1})})
     assert status == 400, answer
     error = answer["error"]
     assert error.get("param", field) == field
     assert field in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), fields_marked(is_hint))
+def test_a_hint_is_reported_as_ignored(path: str, body: str, field: str) -> None:
+    asked = json.dumps(LEAST[body] | {field: {"x": 1}}).encode()
+    _, ignored = parse_tolerant(body_of(body), asked)
+    assert [(each.name, each.kind) for each in ignored] == [(field, "hint")]
+    with pytest.raises(RequestError, match=field) as error:
+        parse(body_of(body), asked)
+    assert error.value.field == field
 
 
 def marked() -> set[str]:
@@ -172,8 +183,12 @@ def marked() -> set[str]:
     return found
 
 
+def is_without_effect(field: FieldInfo) -> bool:
+    return is_unsupported(field) or is_hint(field)
+
+
 def honoured() -> set[str]:
-    """Every field that is accepted."""
+    """Every field that has an effect, or that is there to be read by others."""
     found = {
         f"SamplingParams.{name}"
         for name in vars(SamplingParams())
@@ -185,7 +200,7 @@ def honoured() -> set[str]:
         if (
             body is not None
             and row["field"] in body.model_fields
-            and not is_unsupported(body.model_fields[row["field"]])
+            and not is_without_effect(body.model_fields[row["field"]])
         ):
             found.add(f"{row['schema']}.{row['field']}")
     renamed = set(interface.SAME_BODY.values())
@@ -193,7 +208,9 @@ def honoured() -> set[str]:
         for body in bodies_of(path):
             if body.__name__ not in renamed:
                 found |= {
-                    f"{body.__name__}.{name}" for name, field in body.model_fields.items() if not is_unsupported(field)
+                    f"{body.__name__}.{name}"
+                    for name, field in body.model_fields.items()
+                    if not is_without_effect(field)
                 }
     return found
 

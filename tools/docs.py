@@ -29,7 +29,7 @@ from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server import routes
 from pagoda.server.http.openapi import BODIES, bodies_of
-from pagoda.server.protocol.base import Body, is_unsupported
+from pagoda.server.protocol.base import Body, is_hint, is_unsupported
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import StreamOptions
 from pagoda.server.settings.flags import default_text
@@ -205,8 +205,10 @@ def _api() -> str:
     text = (
         f"{_WRITTEN}# HTTP API\n\n## Routes\n\n"
         + _table(("route", "what it answers"), _route_rows())
-        + "\nA request field is *honoured* or *refused*: null, the default and empty values pass, any other value is "
-        "a 400 that names the field. So is a field that is not listed.\n"
+        + "\nA request field is *honoured*, *ignored* or *refused*. Ignored fields, and fields that are not listed, are "
+        "accepted without effect and named in the response header `x-pagoda-ignored`, or a 400 with "
+        "`--strict-requests`. Of a refused field null, the default and empty values pass; any other value is a 400 "
+        "that names the field.\n"
     )
     shared = set(SamplingFields.model_fields)
     titles: dict[type[Body], str] = {SamplingFields: "Fields of every body that samples"}
@@ -235,17 +237,17 @@ def _route_rows() -> list[tuple[str, str]]:
 def _field_rows(body: type[Body]) -> Iterator[tuple[str, tuple[str, ...]]]:
     properties = body.model_json_schema()["properties"]
     for name, field in body.model_fields.items():
-        refused = is_unsupported(field)
+        status = "refused" if is_unsupported(field) else "ignored" if is_hint(field) else "honoured"
         default = field.get_default(call_default_factory=True)
-        accepted = " or ".join(f"`{json.dumps(value)}`" for value in field.examples or ()) if refused else ""
-        notes = [field.description or "", f"{accepted} is accepted." if accepted else ""]
+        accepted = " or ".join(f"`{json.dumps(value)}`" for value in field.examples or ())
+        notes = [field.description or "", f"{accepted} is accepted." if accepted and status == "refused" else ""]
         yield (
             name,
             (
                 f"`{name}`",
-                "" if refused else _json_type(properties[name]),
+                _json_type(properties[name]) if status == "honoured" else "",
                 "required" if default is PydanticUndefined else f"`{json.dumps(default)}`",
-                "*refused*" if refused else "honoured",
+                status if status == "honoured" else f"*{status}*",
                 "; ".join(filter(None, notes)),
             ),
         )

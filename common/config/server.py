@@ -102,6 +102,11 @@ class ServerConfig:
     keep_alive_on_engine_death: bool = option(False, "Stay up when the engine dies, and answer every request with 503.")
     server_dev_mode: bool = option(False, "Answer /sleep, /pause, /server_info and their like.")
     max_body_bytes: int = option(32 * 2**20, "Largest request body.")
+    strict_requests: bool = option(
+        False,
+        "Answer 400 to a request with a field, hint or tool type that has no effect here, instead of listing it in "
+        "the response header x-pagoda-ignored.",
+    )
     max_stored_responses: int = option(
         1024, "Responses of /v1/responses kept to be fetched and gone on from, the newest; 0: none."
     )

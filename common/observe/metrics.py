@@ -1,14 +1,14 @@
 """What the server counts and times, in a registry of its own; what vLLM has too is under vLLM's name.
 
 Knows engine steps and finished requests. Does not know HTTP. Labels come from a closed set: the served model's name,
-the engine's number, a finish reason.
+the engine's number, a finish reason, a kind of ignored request part.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -25,6 +25,9 @@ from pagoda.common.observe.logs import Totals
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "repetition")
+
+IGNORED_KINDS: Final = ("unknown", "hint", "tool")
+"""Kinds of request parts that are accepted without effect."""
 
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 """By level of sleep, 0: none."""
@@ -137,6 +140,19 @@ class Metrics:
         self._request_generated = self._histogram("request_generation_tokens", "Tokens per answer.", _LENGTHS)
         self._params_n = self._histogram("request_params_n", "n of requests.", _CHOICES)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens, per answer.", _LENGTHS)
+
+        ignored = Counter(
+            "pagoda:ignored_request_parts",
+            "Request fields, hints and tools that were accepted without effect, by kind.",
+            (*_LABELS, "kind"),
+            registry=self.registry,
+        )
+        self._ignored = {kind: ignored.labels(model_name, engine, kind) for kind in IGNORED_KINDS}
+
+    def on_ignored(self, kinds: Iterable[str]) -> None:
+        """Count the ignored parts of a request, each of a kind of IGNORED_KINDS."""
+        for kind in kinds:
+            self._ignored[kind].inc()
 
     def on_step(self, step: StepOutputs) -> None:
         """Take in an engine step, or several that were joined, at the moment they are heard of."""

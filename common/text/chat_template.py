@@ -116,12 +116,28 @@ def _message(place: str, message: object, parts: bool) -> dict[str, Any]:
         raise RequestError("messages", f"{place} must be an object with role and content")
     if not isinstance(message.get("role"), str):
         raise RequestError("messages", f"{place}.role must be a string")
-    plain: dict[str, Any] = _plain(place, message)
+    plain: dict[str, Any] = _without_absent(_plain(place, message))
     texts = _texts(f"{place}.content", plain.get("content"))
     plain["content"] = [{"type": "text", "text": text} for text in texts] if parts else "\n".join(texts)
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_tool_call(f"{place}.tool_calls", call) for call in plain["tool_calls"]]
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_tool_call(f"{place}.tool_calls", call) for call in _calls(place, plain["tool_calls"])]
     return plain
+
+
+def _without_absent(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message without null values and without an empty `tool_calls`, as clients send them back.
+
+    Templates ask whether a key is defined: one branches to calls, and drops the content, for a list of none.
+    """
+    return {
+        key: value for key, value in message.items() if value is not None and not (key == "tool_calls" and value == [])
+    }
+
+
+def _calls(place: str, calls: object) -> list[Any]:
+    if not isinstance(calls, list):
+        raise RequestError("messages", f"{place}.tool_calls must be a list of calls")
+    return calls
 
 
 def _texts(place: str, content: object) -> list[str]:

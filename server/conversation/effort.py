@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pagoda.common.errors import RequestError
-
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 _SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables with which templates switch thinking on and off."""
 
 
-def effort_variables(effort: str | None, known: frozenset[str], *, thinks: bool) -> dict[str, Any]:
-    """Variables for a template that reads those of `known`. `thinks`: whether the server's model is one that thinks.
-
-    Raises RequestError where the template would not heed the effort.
-    """
+def effort_variables(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
+    """Return the variables that express an effort to a template that reads `known`; none if it has no switch."""
     if effort is None:
         return {}
-    switches: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
-    if "reasoning_effort" in known:
-        return {"reasoning_effort": effort} | switches
-    if not switches and (thinks or effort != "none"):
-        raise RequestError(
-            "reasoning_effort",
-            f"the model's chat template does not know reasoning_effort, so {effort!r} would change nothing; "
-            "leave it out, or use chat_template_kwargs",
-        )
-    return switches
+    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
+    return variables | {name: effort != "none" for name in _SWITCHES if name in known}
+
+
+def is_effort_ignored(effort: str | None, known: frozenset[str], *, thinks: bool) -> bool:
+    """Return whether an effort changes nothing. `thinks`: whether the server's model thinks, so that "none" asks for
+    something."""
+    return effort is not None and (thinks or effort != "none") and not effort_variables(effort, known)

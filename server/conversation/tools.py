@@ -17,13 +17,18 @@ MAX_TOOLS_CHARS: Final = 1 << 20
 """Of all tools together, as JSON or nearly."""
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_KEYS: Final = frozenset({"type", "function"})
-_FUNCTION_KEYS: Final[Mapping[str, tuple[type, ...]]] = {
+TOOL_KEYS: Final = frozenset({"type", "function"})
+FUNCTION_KEYS: Final[Mapping[str, tuple[type, ...]]] = {
     "name": (str,),
     "description": (str, type(None)),
     "parameters": (dict, type(None)),
     "strict": (bool, type(None)),
 }
+
+
+def is_function(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool is not of another type, which only a provider's service offers."""
+    return not isinstance(tool.get("type"), str) or tool["type"] == "function"
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
@@ -45,12 +50,12 @@ def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
 def _checked(place: str, tool: object) -> Tool:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise RequestError(f"{place}.type", f'{place} must be an object of type "function"; there are no other tools')
-    _only_known(place, tool, _KEYS)
+    _only_known(place, tool, TOOL_KEYS)
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise RequestError(f"{place}.function", f"{place}.function must be an object with a name")
-    _only_known(f"{place}.function", function, _FUNCTION_KEYS)
-    for key, types in _FUNCTION_KEYS.items():
+    _only_known(f"{place}.function", function, FUNCTION_KEYS)
+    for key, types in FUNCTION_KEYS.items():
         if not isinstance(function.get(key, None if key != "name" else 0), types):
             kind = {"parameters": "an object (a JSON schema)", "strict": "true or false"}.get(key, "a string")
             raise RequestError(f"{place}.function.{key}", f"{place}.function.{key} must be {kind}")

@@ -6,24 +6,35 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from pagoda.common.config.server import ServerConfig
+from pagoda.server.http.ignored import note_ignored
 from pagoda.server.http.stream import ClientLeftError
-from pagoda.server.protocol.base import Body, parse
+from pagoda.server.protocol.base import Body, parse, parse_tolerant
 from pagoda.server.protocol.errors import HttpError
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-async def read_body(request: Request, body_type: type[BodyT], limit: int) -> BodyT:
+async def read_body(request: Request, body_type: type[BodyT], config: ServerConfig) -> BodyT:
     """The parsed body. Raises HttpError (413, 415), RequestError naming the field, or ClientLeftError."""
-    return parse(body_type, await read_json(request, limit))
+    return parse_body(request, body_type, await read_json(request, config), config)
 
 
-async def read_json(request: Request, limit: int) -> bytes:
+def parse_body(request: Request, body_type: type[BodyT], raw: bytes, config: ServerConfig) -> BodyT:
+    """Return the parsed body, with its parts that have no effect noted for the response. Raises RequestError."""
+    if config.strict_requests:
+        return parse(body_type, raw)
+    body, ignored = parse_tolerant(body_type, raw)
+    note_ignored(request, ignored)
+    return body
+
+
+async def read_json(request: Request, config: ServerConfig) -> bytes:
     """The body as it came, said to be JSON. Raises HttpError (413, 415) or ClientLeftError."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send application/json")
-    return await _read(request, limit)
+    return await _read(request, config.max_body_bytes)
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from pagoda.server.protocol.abort import AbortRequest
-from pagoda.server.protocol.base import Body, harmless_values, is_unsupported
+from pagoda.server.protocol.base import Body, harmless_values, is_hint, is_unsupported
 from pagoda.server.protocol.batch_chat import BatchChatCompletionRequest
 from pagoda.server.protocol.chat import ChatCompletionRequest
 from pagoda.server.protocol.cohere import CohereEmbedRequest
@@ -88,6 +88,10 @@ def _describe_fields(properties: dict[str, Any], body: type[Body], names: Sequen
                 "enum": harmless_values(field),
                 "default": field.get_default(call_default_factory=True),
                 "description": f"Refused: {field.description or 'not in this version'}.",
+            }
+        elif is_hint(field):
+            properties[name] = {
+                "description": f"Accepted without effect: {field.description or 'not in this version'}."
             }
     model = properties.get("model")
     if model is not None:

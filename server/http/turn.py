@@ -18,7 +18,7 @@ from pagoda.common.text.chat_template import render_chat, template_of
 from pagoda.common.text.template_keywords import variables_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.conversation.conversation import Conversation, NamedTool
-from pagoda.server.conversation.effort import effort_variables
+from pagoda.server.conversation.effort import effort_variables, is_effort_ignored
 from pagoda.server.conversation.form_or_calls import form_or_calls
 from pagoda.server.conversation.strict_calls import strict_calls
 from pagoda.server.conversation.tools import checked_tools
@@ -26,6 +26,7 @@ from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
+from pagoda.server.protocol.base import Ignored
 
 LONG_CONVERSATION: Final = 16_384
 """Characters of a conversation, tools and documents included, from which rendering and tokenising run in a thread, so
@@ -37,11 +38,16 @@ _THINKING: Final = ("reasoning", "reasoning_content", "thinking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A conversation ready to run. `prompt`: for the engine; `reader`: makes the reader of one of the n answers."""
+    """A conversation ready to run.
+
+    `prompt`: for the engine. `reader`: makes the reader of one of the n answers. `ignored`: fields, by chat
+    completions' names, that have no effect with this model.
+    """
 
     prompt: dict[str, Any]
     params: SamplingParams
     reader: Callable[[], AnswerReader]
+    ignored: tuple[Ignored, ...] = ()
 
 
 async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> Turn:
@@ -50,10 +56,13 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     tools = _callable_tools(state, conversation)
     if tools:
         params = _with_form(state, params, conversation, tools)
+    ignored = _ignored_effort(state, conversation)
+    if ignored and state.config.strict_requests:
+        raise RequestError(ignored[0].path, ignored[0].reason)
     prompt = await rendered(state, conversation)
     parsers = _parsers(state, conversation, tools, prompt["prompt"])
     if not parsers:
-        return Turn(prompt=prompt, params=params, reader=AnswerReader)
+        return Turn(prompt=prompt, params=params, reader=AnswerReader, ignored=ignored)
     hidden = state.special_marks if params.skip_special_tokens else None
     count = None if state.reasoning_format is None else partial(_count_tokens, state)
 
@@ -61,7 +70,23 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
         stages = [make() for make in parsers]
         return AnswerReader(stages, hidden=hidden, parallel_calls=conversation.parallel_tool_calls, count=count)
 
-    return Turn(prompt=prompt, params=replace(params, skip_special_tokens=False), reader=reader)
+    params = replace(params, skip_special_tokens=False)
+    return Turn(prompt=prompt, params=params, reader=reader, ignored=ignored)
+
+
+def _ignored_effort(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
+    """Return the reasoning effort as an ignored hint where the chat template has no switch for it."""
+    effort, tokenizer = conversation.reasoning_effort, state.tokenizer()
+    if effort is None or tokenizer is None:
+        return ()
+    template = _template_of(tokenizer, conversation, state)
+    if not is_effort_ignored(effort, variables_of(template or ""), thinks=state.reasoning_format is not None):
+        return ()
+    reason = (
+        f"the model's chat template does not know reasoning_effort, so {effort!r} would change nothing; "
+        "leave it out, or use chat_template_kwargs"
+    )
+    return (Ignored("reasoning_effort", "hint", reason),)
 
 
 def _count_tokens(state: ServerState, text: str) -> int:
@@ -162,9 +187,8 @@ async def rendered(state: ServerState, conversation: Conversation) -> dict[str, 
 
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> dict[str, Any]:
     tools = _shown_tools(state, conversation)
-    template = template_of(tokenizer, conversation.template or state.chat_template, with_tools=bool(tools))
-    known = variables_of(template or "")
-    effort = effort_variables(conversation.reasoning_effort, known, thinks=state.reasoning_format is not None)
+    template = _template_of(tokenizer, conversation, state)
+    effort = effort_variables(conversation.reasoning_effort, variables_of(template or ""))
     text = render_chat(
         tokenizer,
         [_with_thinking(message) for message in conversation.messages],
@@ -178,6 +202,11 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, state: ServerSta
         **{**state.config.default_chat_template_kwargs, **effort, **conversation.keywords},
     )
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, conversation.add_special_tokens)}
+
+
+def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
+    source = conversation.template or state.chat_template
+    return template_of(tokenizer, source, with_tools=bool(_shown_tools(state, conversation)))
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:

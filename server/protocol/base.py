@@ -1,4 +1,5 @@
-"""What all request bodies have in common: strict fields, unsupported ones refused by name, errors that name the field.
+"""What all request bodies have in common: typed fields, unsupported ones refused by name, errors that name the field,
+and the parts of a request that are accepted without effect.
 
 Knows pydantic. Does not know HTTP, nor what a field does.
 """
@@ -6,8 +7,11 @@ Knows pydantic. Does not know HTTP, nor what a field does.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, TypeVar
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
@@ -28,13 +32,56 @@ BodyT = TypeVar("BodyT", bound="Body")
 _Parts = tuple[int | str, ...]
 
 _UNSUPPORTED: Final = "unsupported"
+_HINT: Final = "hint"
 _WITHOUT_EFFECT: Final[tuple[Any, ...]] = (None, False, [], {})
+_INDEX: Final = re.compile(r"\[\d+\]")
+
+MAX_IGNORED: Final = 64
+"""Ignored parts of one request that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A part of a request that is accepted without effect.
+
+    `path`: where it is, such as `input[2].phase`. `kind`: "unknown" (a field that no body here declares), "hint" (one
+    that only a provider's service acts on) or "tool" (a tool that this server cannot offer to a model). `reason`: the
+    message of the 400 that a strict server answers. `type`: of a tool.
+    """
+
+    path: str
+    kind: Literal["unknown", "hint", "tool"]
+    reason: str = ""
+    type: str = ""
+
+    @property
+    def name(self) -> str:
+        """The path without list indexes, the same for all elements of a list; for a tool `tools[type=...]`."""
+        return f"tools[type={self.type[:64]}]" if self.kind == "tool" else _INDEX.sub("[]", self.path)
 
 
 class Body(BaseModel):
-    """A JSON object whose fields are all known: no conversions, no NaN, nothing extra."""
+    """A JSON object with typed fields: no conversions, no NaN. `parse` forbids fields that are not declared."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the parts without effect of this object, which is at `path`. Removes its undeclared fields."""
+        undeclared = self.__pydantic_extra__
+        if undeclared:
+            yield from (Ignored(_joined(path, name), "unknown") for name in undeclared)
+            undeclared.clear()
+        for name in _examined_fields(type(self)) & self.model_fields_set:
+            value, where = getattr(self, name), _joined(path, name)
+            if isinstance(value, Body):
+                yield from value.ignored(where)
+            elif is_hint(type(self).model_fields[name]):
+                if not _is_harmless(value, type(self).model_fields[name]):
+                    yield Ignored(where, "hint", _unsupported_message(where, type(self).model_fields[name]))
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, Body):
+                        yield from item.ignored(f"{where}[{index}]")
 
     def own_name(self, field: str) -> str:
         """The name of a SamplingParams field in this request."""
@@ -58,14 +105,32 @@ def unsupported(default: Any = None, *, harmless: Sequence[Any] = (), why: str =
     )
 
 
+def hint(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "") -> Any:
+    """A field that has no effect here and whose absence cannot make an answer wrong: any value of it is accepted.
+
+    A value other than the default, null, an empty one and `harmless` is reported as ignored, and refused by strict
+    servers. `why`: for clients of those, and for the reference.
+    """
+    return Field(default, json_schema_extra={_HINT: True}, examples=list(harmless) or None, description=why or None)
+
+
+def is_hint(field: FieldInfo) -> bool:
+    """Return whether a field is declared with `hint`."""
+    return _is_marked(field, _HINT)
+
+
 def is_unsupported(field: FieldInfo) -> bool:
-    """Whether a field of a body is one that is refused by name."""
+    """Return whether a field is declared with `unsupported`, which is refused by name."""
+    return _is_marked(field, _UNSUPPORTED)
+
+
+def _is_marked(field: FieldInfo, mark: str) -> bool:
     extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get(_UNSUPPORTED))
+    return isinstance(extra, dict) and bool(extra.get(mark))
 
 
 def harmless_values(field: FieldInfo) -> list[Any]:
-    """What may be said in a field that is refused."""
+    """Return the values of an unsupported field or a hint that ask for nothing."""
     found: list[Any] = []
     for value in (*_WITHOUT_EFFECT, field.default, *(field.examples or ())):
         if not any(type(value) is type(each) and value == each for each in found):
@@ -86,34 +151,76 @@ StringOrList = Annotated[
 
 
 def parse(body_type: type[BodyT], raw: bytes) -> BodyT:
-    """The request in a JSON body. Raises RequestError naming the first field that is wrong, unknown or unsupported."""
-    try:
-        body = body_type.model_validate_json(raw)
-    except ValidationError as error:
-        raise _request_error(body_type, raw, error) from None
-    for name in body.model_fields_set:
-        _refuse_unsupported(body, name)
+    """Return the request in a JSON body. Raises RequestError for a field that is wrong, unsupported or ignored."""
+    body, ignored = parse_tolerant(body_type, raw)
+    if ignored:
+        raise _refusal(body_type, ignored[0])
     return body
+
+
+def parse_tolerant(body_type: type[BodyT], raw: bytes) -> tuple[BodyT, list[Ignored]]:
+    """Return the request in a JSON body, and the parts of it that have no effect, at most MAX_IGNORED of them.
+
+    Raises RequestError for the first field that is wrong or unsupported.
+    """
+    try:
+        body = body_type.model_validate_json(raw, extra="allow")
+    except ValidationError as error:
+        raise _request_error(raw, error) from None
+    for name in body.model_fields_set & body_type.model_fields.keys():
+        _refuse_unsupported(body, name)
+    ignored: list[Ignored] = []
+    for each in body.ignored():
+        if len(ignored) < MAX_IGNORED:
+            ignored.append(each)
+    return body, ignored
+
+
+@cache
+def _examined_fields(body_type: type[Body]) -> frozenset[str]:
+    """Return the fields of a body that are hints, or may hold bodies."""
+    fields = body_type.model_fields.items()
+    return frozenset(name for name, field in fields if is_hint(field) or _may_hold_bodies(field.annotation))
+
+
+def _may_hold_bodies(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return True
+    return any(map(_may_hold_bodies, get_args(annotation)))
+
+
+def _joined(path: str, name: str) -> str:
+    return (f"{path}.{name}" if path else name)[:200]
+
+
+def _refusal(body_type: type[Body], ignored: Ignored) -> RequestError:
+    """What a strict server answers to a request with this part."""
+    path = ignored.path
+    message = ignored.reason or f"there is no field {path!r}" + _nearest(path, list(body_type.model_fields))
+    return RequestError(path, message)
 
 
 def _refuse_unsupported(body: Body, name: str) -> None:
     field = type(body).model_fields[name]
-    if not is_unsupported(field):
-        return
-    value = getattr(body, name)
-    if not any(type(value) is type(each) and value == each for each in harmless_values(field)):
-        why = field.description or "this version of pagoda does not have it"
-        raise RequestError(name, f"{name} is not supported: {why}; leave it out")
+    if is_unsupported(field) and not _is_harmless(getattr(body, name), field):
+        raise RequestError(name, _unsupported_message(name, field))
 
 
-def _request_error(body_type: type[Body], raw: bytes, error: ValidationError) -> RequestError:
+def _is_harmless(value: Any, field: FieldInfo) -> bool:
+    return any(type(value) is type(each) and value == each for each in harmless_values(field))
+
+
+def _unsupported_message(path: str, field: FieldInfo) -> str:
+    why = field.description or "this version of pagoda does not have it"
+    return f"{path} is not supported: {why}; leave it out"
+
+
+def _request_error(raw: bytes, error: ValidationError) -> RequestError:
     errors = error.errors(include_url=False, include_context=False)
     if errors[0]["type"] == "json_invalid":
         return RequestError("", f"the body is not valid JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}")
     parts, chosen = _deepest(errors, from_json(raw))
     field = _path(parts)
-    if chosen["type"] == "extra_forbidden":
-        return RequestError(field, f"there is no field {field!r}" + _nearest(field, list(body_type.model_fields)))
     if not field:
         return RequestError("", "the body must be a JSON object")
     return RequestError(field, f"{field}: {_lowered(chosen['msg'])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,7 +12,8 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.conversation.conversation import Conversation, NamedTool, ToolChoice
 from pagoda.server.conversation.effort import EFFORTS
-from pagoda.server.protocol.base import Body, Int64, unsupported
+from pagoda.server.conversation.tools import FUNCTION_KEYS, TOOL_KEYS, is_function
+from pagoda.server.protocol.base import Body, Ignored, Int64, hint, unsupported
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import check_stream_options
 
@@ -57,8 +58,13 @@ class ChatFields(SamplingFields):
     )
     return_prompt_text: bool | None = Field(None, description="Show the prompt as prompt_text.")
 
-    media_io_kwargs: Any = unsupported()
-    mm_processor_kwargs: Any = unsupported()
+    media_io_kwargs: Any = hint(why="this version serves text only")
+    mm_processor_kwargs: Any = hint(why="this version serves text only")
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the parts that have no effect, tools and fields of tools among them."""
+        yield from super().ignored(path)
+        yield from ignored_of_tools(self.tools or ())
 
     def check_fields(self) -> None:
         """What no single field shows. Raises RequestError."""
@@ -86,7 +92,7 @@ class ChatFields(SamplingFields):
     def choice_of_tools(self) -> ToolChoice:
         """What tool_choice asks for; its default depends on the tools."""
         if self.tool_choice is None or "tool_choice" not in self.model_fields_set:
-            return "auto" if self.tools else "none"
+            return "auto" if offered_tools(self.tools or ()) else "none"
         if isinstance(self.tool_choice, NamedToolChoice):
             return NamedTool(self.tool_choice.function.name)
         return self.tool_choice
@@ -95,7 +101,7 @@ class ChatFields(SamplingFields):
         """What is to be answered where these are the messages."""
         return Conversation(
             messages=messages,
-            tools=self.tools or (),
+            tools=offered_tools(self.tools or ()),
             tool_choice=self.choice_of_tools,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=self.reasoning_effort,
@@ -139,15 +145,16 @@ class ChatCompletionRequest(ChatFields):
     functions: Any = unsupported(why="they were superseded; use tools")
     modalities: Any = unsupported(harmless=(["text"],), why="answers are text")
     moderation: Any = unsupported()
-    prediction: Any = unsupported(why="answers are not predicted")
-    prompt_cache_options: Any = unsupported(why="prefixes are cached without options")
-    prompt_cache_retention: Any = unsupported(
+
+    prediction: Any = hint(why="answers are not predicted")
+    prompt_cache_options: Any = hint(why="prefixes are cached without options")
+    prompt_cache_retention: Any = hint(
         harmless=("in_memory", "in-memory"), why="prefixes are kept in memory, for as long as there is room"
     )
-    service_tier: Any = unsupported(harmless=("auto", "default"), why="there is one tier")
-    store: Any = unsupported(why="chat completions are not kept; the Responses API keeps its answers")
-    verbosity: Any = unsupported(harmless=("medium",), why="no model served here has levels of it")
-    web_search_options: Any = unsupported(why="there is no web search")
+    service_tier: Any = hint(harmless=("auto", "default"), why="there is one tier")
+    store: Any = hint(why="chat completions are not kept; the Responses API keeps its answers")
+    verbosity: Any = hint(harmless=("medium",), why="no model served here has levels of it")
+    web_search_options: Any = hint(why="there is no web search")
 
     def check(self) -> None:
         """What no single field shows. Raises RequestError."""
@@ -157,6 +164,39 @@ class ChatCompletionRequest(ChatFields):
     def conversation(self) -> Conversation:
         """What is to be answered."""
         return self.conversation_of(self.messages)
+
+
+def ignored_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Ignored]:
+    """Yield the tools that are no functions, and the unknown fields of those that are."""
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if not is_function(tool):
+            kind = str(tool["type"])
+            yield Ignored(where, "tool", f'{where}.type must be "function", not {kind[:60]!r}', kind)
+            continue
+        function = tool.get("function")
+        yield from _unknown_keys(where, tool, TOOL_KEYS)
+        if isinstance(function, Mapping):
+            yield from _unknown_keys(f"{where}.function", function, FUNCTION_KEYS)
+
+
+def _unknown_keys(where: str, value: Mapping[str, Any], known: Collection[str]) -> Iterator[Ignored]:
+    for key in value:
+        if key not in known:
+            yield Ignored(f"{where}.{key[:80]}", "unknown", f"{where} has no field {key[:80]!r}")
+
+
+def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools that are functions, with the fields that a template may show."""
+    return [_known_fields(tool) for tool in tools if is_function(tool)]
+
+
+def _known_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in tool.items() if key in TOOL_KEYS}
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        known["function"] = {key: value for key, value in function.items() if key in FUNCTION_KEYS}
+    return known
 
 
 def check_messages(where: str, messages: Sequence[Mapping[str, Any]]) -> None:

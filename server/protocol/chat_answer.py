@@ -104,8 +104,8 @@ class ChatAnswer:
     def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
-        answer = self._head.frame("chat.completion", choices) | {"usage": self._head.usage.as_dict()}
-        return answer | self._prompt_shown
+        not_asked = {"prompt_logprobs": None, "prompt_token_ids": None}
+        return self._head.whole("chat.completion", choices) | not_asked | self._prompt_shown
 
     def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
         return prompt_index * (self._request.n or 1) + completion.index
@@ -132,16 +132,14 @@ class ChatAnswer:
         return "tool_calls" if reason == "stop" and reader.calls and not self._named else reason
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        shown: dict[str, Any] = {
+        return {
             "index": index,
             "message": message_of(choice.role, choice.events),
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._request.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._request.return_token_ids else None,
         }
-        if self._request.return_token_ids:
-            shown["token_ids"] = choice.token_ids
-        return shown
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """What was asked for about the prompt; in a batch, about the first."""

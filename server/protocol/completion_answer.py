@@ -85,28 +85,26 @@ class CompletionAnswer:
     def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         choices = [self._whole_choice(index, self._choices[index].pieces) for index in sorted(self._choices)]
-        return self._head.frame("text_completion", choices) | {"usage": self._head.usage.as_dict()}
+        return self._head.whole("text_completion", choices)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return self._head.frame("text_completion", [choice]) | self._head.running_usage()
 
     def _whole_choice(self, index: int, pieces: list[_Piece]) -> dict[str, Any]:
         parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-        choice: dict[str, Any] = {
+        prompt_index = index // (self._request.n or 1)
+        positions = self._prompt_logprobs.get(prompt_index) if self._request.prompt_logprobs is not None else None
+        shows_ids = bool(self._request.return_token_ids)
+        return {
             "index": index,
             "text": "".join(piece.text for piece in pieces),
             "logprobs": joined(parts) if self._request.logprobs is not None else None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
+            "prompt_logprobs": prompt_logprobs(positions) if positions is not None else None,
+            "token_ids": [token for piece in pieces for token in piece.token_ids] if shows_ids else None,
+            "prompt_token_ids": self._prompts[prompt_index].prompt_token_ids if shows_ids else None,
         }
-        prompt_index = index // (self._request.n or 1)
-        if self._request.prompt_logprobs is not None:
-            found = self._prompt_logprobs.get(prompt_index)
-            choice["prompt_logprobs"] = prompt_logprobs(found) if found is not None else None
-        if self._request.return_token_ids:
-            choice["token_ids"] = [token for piece in pieces for token in piece.token_ids]
-            choice["prompt_token_ids"] = self._prompts[prompt_index].prompt_token_ids
-        return choice
 
     def _note(self, prompt_index: int, output: RequestOutput) -> None:
         self._head.usage.count(prompt_index, output)

@@ -58,6 +58,12 @@ class AnswerHead:
         """The object around choices."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
+    def whole(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return an answer that is not streamed: the frame, what only other servers fill in as null, and the usage."""
+        unfilled = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+        usage = {"prompt_tokens_details": None} | self.usage.as_dict()
+        return self.frame(kind, choices) | unfilled | {"usage": usage}
+
     def running_usage(self) -> dict[str, Any]:
         """`usage` of a chunk: the counts so far when asked for them, null when only the last chunk has them."""
         if not self._reports_usage:

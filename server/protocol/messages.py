@@ -13,9 +13,9 @@ from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.conversation.conversation import Conversation, NamedTool
 from pagoda.server.conversation.conversation import ToolChoice as Choice
-from pagoda.server.protocol.base import Body, Int64, unsupported
+from pagoda.server.protocol.base import Body, Ignored, Int64, hint, unsupported
 from pagoda.server.protocol.messages_input import CacheControl, Messages, Texts, continues, messages_of
-from pagoda.server.protocol.tagged import OTHER, Unsupported, by_type, refused
+from pagoda.server.protocol.tagged import OTHER, OtherTool, by_type, refused
 
 
 class CustomTool(Body):
@@ -28,8 +28,8 @@ class CustomTool(Body):
     strict: bool | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = Field(None, description="Arguments are always streamed as they come.")
-    input_examples: Annotated[Any, refused([])] = None
-    defer_loading: Annotated[Any, refused(False)] = None
+    input_examples: Any = hint(why="templates do not show them")
+    defer_loading: Any = hint(why="all tools are shown to the model at once")
     allowed_callers: Annotated[Any, refused(["direct"])] = None
 
     def as_chat(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class CustomTool(Body):
 
 
 Tool = Annotated[
-    Annotated[CustomTool, Tag("<custom>")] | Annotated[Unsupported, Tag(OTHER)],
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag(OTHER)],
     by_type("custom", default="custom"),
 ]
 
@@ -72,7 +72,7 @@ class AnthropicThinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Annotated[Any, refused("omitted")] = None
+    display: Any = hint(harmless=("omitted",), why="thinking is shown as it is, or omitted")
 
 
 class AnthropicMetadata(Body):
@@ -93,14 +93,16 @@ class AnthropicCountTokensRequest(Body):
     output_config: AnthropicOutputConfig | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    speed: Any = unsupported(harmless=("standard",))
-    context_management: Any = unsupported(
+
+    context_management: Any = hint(
         harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # agents send these
         why="nothing is taken out of a conversation",
     )
-    mcp_servers: Any = unsupported()
-    user_profile_id: Any = unsupported()
-    workspace_id: Any = unsupported()
+    mcp_servers: Any = hint(why="the server calls no tools itself")
+    speed: Any = hint(harmless=("standard",), why="there is one speed")
+    thread: Any = hint(why="no threads are kept")
+    user_profile_id: Any = hint(why="no profiles are kept")
+    workspace_id: Any = hint(why="there are no workspaces")
 
     def check(self) -> None:
         """What no single field shows. Raises RequestError."""
@@ -137,7 +139,7 @@ class AnthropicCountTokensRequest(Body):
             "stop": "stop_sequences",
             "structured_outputs": "tools" if self.output_config is None else "output_config",
             "thinking_token_budget": "thinking",
-            "reasoning_effort": "thinking" if disabled else "output_config",
+            "reasoning_effort": "thinking" if disabled else "output_config.effort",
         }
         if field.startswith("tools["):
             return field.replace(".function", "").replace(".parameters", ".input_schema")
@@ -179,8 +181,8 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     vllm_xargs: dict[str, Any] | None = Field(None, description="For logits processors; refused without any.")
 
-    container: Any = unsupported()
-    diagnostics: Any = unsupported()
+    container: Any = hint(why="the server runs no code")
+    diagnostics: Any = hint()
     inference_geo: Any = unsupported()
     mm_payload: Any = unsupported("tensors", harmless=("none",))
     return_mm_kwargs: Any = unsupported()
@@ -196,8 +198,18 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
             return "full"
         return "none" if thinking.type == "disabled" else "omitted" if thinking.display == "omitted" else "full"
 
-    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """SamplingParams. `defaults`: the model's own. Raises RequestError."""
+    def budget_without_effect(self) -> tuple[Ignored, ...]:
+        """Return thinking.budget_tokens as an ignored hint: for a model that does not think."""
+        if self.thinking is None or self.thinking.budget_tokens is None:
+            return ()
+        path = "thinking.budget_tokens"
+        return (Ignored(path, "hint", f"{path} needs a server with --reasoning-parser; leave it out"),)
+
+    def params(self, defaults: Mapping[str, Any], *, thinks: bool) -> SamplingParams:
+        """Return SamplingParams. `defaults`: the model's own. `thinks`: whether it has a thinking budget to keep to.
+
+        Raises RequestError.
+        """
         values: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -212,7 +224,7 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
                 **values | known,
                 stop=self.stop_sequences,
                 structured_outputs=None if form is None else StructuredOutputsParams(json=form.schema_),
-                thinking_token_budget=self.thinking.budget_tokens if self.thinking is not None else None,
+                thinking_token_budget=self.thinking.budget_tokens if thinks and self.thinking is not None else None,
                 output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             )
         except RequestError as error:

@@ -13,7 +13,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.conversation.conversation import Conversation
-from pagoda.server.protocol.base import INT64_MAX, Body, Int64, parse, unsupported
+from pagoda.server.protocol.base import INT64_MAX, Body, Int64, hint, unsupported
 from pagoda.server.protocol.vectors import EmbedDType, Encoding, EncodingFormat, Endianness
 from pagoda.server.requests.pooling_text import Side, TextOptions
 
@@ -49,7 +49,7 @@ class PoolingFields(Body):
     use_activation: bool | None = None
 
     padding: Any = unsupported(harmless=("do_not_pad",))
-    mm_processor_kwargs: Any = unsupported()
+    mm_processor_kwargs: Any = hint(why="this version serves text only")
 
     @property
     def text_options(self) -> TextOptions:
@@ -118,7 +118,7 @@ class ConversationFields(PoolingFields):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    media_io_kwargs: Any = unsupported()
+    media_io_kwargs: Any = hint(why="this version serves text only")
 
     may_be_many: ClassVar[bool] = False
 
@@ -160,11 +160,6 @@ class ConversationFields(PoolingFields):
 class _Shape(msgspec.Struct):
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def parse_either(chat: type[ChatT], completion: type[CompletionT], raw: bytes) -> ChatT | CompletionT:
-    """The body that holds messages, or the one that holds texts or token ids. Raises as `parse` does."""
-    return parse(chat, raw) if holds_conversation(raw) else parse(completion, raw)
 
 
 def holds_conversation(raw: bytes) -> bool:

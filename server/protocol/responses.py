@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -12,11 +12,10 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.conversation.conversation import Conversation
-from pagoda.server.protocol.base import Body, Int64, StringOrList, unsupported
+from pagoda.server.protocol.base import Body, Ignored, Int64, StringOrList, hint, unsupported
 from pagoda.server.protocol.responses_input import Input, Item, messages_of
 from pagoda.server.protocol.responses_tools import FunctionTool, TextOptions, Tool, ToolChoice, chosen
 from pagoda.server.protocol.structured import StructuredOutputs
-from pagoda.server.protocol.tagged import refused
 
 MAX_TOP_LOGPROBS: Final = 20
 
@@ -39,24 +38,24 @@ _PASSED_ON: Final = (
 """Fields that SamplingParams has under the same name; it checks their bounds."""
 
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+_INCLUDED: Final = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 Label = Annotated[str, Field(max_length=64)]
 
 
 class Reasoning(Body):
-    """How to think. Thinking is shown as it is, so a summary "auto" has nothing to add; other summaries are refused."""
+    """How to think. Thinking is shown as it is, so a summary "auto" has nothing to add; other summaries are hints."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Annotated[Any, refused("auto")] = None
-    generate_summary: Annotated[Any, refused("auto")] = None
-    context: Annotated[Any, refused("auto")] = None
-    mode: Annotated[Any, refused("standard")] = None
+    summary: Any = hint(harmless=("auto",), why="thinking is shown as it is")
+    generate_summary: Any = hint(harmless=("auto",), why="thinking is shown as it is")
+    context: Any = hint(harmless=("auto",))
+    mode: Any = hint(harmless=("standard",))
 
 
 class ResponseStreamOptions(Body):
     """What a stream holds besides its events."""
 
-    include_obfuscation: Annotated[Any, refused(False)] = None
+    include_obfuscation: Any = hint(why="streams are not padded")
 
 
 class ResponsesRequest(Body):
@@ -70,7 +69,10 @@ class ResponsesRequest(Body):
     store: bool | None = True
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
-    include: list[Include] | None = None
+    include: list[str] | None = Field(
+        None,
+        description="message.output_text.logprobs and reasoning.encrypted_content; others are hints.",
+    )
     max_output_tokens: Int64 | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Bounds calls of built-in tools, of which there are none."
@@ -118,20 +120,32 @@ class ResponsesRequest(Body):
 
     prompt: Any = unsupported()
     conversation: Any = unsupported()
-    context_management: Any = unsupported()
     moderation: Any = unsupported()
-    prompt_cache_options: Any = unsupported()
-    prompt_cache_retention: Any = unsupported(harmless=("in_memory",))
     watermarking: Any = unsupported()
-    session_id: Any = unsupported()
-    media_io_kwargs: Any = unsupported()
-    mm_processor_kwargs: Any = unsupported()
     mm_payload: Any = unsupported("tensors", harmless=("none",))
     return_mm_kwargs: Any = unsupported()
     enable_response_messages: Any = unsupported(False)
     previous_input_messages: Any = unsupported()
     kv_transfer_params: Any = unsupported()
     ec_transfer_params: Any = unsupported()
+
+    client_metadata: Any = hint(why="it is about the client")
+    context_management: Any = hint(why="conversations are not compacted")
+    media_io_kwargs: Any = hint(why="this version serves text only")
+    mm_processor_kwargs: Any = hint(why="this version serves text only")
+    prompt_cache_options: Any = hint(why="prefixes are cached without options")
+    prompt_cache_retention: Any = hint(
+        harmless=("in_memory",), why="prefixes are kept in memory, for as long as there is room"
+    )
+    session_id: Any = hint(why="no session is kept")
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the parts that have no effect, values of `include` among them."""
+        yield from super().ignored(path)
+        for index, value in enumerate(self.include or ()):
+            if value not in _INCLUDED:
+                where = f"include[{index}]"
+                yield Ignored(where, "hint", f"{where}: {value[:100]!r} is not supported; leave it out")
 
     def check(self) -> None:
         """What no single field shows. Raises RequestError."""
@@ -204,7 +218,7 @@ class ResponsesRequest(Body):
             "logprobs": "top_logprobs",
             "prompt": "input",
             "messages": "input",
-            "reasoning_effort": "reasoning",
+            "reasoning_effort": "reasoning.effort",
         }
         return names.get(field, field.replace(".function", "") if field.startswith("tools[") else field)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, Tag, TypeAdapter
 
 from pagoda.common.errors import RequestError
-from pagoda.server.protocol.base import Body
+from pagoda.server.protocol.base import Body, hint
 from pagoda.server.protocol.tagged import LIST, OTHER, TEXT, Null, Unsupported, by_type, text_or_list
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -23,7 +23,7 @@ class TextPart(Body):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: Null = None
+    prompt_cache_breakpoint: Any = hint(why="equal beginnings of prompts share their cache")
 
 
 class RefusalPart(Body):
@@ -57,7 +57,7 @@ class MessageItem(Body):
     content: Content
     id: str | None = None
     status: Status | None = None
-    phase: Null = None
+    phase: Any = hint(why="templates do not show it")
 
 
 class ReasoningItem(Body):

@@ -11,8 +11,8 @@ from pagoda.common.errors import RequestError
 from pagoda.common.structured_outputs import StructuredOutputsParams
 from pagoda.server.conversation.conversation import NamedTool
 from pagoda.server.conversation.conversation import ToolChoice as Choice
-from pagoda.server.protocol.base import Body
-from pagoda.server.protocol.tagged import LIST, OTHER, TEXT, Null, Unsupported, by_type, refused, text_or_list
+from pagoda.server.protocol.base import Body, hint
+from pagoda.server.protocol.tagged import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, refused, text_or_list
 
 
 class FunctionTool(Body):
@@ -23,9 +23,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Annotated[Any, refused(False)] = None
+    defer_loading: Any = hint(why="all tools are shown to the model at once")
     allowed_callers: Annotated[Any, refused(["direct"])] = None
-    output_schema: Null = None
+    output_schema: Any = hint()
 
     def as_chat(self) -> dict[str, Any]:
         """The tool in the shape of chat completions."""
@@ -38,7 +38,7 @@ class FunctionTool(Body):
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[Unsupported, Tag(OTHER)],
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag(OTHER)],
     by_type("function"),
 ]
 
@@ -101,7 +101,7 @@ class TextOptions(Body):
     """What the text is like."""
 
     format: TextFormat | None = None
-    verbosity: Annotated[Any, refused("medium")] = None
+    verbosity: Any = hint(harmless=("medium",), why="no model served here has levels of it")
 
     def structured(self) -> StructuredOutputsParams | None:
         """What holds the answer to its form. Raises RequestError."""

@@ -11,7 +11,7 @@ from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.errors import RequestError
 from pagoda.common.repetition import RepetitionDetectionParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.protocol.base import INT64_MAX, Body, Int64, StringOrList, unsupported
+from pagoda.server.protocol.base import INT64_MAX, Body, Int64, StringOrList, hint, unsupported
 from pagoda.server.protocol.structured import StructuredFields
 from pagoda.server.protocol.usage import StreamOptions
 
@@ -137,7 +137,7 @@ class SamplingFields(StructuredFields):
     early_stopping: bool | None = Field(False, description="Of beam search: end once n answers have.")
 
     watermarking: Any = unsupported(why="answers are not watermarked")
-    session_id: Any = unsupported(why="requests are answered one by one and no session is kept")
+    session_id: Any = hint(why="requests are answered one by one and no session is kept")
     routed_experts_prompt_start: Any = unsupported(0, why="answers do not report which experts ran")
     mm_payload: Any = unsupported("tensors", harmless=("none",), why="this version serves text only")
     return_mm_kwargs: Any = unsupported(why="this version serves text only")

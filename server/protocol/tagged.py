@@ -5,13 +5,13 @@ Knows pydantic. Tags are no identifiers, so that error messages leave them out o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pagoda.server.protocol.base import Body
+from pagoda.server.protocol.base import Body, Ignored
 
 OTHER = "<other>"
 """Tag of what is refused."""
@@ -52,6 +52,17 @@ class Unsupported(Body):
         raise PydanticCustomError(
             "unsupported", "type {kind} is not supported by this version of pagoda", {"kind": shown}
         )
+
+
+class OtherTool(Body):
+    """A tool of a type that this server cannot offer to a model, whatever its fields. It is dropped."""
+
+    type: str
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield this tool alone, without its fields."""
+        reason = f"{path}: type {self.type[:60]!r} is not supported by this version of pagoda"
+        yield Ignored(path, "tool", reason, self.type)
 
 
 def _refuse_value(harmless: Sequence[Any]) -> BeforeValidator:

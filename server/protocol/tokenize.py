@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -11,8 +11,8 @@ from pagoda.common.errors import RequestError
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.conversation.conversation import Conversation
-from pagoda.server.protocol.base import Body, Int64, unsupported
-from pagoda.server.protocol.chat import check_messages
+from pagoda.server.protocol.base import Body, Ignored, Int64, hint
+from pagoda.server.protocol.chat import check_messages, ignored_of_tools, offered_tools
 
 MAX_TOKENS = 1 << 20
 
@@ -38,8 +38,13 @@ class TokenizeChatRequest(Body):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    media_io_kwargs: Any = unsupported(why="this version serves text only")
-    mm_processor_kwargs: Any = unsupported(why="this version serves text only")
+    media_io_kwargs: Any = hint(why="this version serves text only")
+    mm_processor_kwargs: Any = hint(why="this version serves text only")
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the parts that have no effect, tools and fields of tools among them."""
+        yield from super().ignored(path)
+        yield from ignored_of_tools(self.tools or ())
 
     def conversation(self) -> Conversation:
         """What is to be rendered. Raises RequestError."""
@@ -52,7 +57,7 @@ class TokenizeChatRequest(Body):
         check_messages("messages", self.messages)
         return Conversation(
             messages=self.messages,
-            tools=self.tools or (),
+            tools=offered_tools(self.tools or ()),
             add_generation_prompt=opens and not self.continue_final_message,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),

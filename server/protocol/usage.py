@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.protocol.base import Body
-from pagoda.server.protocol.tagged import refused
+from pagoda.server.protocol.base import Body, hint
 
 
 class StreamOptions(Body):
@@ -17,7 +16,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = Field(False)
     continuous_usage_stats: bool | None = Field(False)
-    include_obfuscation: Annotated[Any, refused(False)] = Field(None, description="Streams are not padded: false only.")
+    include_obfuscation: Any = hint(why="streams are not padded")
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:

@@ -11,6 +11,7 @@ from pagoda.common.errors import RequestError
 from pagoda.server.conversation.conversation import Conversation
 from pagoda.server.http.answer import respond
 from pagoda.server.http.body import read_body
+from pagoda.server.http.ignored import note_ignored
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.turn import prepare
 from pagoda.server.protocol.batch_chat import BatchChatCompletionRequest
@@ -25,7 +26,7 @@ router = APIRouter(tags=["chat"])
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     state = server_of(request)
-    body = await read_body(request, ChatCompletionRequest, state.config.max_body_bytes)
+    body = await read_body(request, ChatCompletionRequest, state.config)
     model = model_of(state, body)
     return await _answer(request, state, body, model, [body.conversation()])
 
@@ -34,7 +35,7 @@ async def chat_completions(request: Request) -> Response:
 async def chat_completions_batch(request: Request) -> Response:
     """Answer several conversations."""
     state = server_of(request)
-    body = await read_body(request, BatchChatCompletionRequest, state.config.max_body_bytes)
+    body = await read_body(request, BatchChatCompletionRequest, state.config)
     model = model_of(state, body)
     return await _answer(request, state, body, model, list(body.conversations()))
 
@@ -45,6 +46,7 @@ async def _answer(
     params = body.params(state.llm().info.sampling_defaults)
     try:
         turns = [await prepare(state, conversation, params) for conversation in conversations]
+        note_ignored(request, turns[0].ignored, body.own_name)
         prompts = [turn.prompt | {"cache_salt": body.cache_salt} for turn in turns]
         request_id = answer_id(request, body, "chatcmpl")
         work = work_of(state, body, request_id, prompts, turns[0].params)

@@ -18,7 +18,7 @@ router = APIRouter(tags=["pooling"])
 @router.post("/v2/embed", response_model=None)
 async def embed(request: Request) -> Response:
     """Vectors in the types that are asked for."""
-    body = await read_body(request, CohereEmbedRequest, server_of(request).config.max_body_bytes)
+    body = await read_body(request, CohereEmbedRequest, server_of(request).config)
     asked = Asked.of(request, body, "embd")
     texts = body.listed(asked.inputs.pooling.prompts)
 

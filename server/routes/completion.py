@@ -25,7 +25,7 @@ router = APIRouter(tags=["completions"])
 async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
     state = server_of(request)
-    body = await read_body(request, CompletionRequest, state.config.max_body_bytes)
+    body = await read_body(request, CompletionRequest, state.config)
     model = model_of(state, body)
     try:
         params = body.params(state.llm().info.sampling_defaults)

@@ -32,7 +32,7 @@ async def reset_other_caches(request: Request) -> Response:
 async def abort_requests(request: Request) -> Response:
     """End the requests named by `request_ids`: the ids of their answers, or those they were sent under."""
     state = server_of(request)
-    body = await read_body(request, AbortRequest, state.config.max_body_bytes)
+    body = await read_body(request, AbortRequest, state.config)
     named, llm = set(body.request_ids), state.llm()
     await llm.abort([each for each in llm.request_ids if named & _names_of(each)])
     return Response(status_code=200)

@@ -29,7 +29,7 @@ router = APIRouter(tags=["scoring"])
 async def generative_scoring(request: Request) -> Response:
     """The probability of the first label as the next token, for each item."""
     state = server_of(request)
-    body = await read_body(request, GenerativeScoringRequest, state.config.max_body_bytes)
+    body = await read_body(request, GenerativeScoringRequest, state.config)
     model = state.model_name(body.model)
     state.llm()
     name = answer_id(request, body, "generative-scoring")

@@ -21,7 +21,7 @@ router = APIRouter(tags=["invocations"])
 @router.post("/invocations", response_model=None)
 async def invocations(request: Request) -> Response:
     """The answer of the endpoint that the body is meant for."""
-    raw = await read_json(request, server_of(request).config.max_body_bytes)
+    raw = await read_json(request, server_of(request).config)
     fields = fields_of(raw)
     pooling = server_of(request).llm().info.pooling
     if pooling is not None:

@@ -12,6 +12,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.answer import respond
 from pagoda.server.http.body import read_body
 from pagoda.server.http.generation import Generation
+from pagoda.server.http.ignored import note_ignored
 from pagoda.server.http.stream import EventStyle, encode_json, named_event
 from pagoda.server.http.turn import prepare
 from pagoda.server.parsers.attribution import AnswerText
@@ -30,12 +31,17 @@ router = APIRouter(tags=["messages"])
 async def create_message(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     state = server_of(request)
-    body = await read_body(request, AnthropicMessagesRequest, state.config.max_body_bytes)
+    body = await read_body(request, AnthropicMessagesRequest, state.config)
     model = model_of(state, body)
-    params = body.params(state.llm().info.sampling_defaults)
+    thinks = state.reasoning_format is not None
+    params = body.params(state.llm().info.sampling_defaults, thinks=thinks)
+    budget = () if thinks else body.budget_without_effect()
+    if budget and state.config.strict_requests:
+        raise RequestError(budget[0].path, budget[0].reason)
     request_id = new_request_id()
     try:
         turn = await prepare(state, body.conversation(), params)
+        note_ignored(request, (*budget, *turn.ignored), body.own_name)
         prompt = turn.prompt | {"cache_salt": body.cache_salt}
         user = body.metadata.user_id if body.metadata is not None else None
         answer_id = f"msg_{uuid.uuid4().hex}"
@@ -55,10 +61,11 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """The length of a conversation's prompt, which is not run."""
     state = server_of(request)
-    body = await read_body(request, AnthropicCountTokensRequest, state.config.max_body_bytes)
+    body = await read_body(request, AnthropicCountTokensRequest, state.config)
     model_of(state, body)
     try:
         turn = await prepare(state, body.conversation(), SamplingParams())
+        note_ignored(request, turn.ignored, body.own_name)
     except RequestError as error:
         raise body.in_own_names(error) from None
     counted = {"input_tokens": len(turn.prompt["prompt_token_ids"])}

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.http.body import read_json
+from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.pooling_work import BaseOutput
 from pagoda.server.http.stream import encode_json
 from pagoda.server.http.turn import rendered
@@ -22,7 +22,13 @@ from pagoda.server.protocol.pooling import (
     PoolingCompletionRequest,
 )
 from pagoda.server.protocol.pooling_answer import binary_answer, check_binary, classes_answer, vectors_answer
-from pagoda.server.protocol.pooling_fields import ConversationFields, InputFields, parse_either
+from pagoda.server.protocol.pooling_fields import (
+    ChatT,
+    CompletionT,
+    ConversationFields,
+    InputFields,
+    holds_conversation,
+)
 from pagoda.server.protocol.vectors import Encoding
 from pagoda.server.routes.pooling_shared import Asked
 from pagoda.server.routes.shared import server_of
@@ -33,24 +39,24 @@ router = APIRouter(tags=["pooling"])
 @router.post("/v1/embeddings", response_model=None)
 async def embeddings(request: Request) -> Response:
     """Vectors, as OpenAI has them."""
-    return await answer_embeddings(request, await read_json(request, server_of(request).config.max_body_bytes))
+    return await answer_embeddings(request, await read_json(request, server_of(request).config))
 
 
 @router.post("/classify", response_model=None)
 async def classify(request: Request) -> Response:
     """The likeliest label, and the probabilities of all."""
-    return await answer_classify(request, await read_json(request, server_of(request).config.max_body_bytes))
+    return await answer_classify(request, await read_json(request, server_of(request).config))
 
 
 @router.post("/pooling", response_model=None)
 async def pooling(request: Request) -> Response:
     """The numbers of any of the model's tasks."""
-    return await answer_pooling(request, await read_json(request, server_of(request).config.max_body_bytes))
+    return await answer_pooling(request, await read_json(request, server_of(request).config))
 
 
 async def answer_embeddings(request: Request, raw: bytes) -> Response:
     """The answer to a body of /v1/embeddings."""
-    body = parse_either(EmbeddingChatRequest, EmbeddingCompletionRequest, raw)
+    body = _body(request, EmbeddingChatRequest, EmbeddingCompletionRequest, raw)
     asked = Asked.of(request, body, "embd")
     outputs = await _outputs(asked, body, body.params("embed"), body.encoding)
     return _vectors(asked, outputs, body.encoding, "embedding", "embedding")
@@ -58,7 +64,7 @@ async def answer_embeddings(request: Request, raw: bytes) -> Response:
 
 async def answer_pooling(request: Request, raw: bytes) -> Response:
     """The answer to a body of /pooling."""
-    body = parse_either(PoolingChatRequest, PoolingCompletionRequest, raw)
+    body = _body(request, PoolingChatRequest, PoolingCompletionRequest, raw)
     asked = Asked.of(request, body, "pooling")
     outputs = await _outputs(asked, body, body.params(body.task), body.encoding)
     return _vectors(asked, outputs, body.encoding, "pooling", "data")
@@ -66,10 +72,16 @@ async def answer_pooling(request: Request, raw: bytes) -> Response:
 
 async def answer_classify(request: Request, raw: bytes) -> Response:
     """The answer to a body of /classify."""
-    body = parse_either(ClassificationChatRequest, ClassificationCompletionRequest, raw)
+    body = _body(request, ClassificationChatRequest, ClassificationCompletionRequest, raw)
     asked = Asked.of(request, body, "classify")
     outputs = await _outputs(asked, body, body.params("classify"), Encoding())
     return asked.json(classes_answer(asked.head(outputs), outputs, asked.inputs.pooling.labels))
+
+
+def _body(request: Request, chat: type[ChatT], completion: type[CompletionT], raw: bytes) -> ChatT | CompletionT:
+    """Return the parsed body, of the type that it has the fields of. Raises RequestError."""
+    body_type: type[ChatT] | type[CompletionT] = chat if holds_conversation(raw) else completion
+    return parse_body(request, body_type, raw, server_of(request).config)
 
 
 async def _outputs(

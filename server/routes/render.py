@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.body import read_body
+from pagoda.server.http.ignored import note_ignored
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.turn import prepare
 from pagoda.server.protocol.chat import ChatCompletionRequest
@@ -28,7 +29,7 @@ _USUAL: Final = SamplingParams()
 async def render_completions(request: Request) -> list[dict[str, Any]]:
     """The prompts of a completion as tokens, and how they would be continued."""
     state = server_of(request)
-    body = await read_body(request, CompletionRequest, state.config.max_body_bytes)
+    body = await read_body(request, CompletionRequest, state.config)
     model = model_of(state, body)
     if body.embeds:
         raise RequestError("prompt_embeds", "prompt_embeds have no tokens to show; leave it out")
@@ -46,11 +47,12 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
 async def render_chat(request: Request) -> dict[str, Any]:
     """The prompt of a conversation as tokens, and how it would be answered."""
     state = server_of(request)
-    body = await read_body(request, ChatCompletionRequest, state.config.max_body_bytes)
+    body = await read_body(request, ChatCompletionRequest, state.config)
     model = model_of(state, body)
     params = body.params(state.llm().info.sampling_defaults)
     try:
         turn = await prepare(state, body.conversation(), params)
+        note_ignored(request, turn.ignored, body.own_name)
         name = answer_id(request, body, "chatcmpl")
         special = bool(body.add_special_tokens)
         shown = await _preview(state, body, name, model, turn.prompt, turn.params, special)

@@ -17,6 +17,7 @@ from pagoda.server.http.answer import respond
 from pagoda.server.http.background import start_in_background
 from pagoda.server.http.body import read_body
 from pagoda.server.http.generation import Generation
+from pagoda.server.http.ignored import note_ignored
 from pagoda.server.http.response_store import StoredResponse
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stream import KEEP_ALIVE, EventStream, EventStyle, encode_json, named_event, with_pauses
@@ -37,7 +38,7 @@ router = APIRouter(tags=["responses"])
 async def create_response(request: Request) -> Response:
     """Respond to an input, streamed, whole, or in the background."""
     state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config.max_body_bytes)
+    body = await read_body(request, ResponsesRequest, state.config)
     model = model_of(state, body)
     stores = _stores(state, body)
     params = body.params(state.llm().info.sampling_defaults)
@@ -47,6 +48,7 @@ async def create_response(request: Request) -> Response:
     try:
         conversation = body.conversation_of(items, len(earlier))
         turn = await (prepare_fitting if body.truncation == "auto" else prepare)(state, conversation, params)
+        note_ignored(request, turn.ignored, body.own_name)
         prompt = turn.prompt | {"cache_salt": body.cache_salt}
         user = body.safety_identifier or body.user
         generation = Generation(state, response_id, [prompt], turn.params, priority=body.priority, user=user)

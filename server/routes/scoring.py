@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.http.body import read_json
-from pagoda.server.protocol.base import parse
+from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.protocol.pooling_answer import PoolingHead, ranking_answer, scores_answer
 from pagoda.server.protocol.scoring import RerankRequest, ScoreRequest
 from pagoda.server.requests.pooling_outputs import ScoringRequestOutput
@@ -25,7 +24,7 @@ router = APIRouter(tags=["pooling"])
 @router.post("/v1/score", response_model=None)
 async def score(request: Request) -> Response:
     """A score for each pair."""
-    return await answer_score(request, await read_json(request, server_of(request).config.max_body_bytes))
+    return await answer_score(request, await read_json(request, server_of(request).config))
 
 
 @router.post("/rerank", response_model=None)
@@ -33,12 +32,12 @@ async def score(request: Request) -> Response:
 @router.post("/v2/rerank", response_model=None)
 async def rerank(request: Request) -> Response:
     """Documents, the best for the query first."""
-    return await answer_rerank(request, await read_json(request, server_of(request).config.max_body_bytes))
+    return await answer_rerank(request, await read_json(request, server_of(request).config))
 
 
 async def answer_score(request: Request, raw: bytes) -> Response:
     """The answer to a body of /score."""
-    body = parse(ScoreRequest, raw)
+    body = parse_body(request, ScoreRequest, raw, server_of(request).config)
     asked = Asked.of(request, body, "score")
     head, scores = await _scores(asked, body, body.sides(), body.fields)
     return asked.json(scores_answer(head, scores))
@@ -46,7 +45,7 @@ async def answer_score(request: Request, raw: bytes) -> Response:
 
 async def answer_rerank(request: Request, raw: bytes) -> Response:
     """The answer to a body of /rerank."""
-    body = parse(RerankRequest, raw)
+    body = parse_body(request, RerankRequest, raw, server_of(request).config)
     asked = Asked.of(request, body, "rerank")
     head, scores = await _scores(asked, body, body.sides(), ("query", "documents"))
     listed = body.documents if isinstance(body.documents, list) else [body.documents]

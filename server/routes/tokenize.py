@@ -10,10 +10,9 @@ from fastapi import APIRouter, Request
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import read_body, read_json
+from pagoda.server.http.body import parse_body, read_body, read_json
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.turn import rendered
-from pagoda.server.protocol.base import parse
 from pagoda.server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest, tokenized
 from pagoda.server.requests.inputs import check_token_ids
 from pagoda.server.routes.shared import server_of
@@ -25,10 +24,11 @@ router = APIRouter(tags=["tokenizer"])
 async def tokenize(request: Request) -> dict[str, Any]:
     """The token ids of a text, or of a conversation."""
     state = server_of(request)
-    raw = await read_json(request, state.config.max_body_bytes)
-    body: TokenizeChatRequest | TokenizeCompletionRequest
+    raw = await read_json(request, state.config)
     is_chat = "messages" in fields_of(raw)
-    body = parse(TokenizeChatRequest, raw) if is_chat else parse(TokenizeCompletionRequest, raw)
+    body_type: type[TokenizeChatRequest | TokenizeCompletionRequest]
+    body_type = TokenizeChatRequest if is_chat else TokenizeCompletionRequest
+    body = parse_body(request, body_type, raw, state.config)
     state.model_name(body.model)
     tokenizer = _tokenizer(state)
     if isinstance(body, TokenizeChatRequest):
@@ -43,7 +43,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 async def detokenize(request: Request) -> dict[str, Any]:
     """The text of token ids."""
     state = server_of(request)
-    body = await read_body(request, DetokenizeRequest, state.config.max_body_bytes)
+    body = await read_body(request, DetokenizeRequest, state.config)
     state.model_name(body.model)
     tokenizer, vocab = _tokenizer(state), state.llm().info.vocab_size
     check_token_ids("tokens", body.tokens, vocab)

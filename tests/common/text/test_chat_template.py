@@ -199,12 +199,34 @@ def test_text_parts_are_joined():
         ([{"role": "user", "content": [{"text": "x"}]}], "with a type"),
         ([{"role": "user", "content": "x", "extra": {1, 2}}], "no JSON value"),
         ([{"role": "user", "content": "x", "tool_calls": ["y"]}], "with a function"),
+        ([{"role": "assistant", "tool_calls": {"id": "x"}}], r"messages\[0\].tool_calls must be a list"),
     ],
 )
 def test_malformed_messages_are_refused(messages, message):
     with pytest.raises(RequestError, match=message) as caught:
         render(CHATML, messages)
     assert caught.value.field == "messages"
+
+
+ASKS_WHAT_IS_DEFINED = """\
+{%- for message in messages %}
+    {%- if message.role == "user" or message.tool_calls is not defined %}
+        {{- message.content }}
+    {%- else %}
+        {%- for call in message.tool_calls %}{{ call.function.name }}{% endfor %}
+    {%- endif %}
+    {%- if message.reasoning_content is defined %}{{ "(" + message.reasoning_content + ")" }}{% endif %};
+{%- endfor %}
+"""
+"""As templates of Hermes models tell messages with calls from others."""
+
+
+@pytest.mark.parametrize("absent", [{}, {"tool_calls": []}, {"tool_calls": None, "reasoning_content": None}])
+def test_keys_that_hold_nothing_do_not_reach_the_template(absent):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **absent}]
+    assert render(ASKS_WHAT_IS_DEFINED, messages) == "a;b;"
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert render(ASKS_WHAT_IS_DEFINED, [called]) == "f;"
 
 
 def test_deeply_nested_messages_are_refused():

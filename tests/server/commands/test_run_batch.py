@@ -378,7 +378,7 @@ def test_settings_shape_answers(batch: Batch) -> None:
     assert batch.run(chat, flags=flags) == 0
     shaped = batch.answers[0]["response"]["body"]
     assert (plain["choices"][0]["message"]["role"], shaped["choices"][0]["message"]["role"]) == ("assistant", "oracle")
-    assert "prompt_tokens_details" not in plain["usage"]
+    assert plain["usage"]["prompt_tokens_details"] is None
     assert shaped["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert (shaped["usage"]["prompt_tokens"], shaped["choices"][0]["message"]["content"]) == (3, "defg")
 

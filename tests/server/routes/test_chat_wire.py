@@ -82,15 +82,33 @@ def test_a_whole_answer_to_the_letter(server: LiveServer) -> None:
                 "logprobs": None,
                 "finish_reason": "tool_calls",
                 "stop_reason": None,
+                "token_ids": None,
             }
         ],
+        "service_tier": None,
+        "system_fingerprint": None,
+        "kv_transfer_params": None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
         "usage": {
+            "prompt_tokens_details": None,
             "prompt_tokens": len(f"weather;user: [[{ANSWER}]];assistant:".encode()),
             "total_tokens": len(f"weather;user: [[{ANSWER}]];assistant:{ANSWER}".encode()) + 1,
             "completion_tokens": len(ANSWER.encode()) + 1,
             "completion_tokens_details": {"reasoning_tokens": 2},
         },
     }
+
+
+def test_what_was_not_asked_for_is_null(server: LiveServer) -> None:
+    chat = server.post(CHAT, asking("hi"))[1]
+    text = server.post("/v1/completions", {"prompt": "[[hi]]", "max_tokens": 4})[1]
+    for answer in (chat, text):
+        assert [answer[key] for key in ("service_tier", "system_fingerprint", "kv_transfer_params")] == [None] * 3
+        assert answer["choices"][0]["token_ids"] is None
+        assert answer["usage"]["prompt_tokens_details"] is None
+    assert (chat["prompt_logprobs"], chat["prompt_token_ids"]) == (None, None)
+    assert (text["choices"][0]["prompt_logprobs"], text["choices"][0]["prompt_token_ids"]) == (None, None)
 
 
 def test_a_plain_answer_has_nothing_more_than_openais(server: LiveServer) -> None:

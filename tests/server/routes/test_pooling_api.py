@@ -464,7 +464,6 @@ def test_rankings(embed: LiveServer, cross: LiveServer, path: str) -> None:
         ({"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ({"query": "a", "documents": ["b" * 100]}, "documents"),
         ({"query": "a" * 100, "documents": ["b"]}, "query"),
-        ({"query": "a", "documents": ["b"], "softmax": False}, "softmax"),
     ]:
         status, answer = cross.post(path, wrong)
         assert (status, answer["error"]["param"]) == (400, field)
@@ -548,7 +547,6 @@ def test_models_that_pool_generate_nothing(embed: LiveServer) -> None:
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, None),
         ("/v1/embeddings", {"input": "abc", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
-        ("/v1/embeddings", {"input": "a", "normalize": True}, "normalize"),
         ("/v1/embeddings", {"input": "a", "padding": "max_length"}, "padding"),
         ("/v1/embeddings", {"input": ["a"] * 4097}, "input"),
         ("/v1/embeddings", {"messages": []}, "messages"),

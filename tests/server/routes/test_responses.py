@@ -26,6 +26,13 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
+def strict() -> Iterator[LiveServer]:
+    """A server that refuses what has no effect."""
+    with live_server(strict_requests=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def slow() -> Iterator[LiveServer]:
     with live_server("fake:slow", sse_keep_alive_interval=0.001) as server:
         yield server
@@ -173,7 +180,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice"),
-    ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_schema"}}}, "text"),
@@ -198,11 +205,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD)
-def test_bad_requests_name_the_field(server: LiveServer, body: dict[str, Any], param: str | None) -> None:
-    named, message = fault(server, **body)
+def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], param: str | None) -> None:
+    named, message = fault(strict, **body)
     if param is not None:
         assert named == param, message
-    assert server.state.running == 0
+    assert strict.state.running == 0
 
 
 # --- the store ---

@@ -115,7 +115,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not JSON"),
     ({"structured_outputs": {"json": False}}, "structured_outputs", "allows no answer"),
-    ({"structured_outputs": {"jason": {}}}, "structured_outputs.jason", "no field"),
+    ({"structured_outputs": {"jason": {}}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"choice": "no"}}, "structured_outputs.choice", "array"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "needs a format"),
     ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs", "min_tokens asks for 9"),

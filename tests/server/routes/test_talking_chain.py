@@ -77,13 +77,14 @@ def test_a_message(server: LiveServer) -> None:
         assert message.stop_reason == "tool_use"
 
 
-def test_thinking_that_is_switched_off_is_not_shown_or_refused(server: LiveServer) -> None:
+def test_thinking_that_is_switched_off_is_not_shown(server: LiveServer) -> None:
     """This model's template has no switch."""
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    with pytest.raises(anthropic.BadRequestError, match="thinking"):
-        client.messages.create(
-            model="fake",
-            max_tokens=5,
-            messages=[{"role": "user", "content": "[[a]]"}],
-            thinking={"type": "disabled"},
-        )
+    message = client.messages.with_raw_response.create(
+        model="fake",
+        max_tokens=400,
+        messages=[{"role": "user", "content": "[[<think>so</think>a]]"}],
+        thinking={"type": "disabled"},
+    )
+    assert message.headers["x-pagoda-ignored"] == "thinking"
+    assert [block.type for block in message.parse().content] == ["text"]
