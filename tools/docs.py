@@ -205,7 +205,7 @@ def _api() -> str:
     text = (
         f"{_WRITTEN}# HTTP API\n\n## Routes\n\n"
         + _table(("route", "what it answers"), _route_rows())
-        + "\nA request field is *honoured*, *ignored* or *refused*. Ignored fields, and fields that are not listed, are "
+        + "\nA request field is *honoured*, *ignored* or *refused*. Ignored fields and fields that are not listed are "
         "accepted without effect and named in the response header `x-pagoda-ignored`, or a 400 with "
         "`--strict-requests`. Of a refused field null, the default and empty values pass; any other value is a 400 "
         "that names the field.\n"

@@ -31,7 +31,9 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0: any free one.")
     uds: str | None = option(None, "Listen on this Unix socket instead of host and port.")
     api_key: tuple[str, ...] = option((), "Keys, one of which a client must present; repeatable.")
-    chat_template: str | None = option(None, "File of a chat template, or the template itself; default: the model's.")
+    chat_template: str | None = option(
+        None, "File of a chat template, the template itself, or chatml_tools; default: the model's."
+    )
     trust_request_chat_template: bool = option(False, "Let a request bring its own chat template.")
     response_role: str = option("assistant", "Role of the answers in a chat.")
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import jinja2
@@ -22,6 +23,9 @@ from pagoda.common.text.tokenizer import Tokenizer
 
 TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key that holds its text."""
+
+BUILT_IN_TEMPLATES: Final = {"chatml_tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
+"""Name -> file of a template for models whose own shows no tools."""
 
 _END_MARK: Final = "[[end of the message to go on with]] "
 """Put behind the final message to find its end in the rendered text; the space shows whether the template trims."""
@@ -87,7 +91,9 @@ def render_chat(
         )
     if tools and must_show_tools and "tools" not in variables_of(source):
         raise RequestError(
-            "tools", "the model's chat template does not show it any tools; use a --chat-template that does"
+            "tools",
+            "the model's chat template does not show it any tools; serve it with a --chat-template that does "
+            "(chatml_tools for ChatML models)",
         )
     if options.get("documents") and "documents" not in variables_of(source):
         raise RequestError(

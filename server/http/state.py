@@ -13,6 +13,7 @@ from pagoda.common.engine.sleep import ASLEEP
 from pagoda.common.errors import ConfigError, EngineDeadError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
+from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES
 from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.response_store import ResponseStore
@@ -167,15 +168,16 @@ class ServerState:
 
 
 def read_chat_template(value: str | None) -> str | None:
-    """The template in a file, or the text itself when it holds jinja. Raises ConfigError."""
+    """Return a built-in template, the one in a file, or the text itself when it holds jinja. Raises ConfigError."""
     if value is None:
         return None
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return BUILT_IN_TEMPLATES.get(value, Path(value)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         if any(mark in value for mark in ("{{", "{%", "{#")):
             return value
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise ConfigError(
-            "--chat-template", f"{value[:200]}: {reason}; give a file, or a template with jinja marks"
+            "--chat-template",
+            f"{value[:200]}: {reason}; give a file, a template with jinja marks, or {' or '.join(BUILT_IN_TEMPLATES)}",
         ) from None

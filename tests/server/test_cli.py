@@ -151,6 +151,7 @@ def test_wrong_chat_template() -> None:
     with pytest.raises(ConfigError, match="--chat-template"):
         read_chat_template("/no/such/file")
     assert read_chat_template("{{ x }}") == "{{ x }}"
+    assert "<tool_call>" in (read_chat_template("chatml_tools") or "")
 
 
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

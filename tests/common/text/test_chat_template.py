@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text.chat_template import render, render_chat
+from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, render, render_chat
 from pagoda.common.text.tokenizer import Tokenizer
 
 CHATML = """\
@@ -206,6 +206,33 @@ def test_malformed_messages_are_refused(messages, message):
     with pytest.raises(RequestError, match=message) as caught:
         render(CHATML, messages)
     assert caught.value.field == "messages"
+
+
+def test_the_built_in_template_shows_tools_calls_and_their_results():
+    template = BUILT_IN_TEMPLATES["chatml_tools"].read_text()
+    calls = [{"function": {"name": "f", "arguments": '{"a": 1}'}}, {"function": {"name": "g", "arguments": "{}"}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "42"},
+        {"role": "tool", "content": "43"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    text = render(template, messages, tools=[tool])
+    system, rest = text.split("<|im_end|>\n", 1)
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in system
+    assert rest == (
+        "<|im_start|>user\nhi<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n43\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nok<|im_end|>\n<|im_start|>assistant\n"
+    )
+    plain = render(template, messages[1:2])
+    assert plain.endswith("assistant.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
 ASKS_WHAT_IS_DEFINED = """\

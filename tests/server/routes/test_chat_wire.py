@@ -102,7 +102,7 @@ def test_a_whole_answer_to_the_letter(server: LiveServer) -> None:
 
 def test_what_was_not_asked_for_is_null(server: LiveServer) -> None:
     chat = server.post(CHAT, asking("hi"))[1]
-    text = server.post("/v1/completions", {"prompt": "[[hi]]", "max_tokens": 4})[1]
+    text = server.post("/v1/completions", {"prompt": "[[hi]]assistant:", "max_tokens": 4})[1]
     for answer in (chat, text):
         assert [answer[key] for key in ("service_tier", "system_fingerprint", "kv_transfer_params")] == [None] * 3
         assert answer["choices"][0]["token_ids"] is None
