@@ -31,15 +31,13 @@ def plan_memory(model: Model, limits: Limits, config: CacheConfig, room: int | N
     """
     weights, block = weight_bytes(model), model.block_bytes
     activations = activation_bytes(model, limits)
-    longest = -(-limits.max_model_len // limits.block_size)
-    most = 1 + limits.max_num_seqs * len(model.layout.groups) * longest
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
     else:
-        free = free_bytes(model, config, activations) if room is None else room - activations
-        num_blocks = min(most, free // block)
+        free = free_bytes(model, limits, config, activations) if room is None else room - activations
+        num_blocks = free // block  # those that no running request needs cache prefixes
     least = 1 + len(model.layout.groups)
     if num_blocks < least:
         raise ConfigError(
@@ -69,11 +67,16 @@ def _token_bytes(model: Model) -> int:
     return widest * model.dtype.itemsize
 
 
-def free_bytes(model: Model, config: CacheConfig, activations: int) -> int:
-    """Bytes for the KV cache on the fullest device. The weights are loaded already."""
+def free_bytes(model: Model, limits: Limits, config: CacheConfig, activations: int) -> int:
+    """Bytes for the KV cache on the fullest device. The weights are loaded already.
+
+    On a CPU, whose memory is the system's too, no more than running requests need.
+    """
     devices = model.mesh.local_devices
     if devices[0].platform == "cpu":
-        return min(CPU_KV_BYTES, available_bytes() // 2) // len(devices)
+        longest = -(-limits.max_model_len // limits.block_size)
+        needed = (1 + limits.max_num_seqs * len(model.layout.groups) * longest) * model.block_bytes
+        return min(CPU_KV_BYTES // len(devices), available_bytes() // 2 // len(devices), needed)
     room = (device_memory(device) for device in devices)
     return min(int(total * config.gpu_memory_utilization) - used for total, used in room) - activations
 

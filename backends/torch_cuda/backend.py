@@ -138,7 +138,10 @@ class TorchCudaBackend:
         assert self._held is not None, "load comes before plan_memory"
         setup = self.setup
         block = block_bytes(setup.layout, setup.stored, setup.shard)
-        usage = self._measured(self._held.weights) if setup.device.is_gpu else cpu_usage(self._held.weights)
+        if setup.device.is_gpu:
+            usage = self._measured(self._held.weights)
+        else:
+            usage = cpu_usage(self._held.weights, setup.limits, setup.layout, block)
         plan = plan_blocks(usage, setup.limits, setup.layout, setup.cache, block)
         logger.info("Memory %s, KV cache %.2f in %d blocks", usage, plan.kv_cache / GIB, plan.num_blocks)
         return plan

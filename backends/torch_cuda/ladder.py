@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Final
 
 from pagoda.common.config.compilation import CompilationConfig
 
 _SMALL: Final = (1, 2, 4)
+_DENSE: Final = 256
+"""Up to here at most 7 sequences of a step are padding, above at most 15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,7 @@ def make_ladder(config: CompilationConfig, max_num_seqs: int) -> Ladder:
 
 
 def usual_sizes(largest: int) -> Iterator[int]:
-    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128 and so on: from 16 on at most a third of a step is padding."""
-    power, sizes = 8, [*_SMALL, 8]
-    while power < largest:
-        power *= 2
-        sizes += [power, power + power // 2]
-    yield from (size for size in sizes if size < largest)
+    """1, 2, 4, every 8th size to 256, every 16th above, as vLLM's; `largest` is the last."""
+    every = chain(_SMALL, range(8, _DENSE, 8), range(_DENSE, largest, 16))
+    yield from takewhile(lambda size: size < largest, every)
     yield largest

@@ -17,6 +17,9 @@ GIB: Final = 1 << 30
 CPU_KV_BYTES: Final = 4 << 30
 """KV cache on a CPU when no flag says otherwise, as in the reference backend."""
 
+MOST_SLOTS: Final = 1 << 31
+"""Tokens of a cache: the slot that a token is written to is an int32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -52,13 +55,15 @@ class Usage:
 
 
 def plan_blocks(usage: Usage, limits: Limits, layout: KvLayout, config: CacheConfig, block: int) -> MemoryPlan:
-    """Blocks of `block` bytes. Raises ConfigError saying how much is missing and what would fit."""
-    longest = -(-limits.max_model_len // layout.block_size)
-    most, least = 1 + limits.max_num_seqs * len(layout.groups) * longest, 1 + len(layout.groups)
+    """Blocks of `block` bytes: those stated, or all that fit, since those that no request needs cache prefixes.
+
+    Raises ConfigError saying how much is missing and what would fit.
+    """
+    least, most = 1 + len(layout.groups), MOST_SLOTS // layout.block_size
     if config.num_gpu_blocks_override is not None:
-        num_blocks = config.num_gpu_blocks_override
+        num_blocks = _at_most(most, config.num_gpu_blocks_override, "--num-gpu-blocks-override")
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block
+        num_blocks = _at_most(most, config.kv_cache_memory_bytes // block, "--kv-cache-memory-bytes")
         if num_blocks < least:
             raise ConfigError(
                 "--kv-cache-memory-bytes",
@@ -77,6 +82,13 @@ def plan_blocks(usage: Usage, limits: Limits, layout: KvLayout, config: CacheCon
     )
 
 
+def _at_most(most: int, num_blocks: int, flag: str) -> int:
+    """`num_blocks`. Raises ConfigError for more than can be addressed."""
+    if num_blocks > most:
+        raise ConfigError(flag, f"{num_blocks} KV blocks are more than the {most} that can be addressed; use less")
+    return num_blocks
+
+
 def no_room(num_blocks: int, config: CacheConfig) -> ConfigError:
     """What to say when so many blocks were to be allocated and could not be."""
     name = "--gpu-memory-utilization"
@@ -87,9 +99,10 @@ def no_room(num_blocks: int, config: CacheConfig) -> ConfigError:
     return ConfigError(name, f"the device has no memory for {num_blocks} KV blocks; use less")
 
 
-def cpu_usage(weights: int) -> Usage:
-    """On a CPU: room for as much as the reference backend would take."""
-    total = weights + min(CPU_KV_BYTES, available_bytes() // 2)
+def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: int) -> Usage:
+    """On a CPU, whose memory is the system's too: as in the reference backend, no more than running requests need."""
+    needed = 1 + limits.max_num_seqs * len(layout.groups) * -(-limits.max_model_len // layout.block_size)
+    total = weights + min(CPU_KV_BYTES, available_bytes() // 2, needed * block)
     return Usage("CPU", total, total, weights, buffers=0, activations=0, graphs=0, other=0)
 
 

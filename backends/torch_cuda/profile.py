@@ -1,9 +1,10 @@
-"""What a GPU's memory is taken by, measured: the largest steps are run and two graphs captured over a tiny cache."""
+"""What a GPU's memory is taken by, measured: the largest steps are run and some graphs captured over a tiny cache."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import torch
 
@@ -13,6 +14,9 @@ from pagoda.backends.torch_cuda.runner import Runner
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
+
+FEW_GRAPHS: Final = 8
+"""Captured at most, besides the largest, to find what the others take."""
 
 
 def check_weights(device: Device, cache: CacheConfig, weights: int) -> None:
@@ -74,18 +78,27 @@ def _outside(gpu: torch.device) -> int:
 
 
 def _graphs(runner: Runner, gpu: torch.device) -> int:
-    """The largest and the smallest are captured; those between take as much as the smallest, as all share a pool."""
+    """What all graphs take: the largest and a few others are captured, the rest counted as the mean of those few.
+
+    All share a pool, which the largest fills first. The driver takes memory in pieces that hold several small graphs,
+    so that one small graph alone would seem to take nothing, or far too much.
+    """
     sizes = runner.programs.ladder.captured
     if not sizes:
         return 0
-    taken = []
-    for size in dict.fromkeys((sizes[-1], sizes[0])):
-        _give_back(gpu)
-        free, _ = torch.cuda.mem_get_info(gpu)
-        runner.programs.capture((size,))
-        _give_back(gpu)
-        taken.append(max(free - torch.cuda.mem_get_info(gpu)[0], 0))
-    return taken[0] + (len(sizes) - 1) * taken[-1]
+    smaller = sizes[:-1]
+    few = smaller[:: max(1, -(-len(smaller) // FEW_GRAPHS))]
+    largest = _captured(runner, sizes[-1:], gpu)
+    return largest + (_captured(runner, few, gpu) * len(smaller) // len(few) if few else 0)
+
+
+def _captured(runner: Runner, sizes: tuple[int, ...], gpu: torch.device) -> int:
+    """Capture these sizes. Returns the bytes that they take."""
+    _give_back(gpu)
+    free, _ = torch.cuda.mem_get_info(gpu)
+    runner.programs.capture(sizes)
+    _give_back(gpu)
+    return max(free - torch.cuda.mem_get_info(gpu)[0], 0)
 
 
 def _give_back(gpu: torch.device) -> None:

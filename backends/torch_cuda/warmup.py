@@ -36,6 +36,9 @@ RULES: Final = (
 _BATCHES: Final = (1, 2, 16)
 """Numbers of rows that compilers may tell apart."""
 
+_ALIGNED: Final = 16
+"""Numbers that Triton compiles apart for are multiples of it."""
+
 
 class Plans:
     """Makes plans whose K and V nobody reads. Tokens are zeros, of which a step's own are the last known."""
@@ -84,23 +87,35 @@ class Plans:
         yield self.decode(1)
 
     def every(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
-        """Decode steps of every size, prefill of many shapes beside them, and every kind of rules."""
-        limits, most = self._limits, min(self._most_tokens, self._limits.max_model_len)
+        """Decode steps of every size, prefill of every number of tokens that matters, and every kind of rules."""
+        limits, most = self._limits, self._most_tokens
         for size in sizes:
             yield self.decode(size)
             if size < limits.max_num_seqs and size + 2 <= self._most_tokens and limits.max_model_len > 1:
                 yield self.prefill(2, decodes=size)
-        tokens = 2
-        while tokens <= most:
-            yield self.prefill(tokens)
-            tokens = 2 * tokens + (tokens == 16)  # 33 and on: numbers that divide nothing
+        for tokens in _prefill_sizes(most):
+            yield self.prefill(tokens, -(-tokens // limits.max_model_len))
         yield from self.largest()
         for rules in RULES:
             for seqs in (seqs for seqs in _BATCHES if seqs <= limits.max_num_seqs):
                 yield self.decode(seqs, rules)
-            yield self.prefill(min(5, most), rules=rules)
+            yield self.prefill(min(5, most, limits.max_model_len), rules=rules)
 
     @property
     def _most_tokens(self) -> int:
         """Tokens of the largest step."""
         return min(self._limits.max_num_batched_tokens, self._limits.max_num_seqs * self._limits.max_model_len)
+
+
+def _prefill_sizes(most: int) -> Iterator[int]:
+    """2, 4, 8, 16, 17, 33, 65, 129 and so on up to `most`.
+
+    Kernels for packed weights and for experts have tiles of several sizes, each for at least twice as many rows as the
+    one before. Padded to a multiple of 16 these sizes grow by at most the factor 2, so every tile is used. From 17 on
+    they are odd: Triton compiles apart for numbers that 16 divides.
+    """
+    for power in (1 << exponent for exponent in range(1, most.bit_length())):
+        if power <= _ALIGNED:
+            yield power
+        if _ALIGNED <= power < most:
+            yield power + 1

@@ -37,7 +37,9 @@ class CompilationConfig:
 
     enforce_eager: bool = option(False, "Capture no CUDA graphs: less memory, slower decode steps.")
     cudagraph_capture_sizes: tuple[int, ...] = option(
-        (), "Batch sizes of which torch_cuda captures CUDA graphs; default: 1, 2, 4, 8, 16, 24, 32, 48, 64 and so on."
+        (),
+        "Batch sizes of which torch_cuda captures CUDA graphs; default: 1, 2, 4, every 8th to 256, every 16th above, "
+        "--max-num-seqs.",
     )
     max_cudagraph_capture_size: int | None = option(
         None, "Largest batch size of which torch_cuda captures a CUDA graph; default: --max-num-seqs."

@@ -34,8 +34,9 @@ class BlockPool:
         self.extents: Final = extents
         self.num_free = num_blocks - 1
         self._empty, self._cached, self._reserved = (num_blocks + i for i in range(3))
-        self._next = list(range(num_blocks + 3))
-        self._prev = list(range(num_blocks + 3))
+        # Every block but the null block in EMPTY, in order; made whole, as there may be a million of them.
+        self._next = [NULL_BLOCK, *range(2, num_blocks), self._empty, 1, self._cached, self._reserved]
+        self._prev = [NULL_BLOCK, self._empty, *range(1, num_blocks), self._cached, self._reserved]
         self._keys: list[PageKey | None] = [None] * num_blocks
         self._blocks: dict[PageKey, int] = {}
         # array and bytearray: fast one by one, and numpy sees the same memory when it looks for a run.
@@ -44,8 +45,6 @@ class BlockPool:
         self._released_at = array("q", bytes(8 * num_blocks))
         self._clock = 0
         self._refs[NULL_BLOCK] = 1
-        for block in range(1, num_blocks):
-            self._link(block, self._prev[self._empty])
 
     # --- blocks ---
 

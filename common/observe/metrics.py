@@ -106,7 +106,9 @@ class Metrics:
         )
         self._success = {reason: success.labels(model_name, engine, reason) for reason in FINISH_REASONS}
 
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens per engine step.", _STEP_TOKENS)
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Prompt and generated tokens computed per engine step.", _STEP_TOKENS
+        )
         self._first_token = self._seconds(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS
         )
@@ -157,12 +159,12 @@ class Metrics:
     def on_step(self, step: StepOutputs) -> None:
         """Take in an engine step, or several that were joined, at the moment they are heard of."""
         self.stats = stats = step.stats
-        if not step.outputs:
+        for each in (*step.earlier, stats):
+            if each.last_step_tokens:  # zero where the engine reports that it is idle
+                self._step_tokens.observe(each.last_step_tokens)
+        if not step.outputs:  # a part of a prompt: it has no token yet
             return
         now = time.monotonic()
-        for each in (*step.earlier, stats):
-            if each.last_step_tokens:
-                self._step_tokens.observe(each.last_step_tokens)
         generated = 0
         last = self._last_tokens
         waits: dict[float, int] = {}  # sequences of one batch got their last token at one time

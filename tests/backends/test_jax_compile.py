@@ -147,6 +147,15 @@ def test_models_that_fit(config: dict, topology: str, tensor: int, gib: float) -
 
 
 @needs_libtpu
+def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
+    target = find_target("v6e:1x1")
+    model, few = model_on(target, LLAMA_8B, 1), replace(LIMITS, max_num_seqs=1)
+    blocks = plan_blocks(model, target, few, CacheConfig(), stated=True)
+    assert blocks >= plan_blocks(model, target, LIMITS, CacheConfig(), stated=True)
+    assert blocks > 1 + few.max_model_len // few.block_size
+
+
+@needs_libtpu
 def test_a_model_that_does_not_fit_is_told_what_would() -> None:
     target = find_target("v6e:2x2")
     with pytest.raises(ConfigError, match=r"lacks [\d.]+ GiB per device: .* use --tensor-parallel-size 8 and a"):

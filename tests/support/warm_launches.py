@@ -15,15 +15,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-SERVED = 40
+SERVED = 60
 """Steps that are served."""
 
+LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 400, "max_num_seqs": 70, "block_size": 16}
 
-def compiled(name: str) -> tuple[list[str], list[str]]:
-    """(kernels compiled until the engine is warm, those compiled while it serves) for a model of `models`."""
+
+def compiled(name: str, quantization: str | None = None, **limits: int) -> tuple[list[str], list[str]]:
+    """(kernels compiled until the engine is warm, those compiled while it serves) for a model of `models`.
+
+    `limits`: fields of Limits other than those of LIMITS.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, json.dumps([name, quantization, LIMITS | limits])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
@@ -55,7 +64,7 @@ def watch_launches() -> list[str]:
 
 
 def models() -> dict[str, Any]:
-    """Models and what else `create` takes: name -> (spec, keyword arguments)."""
+    """Name -> spec."""
     from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
 
     norm = Norm(1e-5)
@@ -70,9 +79,9 @@ def models() -> dict[str, Any]:
     full = Attention(8, 2, 32, 0.2, Rope(1e4, 32), qk_norm=norm, qk_norm_over="full")
     mixture = Moe(4, Mlp(96, "silu", True), Router(2, True))
     return {
-        "windows": (model(usual, mlp, window=40), {}),
-        "experts, int8": (model(usual, mixture), {"quantization": "int8"}),
-        "full norms, int4": (model(full, mlp), {"quantization": "int4"}),
+        "windows": model(usual, mlp, window=40),
+        "experts": model(usual, mixture),
+        "full norms": model(full, mlp),
     }
 
 
@@ -104,12 +113,13 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
     from pagoda.common.engine.step import RowStart, StepPlan
 
     rng = np.random.default_rng(0)
+    longest = limits.max_model_len - 1
     for step in range(SERVED):
         seqs = int(rng.integers(1, limits.max_num_seqs + 1))
         decodes = seqs if step % 3 == 0 else int(rng.integers(0, seqs + 1))
         lengths = [1] * decodes
         while len(lengths) < seqs and (left := limits.max_num_batched_tokens - sum(lengths)) > 1:
-            lengths.append(int(rng.integers(2, min(left, rng.choice([3, 20, 200])) + 1)))
+            lengths.append(int(rng.integers(2, min(left, longest, rng.choice([3, 20, 60, 200, 1000])) + 1)))
         size = np.array(lengths, np.int32)
         context = np.array([rng.integers(n == 1, limits.max_model_len - n) for n in lengths], np.int32)
         context[(rng.random(len(size)) < 0.3) & (size > 1)] = 0
@@ -128,7 +138,7 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
         )
 
 
-def main(name: str) -> None:
+def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     """In a process of its own."""
     import torch
     from support.reference_driver import random_weights
@@ -142,12 +152,12 @@ def main(name: str) -> None:
     class Absent(Device):
         use_kernels = True
 
+    torch.set_num_threads(1)  # other tests run beside this
     empty, empty_like = torch.empty, torch.empty_like
     torch.empty = lambda *shape, **how: empty(*shape, **how).fill_(0)
     torch.empty_like = lambda x, **how: empty_like(x, **how).fill_(0)
     new = watch_launches()
-    spec, extra = models()[name]
-    limits = Limits(max_model_len=512, max_num_batched_tokens=400, max_num_seqs=70, block_size=16)
+    spec, limits = models()[name], Limits(**stated)
     layout = kv_layout(spec, limits.block_size)
     backend = create(
         spec,
@@ -155,8 +165,8 @@ def main(name: str) -> None:
         layout=layout,
         cache=CacheConfig(),
         dtype="bfloat16",
+        quantization=quantization,
         device=Absent(CPU.torch, CPU.chip, "H100"),
-        **extra,
     )
     backend.load(random_weights(spec))
     backend.init_cache(2)
@@ -170,4 +180,4 @@ def main(name: str) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    main(sys.argv[1])
+    main(*json.loads(sys.argv[1]))

@@ -15,11 +15,13 @@ import torch
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.ladder import usual_sizes
 from pagoda.backends.torch_cuda.memory import GIB
 from pagoda.backends.torch_cuda.profile import check_weights, measure
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.errors import ConfigError
 
+LADDER = tuple(usual_sizes(128))
 GPU = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H100")
 
 
@@ -104,7 +106,7 @@ class FakeRunner:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.reserved, self.peak = 60 * GIB, 17 * GIB, 17 * GIB
         self.captured: list[int] = []
-        self.programs = SimpleNamespace(ladder=SimpleNamespace(captured=(1, 2, 4, 8)), capture=self.capture)
+        self.programs = SimpleNamespace(ladder=SimpleNamespace(captured=LADDER), capture=self.capture)
         for name, fake in {
             "mem_get_info": lambda device: (self.free, 80 * GIB),
             "memory_reserved": lambda device: self.reserved,
@@ -123,17 +125,32 @@ class FakeRunner:
         return SimpleNamespace(result=lambda: None)
 
     def capture(self, sizes: tuple[int, ...]) -> None:
-        self.free -= GIB // 2 if not self.captured else GIB // 8
-        self.captured += sizes
+        """As the driver counts: the largest fills the pool, three others share a piece of 64 MiB."""
+        for size in sizes:
+            if not self.captured:
+                self.free -= GIB // 2
+            elif len(self.captured) % 3 == 1:
+                self.free -= GIB // 16
+            self.captured.append(size)
 
 
 def test_everything_but_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(monkeypatch)
     usage = measure(lambda: runner, GPU, CacheConfig(gpu_memory_utilization=0.5), 16 * GIB, [3, 5, 2])
-    assert runner.captured == [8, 1]
+    assert runner.captured[0] == 128, "the largest first: it fills the memory that all share"
+    assert len(runner.captured) == 1 + 6, "few of the ladder's 19"
     assert (usage.total, usage.usable, usage.weights) == (80 * GIB, 40 * GIB, 16 * GIB)
     assert (usage.buffers, usage.activations, usage.other) == (GIB, 5 * GIB, 3 * GIB + GIB // 4)
-    assert usage.graphs == GIB // 2 + 3 * (GIB // 8)
+    assert usage.graphs == GIB // 2 + 6 * (GIB // 16), "18 small graphs in pieces of three"
+
+
+def test_a_ladder_of_one_graph_is_measured_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(monkeypatch)
+    runner.programs.ladder.captured = (1,)
+    assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == GIB // 2
+    runner = FakeRunner(monkeypatch)
+    runner.programs.ladder.captured = ()
+    assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == 0
 
 
 def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from support.reference_driver import random_weights, tiny_spec
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.cache import allocate, block_bytes
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.memory import GIB, Usage, plan_blocks
+from pagoda.backends.torch_cuda.memory import GIB, Usage, cpu_usage, plan_blocks
 from pagoda.backends.torch_cuda.sharding import Shard
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
@@ -44,9 +44,41 @@ def test_what_is_left_holds_keys_and_values() -> None:
     assert str(plans[0]).startswith("weights 15.00 GiB, activations 1.25 GiB, graphs 0.50 GiB, KV cache 2.80 GiB in ")
 
 
-def test_no_more_blocks_than_requests_can_use() -> None:
+def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
+    """Eight sequences of 8192 tokens of Llama-3-8B on an H200, which need 4096 blocks."""
+    h200 = Usage(
+        "NVIDIA H200",
+        total=140 * GIB,
+        usable=126 * GIB,
+        weights=15 * GIB,
+        buffers=GIB // 4,
+        activations=GIB,
+        graphs=GIB // 2,
+        other=GIB // 4,
+    )
+    small = replace(LIMITS, max_model_len=8192, max_num_seqs=8)
+    layout = kv_layout(tiny_spec(), 16)
+    plan = plan_blocks(h200, small, layout, CacheConfig(), 2 << 20)
+    assert plan.kv_cache == plan.num_blocks * (2 << 20) == 109 * GIB
+    assert plan == plan_blocks(h200, LIMITS, layout, CacheConfig(), 2 << 20)
+
+
+def test_a_cpu_keeps_no_more_than_requests_need() -> None:
     small = replace(LIMITS, max_model_len=32, max_num_seqs=4)
-    assert plan_blocks(usage(), small, LAYOUT, CacheConfig(), BLOCK).num_blocks == 1 + 4 * 2 * 2
+    room = cpu_usage(GIB, small, LAYOUT, BLOCK)
+    assert plan_blocks(room, small, LAYOUT, CacheConfig(), BLOCK).num_blocks == 1 + 4 * 2 * 2
+    assert cpu_usage(GIB, LIMITS, LAYOUT, BLOCK).room <= 4 * GIB
+
+
+def test_no_more_slots_than_an_int32_counts() -> None:
+    most, tiny = (1 << 31) // 16, CacheConfig()
+    assert plan_blocks(usage(), LIMITS, LAYOUT, tiny, 8).num_blocks == most
+    for stated, flag in (
+        (CacheConfig(num_gpu_blocks_override=most + 1), "--num-gpu-blocks-override"),
+        (CacheConfig(kv_cache_memory_bytes=8 * (most + 1)), "--kv-cache-memory-bytes"),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag}: 134217729 KV blocks are more than the 134217728 that can be"):
+            plan_blocks(usage(), LIMITS, LAYOUT, stated, 8)
 
 
 def test_stated_sizes_count() -> None:

@@ -11,15 +11,29 @@ from pagoda.backends.torch_cuda import backend as backend_module
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.cpu_stream import CpuStream
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.backends.torch_cuda.memory import GIB
 from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_spec import kv_layout
 
+MIB = 1 << 20
 
-@pytest.mark.parametrize("model", ["windows", "experts, int8", "full norms, int4"])
-def test_serving_compiles_nothing(model: str) -> None:
-    before, after = compiled(model)
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "limits"),
+    [
+        ("windows", None, {}),
+        ("experts", "int8", {}),
+        ("full norms", "int4", {}),
+        # Few sequences: no decode step has as many rows as short prompts, whose products have tiles of their own.
+        ("windows", "fp8", {"max_num_seqs": 1}),
+        ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
+        ("full norms", "int4", {"max_num_seqs": 8, "max_model_len": 48}),
+        ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
+        ("experts", None, {"max_num_seqs": 6, "max_model_len": 40}),
+    ],
+)
+def test_serving_compiles_nothing(model: str, quantization: str | None, limits: dict[str, int]) -> None:
+    before, after = compiled(model, quantization, **limits)
     assert len(before) > 15
     assert not after
 
@@ -31,14 +45,14 @@ class Gpu(Device):
     use_kernels = False
 
 
-@pytest.mark.parametrize("seqs", [1, 3, 64, 192])
-def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int) -> None:
+@pytest.mark.parametrize(("seqs", "measured"), [(1, 1), (3, 3), (64, 6), (192, 8)])
+def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int) -> None:
     """Nothing is read or written where it should not be: a CPU's indexing complains."""
     monkeypatch.setattr(backend_module, "GpuStream", CpuStream)
     for name, fake in {
-        "mem_get_info": lambda device: (60 * GIB, 80 * GIB),
-        "memory_reserved": lambda device: GIB,
-        "max_memory_reserved": lambda device: 2 * GIB,
+        "mem_get_info": lambda device: (60 * MIB, 80 * MIB),
+        "memory_reserved": lambda device: MIB,
+        "max_memory_reserved": lambda device: 2 * MIB,
         "reset_peak_memory_stats": lambda device: None,
         "synchronize": lambda device: None,
         "empty_cache": lambda: None,
@@ -50,8 +64,9 @@ def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int) -> None:
     device = Gpu(CPU.torch, CPU.chip, "NVIDIA H100")
     backend = create(spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32", device=device)
     backend.load(random_weights(spec))
-    backend.init_cache(backend.plan_memory().num_blocks)
+    plan = backend.plan_memory()
+    assert plan.kv_cache > 48 * MIB, "what is left of nine tenths, which is more than these requests need"
+    backend.init_cache(plan.num_blocks)
     backend.warmup()
-    captured = backend._stream.captures
-    assert captured == 2 * (len(backend.setup.ladder.captured) + (2 if seqs > 1 else 1))
+    assert backend._stream.captures == 2 * (len(backend.setup.ladder.captured) + measured)
     assert not backend.execute(backend._plans.decode(seqs)).result().recompiles

@@ -88,6 +88,18 @@ def test_steps_are_counted() -> None:
     assert found[f"pagoda:recompiles_total{LABELS}"] == 3
 
 
+def test_steps_without_output_are_counted() -> None:
+    """Parts of a prompt, alone or joined with the step that ends it; an idle engine's report is no step."""
+    metrics = Metrics("m")
+    metrics.on_step(step(running=1, last_step_tokens=8))
+    parts = tuple(EngineStats(running=1, last_step_tokens=tokens) for tokens in (8, 8))
+    last = EngineStats(running=1, last_step_tokens=3)
+    metrics.on_step(StepOutputs(outputs=[output("a")], stats=last, earlier=parts))
+    metrics.on_step(StepOutputs(outputs=[], stats=last, earlier=parts))
+    metrics.on_step(step())
+    assert observed(metrics, "iteration_tokens_total") == {"iteration_tokens_total": (7, 8 + 2 * (8 + 8 + 3))}
+
+
 def test_sequences_that_vanish_are_forgotten() -> None:
     metrics = Metrics("m")
     for number in range(1000):
