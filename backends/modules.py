@@ -36,6 +36,14 @@ class BackendModule(Protocol):
         """A backend for one model. `dtype`: resolved, not `auto`. Raises ConfigError for what it cannot do."""
         ...
 
+    @staticmethod
+    def check(spec: ModelSpec, **options: Any) -> int | None:
+        """The number of KV blocks, None where it depends on the weights and on the device's memory.
+
+        Raises ConfigError where `create` with the same keywords would; keeps no device and meets no other rank.
+        """
+        ...
+
 
 class PoolingModule(Protocol):
     """What a backend's `pooling.py` offers."""

@@ -23,7 +23,7 @@ _STACK_FLAG: Final = "--log-error-stack"
 
 
 class CommandModule(Protocol):
-    """What the module of a sub-command offers."""
+    """What the module of a sub-command offers; one that builds an engine also a `check` (settings.explain.Check)."""
 
     def add_arguments(self, parser: FlagParser) -> None:
         """Add its flags."""
@@ -162,7 +162,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     if getattr(args, "explain_config", False):
         from pagoda.server.settings.explain import explain
 
-        print(explain(args, parser.settings, command.usage))
+        print(explain(args, parser.settings, command.usage, getattr(module, "check", None)))
         return 0
     return module.run(args)
 

@@ -103,6 +103,11 @@ def create(
     return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept, prompt_embeds)
 
 
+def check(spec: ModelSpec, **options: Any) -> None:
+    """None, for the KV blocks depend on the device's memory. Raises ConfigError where `create` would."""
+    create(spec, **options).close()
+
+
 class JaxBackend:
     """Implements common.backend.ShardedBackend, a shard being a copy of the model, and CheckpointBackend."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,13 @@ def create(
     return ReferenceBackend(spec, limits, layout, cache, numerics(dtype), sampling)
 
 
+def check(spec: ModelSpec, **options: Any) -> int | None:
+    """The number of KV blocks, None unless settings state it. Raises ConfigError where `create` would, or for none."""
+    backend = create(spec, **options)
+    backend.close()
+    return backend.plan_memory(weights=0).num_blocks if backend.cache_config.is_size_stated else None
+
+
 class ReferenceBackend:
     """Implements common.backend.Backend."""
 
@@ -82,10 +90,11 @@ class ReferenceBackend:
         params = Packer(self.spec, self.numerics).pack(weights)
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
-    def plan_memory(self) -> MemoryPlan:
-        """How many KV blocks fit. Raises MemoryError saying how much is missing."""
-        assert self._decoder is not None, "load comes before plan_memory"
-        weights = self._decoder.params.num_bytes
+    def plan_memory(self, weights: int | None = None) -> MemoryPlan:
+        """How many KV blocks fit. `weights`: their bytes before load. Raises ConfigError saying how much is missing."""
+        if weights is None:
+            assert self._decoder is not None, "load comes before plan_memory"
+            weights = self._decoder.params.num_bytes
         return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
 
     def init_cache(self, num_blocks: int) -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -86,13 +86,50 @@ def create(
     `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill and mixed steps, by its name in
     AttentionConfig. Raises ConfigError.
     """
+    assert comm.size == tensor, "there is a line to every rank"
+    setup = _setup(
+        spec,
+        limits=limits,
+        layout=layout,
+        cache=cache,
+        dtype=dtype,
+        sampling=sampling,
+        compilation=compilation,
+        quantization=quantization,
+        attention=attention,
+        tensor=tensor,
+        comm=comm,
+        device=device,
+    )
+    return TorchCudaBackend(setup, sleep_mode=sleep_mode)
+
+
+def check(spec: ModelSpec, *, sleep_mode: bool = False, **options: Any) -> None:
+    """None, for the KV blocks depend on the device's memory. Raises ConfigError where `create` on rank 0 would."""
+    _setup(spec, **options)
+
+
+def _setup(
+    spec: ModelSpec,
+    *,
+    limits: Limits,
+    layout: KvLayout,
+    cache: CacheConfig,
+    dtype: str,
+    sampling: SamplerOptions = USUAL,
+    compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
+    quantization: str | None = None,
+    attention: str = AUTO,
+    tensor: int = 1,
+    comm: Comm = ALONE,
+    device: Device | None = None,
+) -> Setup:
     if dtype not in DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
     sharding.check(spec, tensor)
-    assert comm.size == tensor, "there is a line to every rank"
     stored, found = cache_dtype(cache, DTYPES[dtype]), find_device(comm.rank) if device is None else device
     mixers = tuple({layer.mixer for layer in spec.layers})
-    setup = Setup(
+    return Setup(
         spec=spec,
         limits=limits,
         layout=layout,
@@ -106,7 +143,6 @@ def create(
         device=found,
         comm=comm,
     )
-    return TorchCudaBackend(setup, sleep_mode=sleep_mode)
 
 
 class TorchCudaBackend:

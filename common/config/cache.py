@@ -94,6 +94,11 @@ class CacheConfig:
             )
 
     @property
+    def is_size_stated(self) -> bool:
+        """Whether the size of the KV cache is stated, in blocks or in bytes."""
+        return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
+
+    @property
     def prefix_caching(self) -> bool:
         """On unless switched off."""
         return self.enable_prefix_caching is not False

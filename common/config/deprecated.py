@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import Becomes, option
+from pagoda.common.errors import ConfigError
 
 _ALWAYS_SO: Final = "the engine always works like this"
 _OLD_ENGINE: Final = "it steered an engine that is gone; the scheduler needs no such setting"
@@ -26,6 +27,8 @@ def _renamed(setting: str) -> Becomes:
 
 
 def _task(value: str) -> Mapping[str, Any]:
+    if value == "transcription":
+        raise ConfigError("--task", "transcription reads audio; this version serves text only: drop it, or name a task")
     if value in ("auto", "generate", "draft"):
         return {} if value == "auto" else {"runner": value}
     convert = {"embed": "embed", "embedding": "embed", "classify": "classify", "reward": "reward"}.get(value)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pagoda.common.config.extension import names
 from pagoda.common.config.numbers import json_object
 from pagoda.common.config.option import option
 from pagoda.common.errors import ConfigError
+
+_PREFIX: Final = re.compile(r"(/[\w.~!$&'()*+,;=:@-]+)*/?", re.ASCII)
+"""Segments of a URL's path; no empty one in front, which browsers take for a host."""
 
 
 def json_list(text: str) -> tuple[str, ...]:
@@ -47,7 +51,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(("*",), "CORS: allowed origins, as a JSON list.", parse=json_list)
     allowed_methods: tuple[str, ...] = option(("*",), "CORS: allowed methods, as a JSON list.", parse=json_list)
     allowed_headers: tuple[str, ...] = option(("*",), "CORS: allowed headers, as a JSON list.", parse=json_list)
-    root_path: str = option("", "Path prefix that a proxy in front of the server strips.")
+    root_path: str = option(
+        "", "Path prefix of the server behind a proxy, which may strip it or leave it: requests are answered with both."
+    )
     ssl_keyfile: str | None = option(None, "Private key for TLS.")
     ssl_certfile: str | None = option(None, "Certificate for TLS.")
     ssl_ca_certs: str | None = option(None, "Authorities that client certificates are checked against.")
@@ -150,8 +156,13 @@ class ServerConfig:
                 raise ConfigError(flag, f"{most} is negative; use 0 to keep none, or more")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError("--max-log-len", f"{self.max_log_len} is negative; use 0 or more, or drop it for all")
-        if self.root_path and not self.root_path.startswith("/"):
-            raise ConfigError("--root-path", f"{self.root_path} does not start with /")
+        if self.root_path and not _PREFIX.fullmatch(self.root_path):
+            raise ConfigError("--root-path", f"{self.root_path} is not a path; write one such as /models/small")
+
+    @property
+    def prefix(self) -> str:
+        """The path prefix without a slash at its end; empty where there is none."""
+        return self.root_path.rstrip("/")
 
     @property
     def address(self) -> str:

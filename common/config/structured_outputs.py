@@ -62,6 +62,11 @@ class StructuredOutputsConfig:
         """The library that compiles grammars."""
         return "xgrammar" if self.structured_outputs_config.get("backend") == "xgrammar" else "guidance"
 
+    @property
+    def is_engine_stated(self) -> bool:
+        """Whether the configuration names the library, which must then be installed."""
+        return (self.structured_outputs_config.get("backend") or "auto") != "auto"
+
     def is_on(self, switch: str) -> bool:
         """A switch of the JSON."""
         return bool(self.structured_outputs_config.get(switch, False))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from pagoda.common.structured.matcher import Bits, GrammarError, Matcher, one_line
+from pagoda.common.structured.refusal import not_installed
 from pagoda.common.structured.vocabulary import Vocabulary
 
 MAX_THREADS: Final = 8
@@ -25,11 +26,11 @@ _WORDS: Final = {
 
 
 def import_llguidance() -> Any:
-    """The package. Raises GrammarError naming the extra that brings it."""
+    """The package. Raises GrammarError with the command that installs it."""
     try:
         import llguidance
     except ImportError:
-        raise GrammarError("structured output needs llguidance; install pagoda[structured]") from None
+        raise GrammarError(not_installed("guidance")) from None
     return llguidance
 
 

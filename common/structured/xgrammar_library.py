@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from pagoda.common.structured.matcher import Bits, GrammarError, Matcher, one_line
+from pagoda.common.structured.refusal import not_installed
 from pagoda.common.structured.vocabulary import Vocabulary
 from pagoda.common.structured.xgrammar_text import Source
 
@@ -45,7 +46,7 @@ class Xgrammar:
         try:
             import xgrammar
         except ImportError:
-            raise GrammarError("the backend xgrammar is not installed; install pagoda[xgrammar]") from None
+            raise GrammarError(not_installed("xgrammar")) from None
         # A token of no bytes is one that no text spells.
         spelt = [b"" if token in vocabulary.special else each for token, each in enumerate(vocabulary.tokens)]
         info = xgrammar.TokenizerInfo(spelt, vocab_size=len(vocabulary), stop_token_ids=list(vocabulary.ends))

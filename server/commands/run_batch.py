@@ -21,12 +21,13 @@ from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.commands.batch.places import Output, count_requests, open_source, shown
 from pagoda.server.commands.batch.resume import Batch, Line, resumed
-from pagoda.server.link.engine_client import start_engine
+from pagoda.server.link.engine_client import check_start, start_engine
 from pagoda.server.parsers.registry import check_formats
 from pagoda.server.settings.args import AsyncEngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings
@@ -34,6 +35,7 @@ from pagoda.server.settings.flags import FlagParser, add_settings
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.http.state import ServerState
+    from pagoda.server.settings.resolve import Resolved
 
 SETTINGS: Final = OWN_SETTINGS["run-batch"]
 TERMINATED: Final = 128 + signal.SIGTERM
@@ -69,15 +71,32 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """What was said, and what it comes to. Raises what `run` raises before weights are read, but for the batch's files.
+
+    Those are not opened: the input may be a download, and the output's place is kept from other runs while it is open.
+    """
+    from pagoda.server.startup.engine import check_engine
+
+    settled, engine_config, _, server_config = _prepared(args)
+    check_start(engine_config, in_process=server_config.disable_frontend_multiprocessing)
+    return settled, check_engine(engine_config, "server", settled.sources)
+
+
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, BatchConfig, ServerConfig]:
     """What flags, file and environment ask for. Raises ConfigError."""
+    _, engine, batch, server = _prepared(args)
+    return engine, batch, server
+
+
+def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, BatchConfig, ServerConfig]:
     settled = settle_all(args, ENGINE_SETTINGS, SETTINGS)
     configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()))
     engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
     batch = build(BatchConfig, settled.values, SETTINGS.values())
     server = build(ServerConfig, settled.values, SETTINGS.values())
     check_formats(engine, server)
-    return engine, batch, server
+    return settled, engine, batch, server
 
 
 def _run(

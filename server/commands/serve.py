@@ -19,7 +19,6 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from pagoda.backends.registry import choose_backend, spread
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.logs import LoggingConfig
 from pagoda.common.config.server import ServerConfig
@@ -28,14 +27,18 @@ from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.commands.headless import check_headless, run_headless
-from pagoda.server.link.engine_client import start_engine
+from pagoda.server.link.engine_client import NoEngine, check_start, start_engine
+from pagoda.server.link.process_client import check_folder
 from pagoda.server.parsers.registry import check_formats
 from pagoda.server.settings.args import AsyncEngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.machine import check_machine
 
 if TYPE_CHECKING:
     from pagoda.server.http.server import HttpServer
     from pagoda.server.http.state import ServerState
+    from pagoda.server.online.async_llm import AsyncLLM
+    from pagoda.server.settings.resolve import Resolved
 
 BACKLOG: Final = 2048
 
@@ -55,11 +58,7 @@ def add_arguments(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
     began = time.monotonic()
-    settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
-    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
-    engine_config, config = configured(settled)
-    # before the hub is asked for a model that nothing here could run
-    spread(choose_backend(engine_config.model.backend), engine_config.parallel)
+    _, engine_config, config = _prepared(args)
     if config.headless:
         return run_headless(engine_config)
     listener = bind(config)
@@ -72,9 +71,32 @@ def run(args: argparse.Namespace) -> int:
     finally:
         client.close()
         listener.close()
-        if config.uds is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(config.uds)
+        _remove_socket(config)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """What was said, and what it comes to. Raises what `run` raises before weights are read."""
+    from pagoda.server.online.async_llm import AsyncLLM
+    from pagoda.server.startup.engine import check_engine
+
+    settled, engine_config, config = _prepared(args)
+    if config.headless:
+        check_folder(engine_config.runtime)
+    else:
+        bind(config).close()
+        _remove_socket(config)
+        check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
+        _application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+    return settled, check_engine(engine_config, "server", settled.sources)
+
+
+def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, ServerConfig]:
+    """What was said and the configurations it makes, with the logs set up. Raises ConfigError."""
+    settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
+    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    engine_config, config = configured(settled)
+    check_machine(engine_config)  # before the hub is asked for a model that nothing here could run
+    return settled, engine_config, config
 
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
@@ -141,7 +163,14 @@ def _remove_stale(path: str) -> None:
                 os.unlink(path)
 
 
-def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float) -> int:
+def _remove_socket(config: ServerConfig) -> None:
+    if config.uds is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(config.uds)
+
+
+def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, ServerState]:
+    """The server that will answer, and what its routes share. Raises ConfigError."""
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
     from pagoda.server.http.server import http_server
@@ -150,7 +179,11 @@ def _serve(llm: Any, config: ServerConfig, listener: socket.socket, began: float
     metrics = Metrics(llm.names[0])
     llm.on_step = metrics.on_step
     state = ServerState(llm, config, metrics)
-    server = http_server(create_app(state), config)
+    return http_server(create_app(state), config), state
+
+
+def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, began: float) -> int:
+    server, state = _application(llm, config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_until_stopped(server, state, listener, began))
 

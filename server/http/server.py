@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.server.http import tls
@@ -20,11 +23,11 @@ FLUSH_SECONDS: Final = 2
 _ACCESS_LOG: Final = "uvicorn.access"
 
 
-def http_server(app: Any, config: ServerConfig) -> HttpServer:
+def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
     """A server for an ASGI application. Raises ConfigError for certificates that cannot be used."""
     tls.check(config)
     settings = uvicorn.Config(
-        app,
+        RootPath(app, config.prefix) if config.prefix else app,
         loop="auto",
         http="httptools",
         ws="none",
@@ -32,7 +35,6 @@ def http_server(app: Any, config: ServerConfig) -> HttpServer:
         log_config=None,
         log_level=config.uvicorn_log_level,
         access_log=not config.disable_uvicorn_access_log,
-        root_path=config.root_path,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
         ssl_keyfile=config.ssl_keyfile,
@@ -43,6 +45,42 @@ def http_server(app: Any, config: ServerConfig) -> HttpServer:
     )
     settings.load()
     return HttpServer(settings, config)
+
+
+class RootPath:
+    """Serves `app` with and without `prefix` before its paths: the proxy in front may strip it, or leave it.
+
+    Both become the same ASGI scope, `root_path` the prefix and `path` with it, before anything looks at a path: keys,
+    routes, pages and middleware cannot tell them apart. One prefix is taken off, and only at a slash; where the app
+    has a route of that very name (`--root-path /v1`), the request is for the route.
+    """
+
+    def __init__(self, app: FastAPI, prefix: str) -> None:
+        self._app: ASGIApp = app
+        self._prefix = prefix
+        self._alike = [compile_path(path)[0] for path in _paths(app) if path.startswith(prefix)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on under the prefix."""
+        if "path" in scope:
+            path = self._without_prefix(scope["path"])
+            scope = {**scope, "root_path": self._prefix, "path": self._prefix + path}
+        await self._app(scope, receive, send)
+
+    def _without_prefix(self, path: str) -> str:
+        rest = path.removeprefix(self._prefix)
+        if rest == path or any(alike.match(path) for alike in self._alike):
+            return path
+        return rest if rest.startswith("/") else path if rest else "/"
+
+
+def _paths(app: FastAPI) -> Iterator[str]:
+    """The path of every route, also of those in a router that FastAPI keeps whole."""
+    for route in app.routes:
+        inner: Any = getattr(route, "effective_route_contexts", None)
+        found: Iterable[Any] = (route,) if inner is None else inner()
+        for each in found:
+            yield each.path
 
 
 class HttpServer(uvicorn.Server):
@@ -62,7 +100,7 @@ class HttpServer(uvicorn.Server):
         refreshing = None
         if self._config.enable_ssl_refresh and self.config.ssl is not None:
             refreshing = asyncio.ensure_future(tls.refresh(self.config.ssl, self._config))
-        silent = _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.root_path)
+        silent = _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.prefix)
         logging.getLogger(_ACCESS_LOG).addFilter(silent)
         try:
             await super().serve(sockets)
@@ -73,11 +111,11 @@ class HttpServer(uvicorn.Server):
 
 
 class _SilentPaths(logging.Filter):
-    """Keeps requests for some paths out of the access log, with and without the prefix that a proxy strips."""
+    """Keeps requests for some paths out of the access log, with and without the prefix that a proxy may strip."""
 
-    def __init__(self, paths: tuple[str, ...], root_path: str) -> None:
+    def __init__(self, paths: tuple[str, ...], prefix: str) -> None:
         super().__init__()
-        self._paths = frozenset(paths) | frozenset(root_path + path for path in paths)
+        self._paths = frozenset(paths) | frozenset(prefix + path for path in paths)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """uvicorn logs (client, method, path with query, HTTP version, status)."""

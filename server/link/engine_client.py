@@ -67,6 +67,15 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
     return client
 
 
+def check_start(config: EngineConfig, *, in_process: bool) -> None:
+    """Raise ConfigError where `start_engine` would; plugins are left to `check_engine`, which runs them as well."""
+    only_first_host(config)
+    if not in_process:
+        from pagoda.server.link.process_client import check_folder
+
+        check_folder(config.runtime)
+
+
 def only_first_host(config: EngineConfig) -> None:
     """Raise ConfigError on a host that takes no requests."""
     if config.parallel.node_rank:
@@ -74,6 +83,28 @@ def only_first_host(config: EngineConfig) -> None:
             "--node-rank",
             "requests go to host 0; on the others run pagoda serve MODEL --headless with the flags of host 0",
         )
+
+
+class NoEngine:
+    """Implements EngineClient for an application that is only made to see whether it can be."""
+
+    def wait_ready(self) -> EngineInfo:
+        """See EngineClient."""
+        raise EngineDeadError("no engine was started")
+
+    def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
+        """See EngineClient."""
+
+    def send(self, command: ToEngine) -> None:
+        """See EngineClient."""
+        raise EngineDeadError("no engine was started")
+
+    def check(self) -> None:
+        """See EngineClient."""
+        raise EngineDeadError("no engine was started")
+
+    def close(self, timeout: float = 2.0) -> None:
+        """See EngineClient."""
 
 
 class Supervisor:

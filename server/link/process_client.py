@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.runtime import RuntimeConfig
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.child import environment, fate
 from pagoda.server.link.engine_client import Listener, Supervisor
@@ -228,6 +229,11 @@ def _watch(process: subprocess.Popen[bytes], watcher: weakref.ref[ProcessClient]
     client = watcher()
     if client is not None:
         client.tell_end()
+
+
+def check_folder(config: RuntimeConfig) -> None:
+    """Raise ConfigError where the sockets of an engine's process could not be made."""
+    _private_folder(config.rpc_base_path).rmdir()
 
 
 def _private_folder(base: str | None) -> Path:

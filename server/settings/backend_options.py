@@ -12,7 +12,8 @@ from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.resolve import Resolved, moves_of
+from pagoda.server.settings.machine import moves_of
+from pagoda.server.settings.resolve import Resolved
 
 logger = logging.getLogger(__name__)
 

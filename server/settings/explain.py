@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from pagoda.common.config.defaults import Usage
@@ -18,13 +18,25 @@ _WIDEST: Final = 36
 """Characters of a value beyond which the columns after it give up on being straight."""
 
 
-def explain(args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage) -> str:
-    """The table for one command line. Raises what keeps the command from starting."""
+Check = Callable[[argparse.Namespace], tuple[Settled, Resolved]]
+"""Does all that a command does before it loads a model; what was said and what it comes to, or what `run` raises."""
+
+
+def explain(args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage, check: Check | None = None) -> str:
+    """The table for one command line. Raises what keeps the command from starting.
+
+    `check`: the command's own; without one, settings and model are read and nothing else is tried.
+    """
+    settled, resolved = _read(args, table, usage) if check is None else check(args)
+    return table_text(_rows(resolved, settled, table), table)
+
+
+def _read(args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage) -> tuple[Settled, Resolved]:
     settled = settle_all(args, table)
     engine = EngineArgs.from_settled(settled).create_engine_config()
     for config in {setting.config for setting in table.values()} - {*ENGINE_GROUPS.values()}:
         build(config, settled.values, table.values())  # checks the values
-    return table_text(_rows(resolve(engine, usage, settled.sources), settled, table), table)
+    return settled, resolve(engine, usage, settled.sources)
 
 
 def _rows(resolved: Resolved, settled: Settled, table: Mapping[str, Setting]) -> Iterator[ResolvedRow]:

@@ -12,12 +12,9 @@ from typing import Any, Final
 
 from pagoda.backends.registry import (
     check_checkpoints,
-    check_moves,
-    choose_backend,
     load_rank_runtime,
     pooling_spread,
     runs_ranks,
-    spread,
 )
 from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
@@ -32,6 +29,7 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.generation_config import Generation, read_generation
+from pagoda.server.settings.machine import check_machine
 from pagoda.server.settings.resolved_rows import engine_rows, executor_row, model_rows, runner_rows
 from pagoda.server.settings.runner import Purpose, check_pooling, pooling_info, purpose_of
 from pagoda.server.wire import PoolingInfo
@@ -90,9 +88,7 @@ def resolve(
     `platform`: where the engine will run; default: here.
     Raises ConfigError, ModelError or WeightError.
     """
-    backend = choose_backend(config.model.backend)
-    spread_over = spread(backend, config.parallel)
-    moves_of(config, backend)
+    backend, spread_over = check_machine(config)
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
@@ -136,11 +132,6 @@ def resolve(
             *model_rows(config, checkpoint, generation),
         ),
     )
-
-
-def moves_of(config: EngineConfig, backend: str) -> dict[str, bool]:
-    """What the backend is told about memory that goes and comes back. Raises ConfigError for one that cannot do it."""
-    return check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
 
 
 def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:

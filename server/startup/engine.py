@@ -9,7 +9,7 @@ The backend's framework is imported in a thread while the checkpoint is opened a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Final
@@ -20,16 +20,17 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.weights.hub import is_local
 from pagoda.server.plugins import load_general_plugins
+from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
 from pagoda.server.startup.affinity import pinned
 from pagoda.server.startup.built_engine import BuiltEngine
 from pagoda.server.startup.company import Company
-from pagoda.server.startup.generation import assemble_generation
-from pagoda.server.startup.hosts import meeting
+from pagoda.server.startup.generation import assemble_generation, check_generation
+from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.phases import Phases
-from pagoda.server.startup.pooling import assemble_pooling, pooling_engine_info
+from pagoda.server.startup.pooling import assemble_pooling, check_pooling_engine, pooling_engine_info
 from pagoda.server.startup.prefetch import Prefetch
-from pagoda.server.startup.ranks import leading
+from pagoda.server.startup.ranks import check_ranks, leading
 from pagoda.server.startup.weights import read_weights
 
 READ_AHEAD_BYTES: Final = 512 << 20
@@ -55,9 +56,33 @@ def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:
     load_general_plugins(config)
     importing = import_backend(choose_backend(config.model.backend))
     with phases("open checkpoint"):
-        resolved = resolve(config, usage, weights=is_local(config.model.model))
+        resolved = _resolved(config, usage)
     with gather(resolved, usage) as company:
         return _load(importing, resolved, company, phases)
+
+
+def check_engine(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
+    """What `build_engine` would load. Raises what it raises before it reads weights or meets other hosts or ranks.
+
+    `sources`: setting -> who stated it. The tokenizer, which is opened beside the engine, is opened here, too.
+    """
+    with pinned(config.runtime.cores):
+        load_general_plugins(config)
+        resolved = _resolved(config, usage, sources)
+        if runs_ranks(resolved.backend, config.parallel):
+            check_ranks(resolved)
+        check_hosts(resolved)
+        if resolved.pooling is not None:
+            check_pooling_engine(resolved)
+        else:
+            check_generation(resolved, load_backend(resolved.backend))
+    open_tokenizer(config)
+    return resolved
+
+
+def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
+    """A hub's model without its weights, which are fetched when the rest is known to fit."""
+    return resolve(config, usage, sources, weights=is_local(config.model.model))
 
 
 def _load(importing: Future[BackendModule], resolved: Resolved, company: Company | None, phases: Phases) -> BuiltEngine:

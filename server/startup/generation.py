@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from pagoda.backends.modules import BackendModule
 from pagoda.common.backend import Backend, CheckpointBackend, ShardedBackend, SleepingBackend, Weight
@@ -40,8 +40,11 @@ def assemble_generation(
 ) -> BuiltEngine:
     """The warm engine. `company`: those who compute the steps too. Raises ConfigError or WeightError."""
     config = resolved.config
-    make_scheduler = scheduler_of(config)
-    own = _create(resolved, module, checkpoint, company, phases)
+    make_scheduler, options = _chosen(resolved)
+    if company is not None:
+        with phases("meet the others"):
+            options |= company.arrive(checkpoint)
+    own = module.create(resolved.spec, **options)
     together = None if company is None else company.joined(own)
     backend: Backend = together or own
     try:
@@ -69,23 +72,31 @@ def assemble_generation(
     return BuiltEngine(core, backend, info, together, sleeper, structured)
 
 
-def _create(
-    resolved: Resolved, module: BackendModule, checkpoint: Checkpoint, company: Company | None, phases: Phases
-) -> Backend:
-    """This process's backend, without weights; it is told about the others once they have been met."""
-    sampling, options = sampler_options(resolved.config), backend_options(resolved)
-    if company is not None:
-        with phases("meet the others"):
-            options |= company.arrive(checkpoint)
-    return module.create(
-        resolved.spec,
-        limits=resolved.limits,
-        layout=resolved.layout,
-        cache=resolved.config.cache,
-        dtype=resolved.dtype,
-        sampling=sampling,
+def check_generation(resolved: Resolved, module: BackendModule) -> None:
+    """Raises ConfigError where `assemble_generation` would before it reads weights, as far as one host can know."""
+    _, options = _chosen(resolved)
+    if resolved.config.parallel.nnodes > 1:
+        return  # its devices are there once the hosts have met
+    blocks = module.check(resolved.spec, **options)
+    if blocks is not None:
+        _fit(resolved.config, resolved.limits, resolved.layout, blocks)
+
+
+def _chosen(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
+    """The scheduler, and the keywords of the backend's `create`. Raises ConfigError for what cannot be had."""
+    config = resolved.config
+    make_scheduler = scheduler_of(config)
+    sampling, options = sampler_options(config), backend_options(resolved)
+    if config.cache.num_gpu_blocks_override is not None:
+        _fit(config, resolved.limits, resolved.layout, config.cache.num_gpu_blocks_override)
+    return make_scheduler, {
+        "limits": resolved.limits,
+        "layout": resolved.layout,
+        "cache": config.cache,
+        "dtype": resolved.dtype,
+        "sampling": sampling,
         **options,
-    )
+    }
 
 
 def _info(

@@ -63,8 +63,7 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
     if parallel.nnodes == 1:
         yield None
         return
-    if resolved.config.compilation.compiled_bundle is not None:
-        raise ConfigError("--compiled-bundle", "a bundle is for one host; drop it, and share a compile cache")
+    check_hosts(resolved)
     runtime = load_host_runtime(resolved.backend)
     peers = meet(parallel, facts_of(resolved, runtime), lambda hosts: check_devices(hosts, resolved.spread))
     try:
@@ -76,6 +75,12 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
         for peer in peers:
             peer.close()
         raise
+
+
+def check_hosts(resolved: Resolved) -> None:
+    """Raises ConfigError for what several hosts cannot do, before they meet."""
+    if resolved.config.parallel.nnodes > 1 and resolved.config.compilation.compiled_bundle is not None:
+        raise ConfigError("--compiled-bundle", "a bundle is for one host; drop it, and share a compile cache")
 
 
 def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFacts:

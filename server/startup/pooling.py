@@ -20,14 +20,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 def assemble_pooling(resolved: Resolved, weights: Iterable[Weight], phase: Phase) -> tuple[PoolingCore, PoolingBackend]:
     """The warm engine and its backend, which is closed by whoever ends the engine."""
     assert resolved.pooling is not None, "the model pools"
-    backend = load_pooling(resolved.backend).create(
-        resolved.spec,
-        limits=resolved.limits,
-        dtype=resolved.dtype,
-        **resolved.spread,
-        **kept_programs(resolved.config.compilation, resolved.backend),
-        **_memory(resolved),
-    )
+    backend = _create(resolved)
     try:
         with phase("load weights"):
             backend.load(weights)
@@ -37,6 +30,23 @@ def assemble_pooling(resolved: Resolved, weights: Iterable[Weight], phase: Phase
         backend.close()
         raise
     return PoolingCore(backend, backend.limits, resolved.pooling.tasks), backend
+
+
+def check_pooling_engine(resolved: Resolved) -> None:
+    """Raises ConfigError where `assemble_pooling` would before it reads weights."""
+    _create(resolved).close()
+
+
+def _create(resolved: Resolved) -> PoolingBackend:
+    """The backend, without weights."""
+    return load_pooling(resolved.backend).create(
+        resolved.spec,
+        limits=resolved.limits,
+        dtype=resolved.dtype,
+        **resolved.spread,
+        **kept_programs(resolved.config.compilation, resolved.backend),
+        **_memory(resolved),
+    )
 
 
 def _memory(resolved: Resolved) -> dict[str, Any]:

@@ -52,8 +52,7 @@ class LeadingRanks:
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
         """Send the others to work, and meet them."""
         size, device = 1 + len(self._workers), self._executor.device
-        if self._executor.sees_all:
-            self._runtime.check_devices(size)
+        _check_devices(self._runtime, self._executor, size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
         place = RankPlace(rank=0, size=size, device=device, host=host, port=port)
@@ -90,15 +89,29 @@ class LeadingRanks:
 @contextmanager
 def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
     """The other ranks while the engine is built. They end with an error in it. Raises ConfigError."""
-    parallel = resolved.config.parallel
-    runtime = load_rank_runtime(resolved.backend)
-    ranks = LeadingRanks(resolved, usage, runtime, make_executor(parallel, resolved.backend, runtime.needs_gpu()))
+    ranks = LeadingRanks(resolved, usage, *_runtime_and_executor(resolved))
     try:
         ranks.start()
         yield ranks
     except BaseException:
         ranks.give_up()
         raise
+
+
+def check_ranks(resolved: Resolved) -> None:
+    """Raises ConfigError where `leading` would before it starts another rank, or for too few devices."""
+    runtime, executor = _runtime_and_executor(resolved)
+    _check_devices(runtime, executor, resolved.config.parallel.tensor_parallel_size)
+
+
+def _runtime_and_executor(resolved: Resolved) -> tuple[RankRuntime, Executor]:
+    runtime = load_rank_runtime(resolved.backend)
+    return runtime, make_executor(resolved.config.parallel, resolved.backend, runtime.needs_gpu())
+
+
+def _check_devices(runtime: RankRuntime, executor: Executor, size: int) -> None:
+    if executor.sees_all:
+        runtime.check_devices(size)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from support.live_server import live_server
 from support.served import environment, served, wait_ready
 
@@ -142,7 +143,7 @@ def test_wrong_certificates_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     for path in (str(tmp_path / "x"), str(tmp_path / "nothing")):
         with pytest.raises(ConfigError, match="--ssl-certfile"):
-            http_server(None, ServerConfig(ssl_keyfile=path, ssl_certfile=path))
+            http_server(FastAPI(), ServerConfig(ssl_keyfile=path, ssl_certfile=path))
 
 
 def test_wrong_chat_template() -> None:

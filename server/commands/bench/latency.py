@@ -11,9 +11,11 @@ import numpy as np
 from tqdm import tqdm
 
 from pagoda.common.config.bench import LatencyConfig
+from pagoda.common.config.sources import Settled
 from pagoda.server.commands.bench.load import (
     add_load_arguments,
     check_fits,
+    check_load,
     random_prompts,
     sampling_params,
     settle_load,
@@ -22,6 +24,7 @@ from pagoda.server.commands.bench.load import (
 )
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench latency"
 PERCENTAGES: Final = (10, 25, 50, 75, 90, 99)
@@ -30,6 +33,11 @@ PERCENTAGES: Final = (10, 25, 50, 75, 90, 99)
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
     add_load_arguments(parser, COMMAND)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """See `check_load`."""
+    return check_load(args, COMMAND, LatencyConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pagoda.common.config.bench import LatencyConfig, ThroughputConfig
 from pagoda.common.config.commands import OWN_SETTINGS
+from pagoda.common.config.defaults import Usage
 from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS, build
 from pagoda.common.errors import ConfigError
@@ -19,6 +20,8 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.offline.llm import LLM
 from pagoda.server.settings.args import EngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.resolve import Resolved
+from pagoda.server.startup.engine import check_engine
 
 LoadT = TypeVar("LoadT")
 
@@ -34,6 +37,14 @@ def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> 
     own = OWN_SETTINGS[command]
     settled = settle_all(args, ENGINE_SETTINGS, own)
     return build(config, settled.values, own.values()), settled
+
+
+def check_load(
+    args: argparse.Namespace, command: str, config: type[LoadT], usage: Usage = "llm"
+) -> tuple[Settled, Resolved]:
+    """What was said, and what it comes to. Raises what the benchmark raises before it loads a model."""
+    _, settled = settle_load(args, command, config)
+    return settled, check_engine(EngineArgs.from_settled(settled).create_engine_config(), usage, settled.sources)
 
 
 def start_llm(engine_args: EngineArgs) -> LLM:

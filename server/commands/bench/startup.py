@@ -26,10 +26,11 @@ from pagoda.common.config.env import API_KEY
 from pagoda.common.config.sources import Settled
 from pagoda.common.config.table import ENGINE_SETTINGS
 from pagoda.common.errors import PagodaError
-from pagoda.server.commands.bench.load import add_load_arguments, settle_load, write_results
+from pagoda.server.commands.bench.load import add_load_arguments, check_load, settle_load, write_results
 from pagoda.server.commands.http_client import ApiClient, ApiError
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench startup"
 SERVE: Final = (sys.executable, "-m", "pagoda.server.cli", "serve")
@@ -41,6 +42,11 @@ _LOADING: Final = 503
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
     add_load_arguments(parser, COMMAND)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """See `check_load`."""
+    return check_load(args, COMMAND, StartupConfig, "server")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,11 @@ import time
 from typing import Final
 
 from pagoda.common.config.bench import ThroughputConfig
+from pagoda.common.config.sources import Settled
 from pagoda.server.commands.bench.load import (
     add_load_arguments,
     check_fits,
+    check_load,
     random_prompts,
     sampling_params,
     settle_load,
@@ -18,6 +20,7 @@ from pagoda.server.commands.bench.load import (
 )
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench throughput"
 
@@ -25,6 +28,11 @@ COMMAND: Final = "bench throughput"
 def add_arguments(parser: FlagParser) -> None:
     """Flags of the command."""
     add_load_arguments(parser, COMMAND)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """See `check_load`."""
+    return check_load(args, COMMAND, ThroughputConfig)
 
 
 def run(args: argparse.Namespace) -> int:

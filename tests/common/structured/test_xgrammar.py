@@ -43,7 +43,7 @@ def test_what_only_guidance_does_is_refused(asked):
 
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is not None, reason="it is installed here")
 def test_without_the_package_the_extra_is_named():
-    with pytest.raises(RequestError, match=r"install pagoda\[xgrammar\]"):
+    with pytest.raises(RequestError, match=r"xgrammar is not installed; pip install 'pagoda\[xgrammar\]'"):
         Structured(vocabulary).guide(asking(grammar(choice=["a"])))
 
 

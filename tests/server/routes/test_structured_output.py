@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,31 @@ def complete(server: LiveServer, **body: Any) -> Any:
     status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20} | body)
     assert status == 200, answer
     return answer["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}),
+        ("/v1/completions", {"structured_outputs": {"regex": "[b-d]{2}x"}}),
+        ("/v1/completions", {"structured_outputs": {"choice": ["no", "yes"]}}),
+        ("/v1/completions", {"structured_outputs": {"grammar": 'root ::= "q" [0-9]'}}),
+        ("/v1/completions", {"structured_outputs": {"structural_tag": json.dumps(TAGS)}, "stream": True}),
+    ],
+)
+def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_command(
+    path: str, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')")
+    monkeypatch.syspath_prepend(tmp_path)  # for the process that tries grammars
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with live_server() as server:
+        status, answer = server.post(path, {"prompt": "a", "max_tokens": 20} | asked)
+        assert status == 400, answer
+        assert "llguidance is not installed; pip install 'pagoda[structured]'" in answer["error"]["message"]
+        assert answer["error"]["param"] == next(iter(asked))
+        assert server.post(path, {"prompt": "a", "max_tokens": 2})[0] == 200
 
 
 @pytest.mark.field(

@@ -29,6 +29,10 @@ def settled(*flags: str) -> Settled:
     [
         ("--task generate", {"runner": "generate"}),
         ("--task embed", {"runner": "pooling", "convert": "embed"}),
+        ("--task auto", {"runner": "auto", "convert": "auto"}),
+        ("--task embedding", {"runner": "pooling", "convert": "embed"}),
+        ("--task classify", {"runner": "pooling", "convert": "classify"}),
+        ("--task reward", {"runner": "pooling", "convert": "reward"}),
         ("--task score", {"runner": "pooling"}),
         ("--device cpu", {"backend": "reference"}),
         ('--rope-scaling {"factor":2.0}', {"hf_overrides": {"rope_scaling": {"factor": 2.0}}}),
@@ -71,6 +75,23 @@ def test_two_pieces_of_one_setting_are_merged() -> None:
 def test_an_old_flag_that_contradicts_the_new_one() -> None:
     with pytest.raises(ConfigError, match="--rope-theta: contradicts --hf-overrides; drop --rope-theta"):
         settled("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--task", "transcription", "transcription reads audio; this version serves text only"),
+        ("--task", "transcribe", "'transcribe' is not one of auto, generate, embed"),
+        ("--runner", "transcription", "'transcription' is not one of auto, generate, pooling"),
+        ("--convert", "transcription", "'transcription' is not one of auto, none, embed, classify, reward"),
+        ("--convert", "score", "'score' is not one of auto, none, embed, classify, reward"),
+    ],
+)
+def test_no_other_task_makes_an_embedder_of_the_model(flag: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: {message}"):
+        settled(flag, value)
+    with pytest.raises(ConfigError, match=f"^{flag}: {message}"):
+        EngineArgs("m", **{flag.removeprefix("--"): value})
 
 
 def test_what_an_old_flag_stands_for_may_be_refused() -> None:

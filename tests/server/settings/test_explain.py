@@ -1,13 +1,21 @@
 """`--explain-config`: every setting, what it comes to, where that came from and why; and it starts nothing."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.table import ENGINE_SETTINGS
 from pagoda.server import cli
+
+
+@pytest.fixture(autouse=True)
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A taken port is refused, and 8000 may be."""
+    monkeypatch.setenv("PAGODA_PORT", "0")
 
 
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[str, ...]]:
@@ -37,20 +45,21 @@ def test_where_values_come_from(
     model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("max-num-seqs: 3\nport: 1234\nhf-overrides: {rope_theta: 7}\n")
+    file.write_text("max-num-seqs: 3\nuvicorn-log-level: error\nhf-overrides: {rope_theta: 7}\n")
     monkeypatch.setenv("PAGODA_BLOCK_SIZE", "8")
     monkeypatch.setenv("PAGODA_MAX_NUM_SEQS", "9")
-    monkeypatch.setenv("PAGODA_HOST", "::1")
+    monkeypatch.setenv("PAGODA_HOST", "127.0.0.2")
     rows = explained(capsys, "serve", str(model_file), "--config", str(file), "--stream-interval", "2")
     assert rows["stream_interval"] == ("2", "flag")
     assert rows["max_num_seqs"] == ("3", f"file {file}")
-    assert rows["port"] == ("1234", f"file {file}")
+    assert rows["uvicorn_log_level"] == ("error", f"file {file}")
+    assert rows["port"] == ("0", "environment PAGODA_PORT")
     assert rows["hf_overrides"] == ('{"rope_theta": 7}', f"file {file}")
     assert rows["block_size"] == ("8", "environment PAGODA_BLOCK_SIZE")
-    assert rows["host"] == ("::1", "environment PAGODA_HOST")
+    assert rows["host"] == ("127.0.0.2", "environment PAGODA_HOST")
     assert rows["max_model_len"][:2] == ("8192", "model")
     assert rows["backend"][1] == "platform default"
-    assert rows["uvicorn_log_level"] == ("info", "default")
+    assert rows["response_role"] == ("assistant", "default")
 
 
 @pytest.mark.model
@@ -62,6 +71,7 @@ def test_how_ranks_are_started(
     words = ("serve", str(model_file), "--backend", "torch_cuda")
     assert explained(capsys, *words)["distributed_executor_backend"][:2] == ("uni", "default")
     assert explained(capsys, *words, "-tp", "3")["distributed_executor_backend"][:2] == ("mp", "default")
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     ray = explained(capsys, *words, "-tp", "3", "--distributed-executor-backend", "ray")
     assert ray["distributed_executor_backend"][:2] == ("ray", "flag")
     assert cli.main([*words, "-tp", "2", "--explain-config"]) == 2

@@ -1,0 +1,265 @@
+"""`--explain-config` refuses what the command refuses: the same line, the same status, for every check before a load.
+
+Each command line is run twice, in this process, as it is and with --explain-config.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.tiny_folder import write_model
+
+from pagoda import LLM
+from pagoda.common.errors import ConfigError
+from pagoda.server import cli
+from pagoda.server.http.state import ServerState
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts is a failure, not a test without end."""
+
+    async def fail(self: ServerState) -> None:
+        raise AssertionError("the server started")
+
+    monkeypatch.setattr(ServerState, "until_dead", fail)
+
+
+def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status, and the line that says why."""
+    capsys.readouterr()
+    status = cli.main(words)
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = [line for line in said.err.splitlines() if line.startswith("pagoda: error: ")]
+    return status, line
+
+
+def both(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """What a command line ends with, which is the same with --explain-config."""
+    explained, ran = line_of([*words, "--explain-config"], capsys), line_of(words, capsys)
+    assert explained == ran
+    return ran
+
+
+SERVER = [
+    ("--enable-log-outputs", "--enable-log-outputs: needs --enable-log-requests"),
+    ("--tool-call-parser nope", "--tool-call-parser: there is no format 'nope'"),
+    ("--reasoning-parser nope", "--reasoning-parser: there is no format 'nope'"),
+    ("--tool-call-parser x --tool-parser-plugin no.module", "--tool-parser-plugin: no.module cannot be imported"),
+    ("--chat-template /no/file", "--chat-template: /no/file: No such file"),
+    ('--default-chat-template-kwargs {"messages":1}', "--default-chat-template-kwargs: it may not set 'messages'"),
+    ("--ssl-certfile /no/c --ssl-keyfile /no/k", "--ssl-certfile: /no/c: No such file"),
+    ("--ssl-certfile /no/c", "--ssl-keyfile: TLS needs both"),
+    ("--middleware no.such.thing", "--middleware: no.such.thing cannot be imported"),
+    ("--middleware json.dumps", "--middleware: json.dumps is neither a class nor an async function"),
+    ("--host host.invalid", "--host: host.invalid: "),
+    ("--port TAKEN", "--port: cannot listen on 127.0.0.1:TAKEN"),
+    ("--uds /no/folder/socket", "--uds: cannot listen on /no/folder/socket"),
+    ("--log-config-file /no/such", "--log-config-file: /no/such: No such file"),
+    ("--root-path //x", "--root-path: //x is not a path"),
+    ("--headless", "--headless: there is no host 0 to follow"),
+    ("--node-rank 1", "--node-rank: only host 0 serves HTTP"),
+]
+ENGINE = [
+    ("--task transcription", "--task: transcription reads audio"),
+    ("--backend nope", "--backend: nope is unknown"),
+    ("--backend simulated", "--backend: simulated: not in this version"),
+    ("--backend torch_cuda", "--backend: torch_cuda: no NVIDIA GPU found"),
+    ("-tp 2", "--tensor-parallel-size: reference runs a model on one device"),
+    ("-dp 2", "--data-parallel-size: reference runs a model on one device"),
+    ("--distributed-executor-backend ray", "--distributed-executor-backend: reference drives all devices"),
+    ("--enable-sleep-mode", "--enable-sleep-mode: reference leaves its memory where it is"),
+    ("--cpu-offload-gb 1", "--cpu-offload-gb: reference leaves its memory where it is"),
+    ("--quantization fp8", "--quantization: reference cannot make weights fp8"),
+    ("--quantization gguf", "--quantization: the model is no GGUF file"),
+    ("--load-format sharded_state", "manifest"),
+    ("--kv-cache-dtype fp8", "--kv-cache-dtype: the reference backend's cache"),
+    ("--calculate-kv-scales", "--calculate-kv-scales: a cache of auto numbers has no scales"),
+    ("--attention-backend nope", "--attention-backend: 'nope': unknown"),
+    ("--compiled-bundle /no/such", "--compiled-bundle: reference compiles nothing ahead"),
+    ("--plugins nope", "--plugins: no plugin 'nope' is installed"),
+    ("--logits-processors no.such", "--logits-processors: no.such cannot be imported"),
+    ("--logits-processors json.dumps", "--logits-processors: json.dumps: it cannot be made"),
+    ("--scheduler-cls no.such", "--scheduler-cls: no.such cannot be imported"),
+    ("--scheduler-cls json.JSONDecoder", "--scheduler-cls: json.JSONDecoder is no scheduler"),
+    ("--cpu-omp-threads-bind 7777", "--cpu-omp-threads-bind: core 7777 is not this process's"),
+    ("--generation-config /no/such", "--generation-config: /no/such/generation_config.json"),
+    ("--hf-config-path /no/such", "--hf-config-path: /no/such"),
+    ('--hf-overrides {"hidden_act":"no"}', "hidden_act"),
+    ('--hf-overrides {"architectures":["No"]}', "No"),
+    ("--tokenizer /no/such", "/no/such: no such file or folder"),
+    ("--max-model-len 4096", "--max-model-len: 4096 "),
+    (
+        "--max-model-len 128 --num-gpu-blocks-override 2",
+        "--max-model-len: a sequence of 128 tokens needs more KV",
+    ),
+    ("--max-model-len 128 --kv-cache-memory-bytes 40000", "--max-model-len: a sequence of 128 tokens needs more KV"),
+    ("--kv-cache-memory-bytes 1000", "--kv-cache-memory-bytes: 0 KV blocks of"),
+    ("--structured-outputs-config.backend outlines", "--structured-outputs-config: backend outlines is not supported"),
+    ("--structured-outputs-config.backend lm-format-enforcer", "backend lm-format-enforcer is not supported"),
+    ("--guided-decoding-backend outlines", "--structured-outputs-config: backend outlines is not supported"),
+    ("--runner pooling --enable-prompt-embeds", "--enable-prompt-embeds: is for models that generate"),
+    ("--runner generate --convert embed", "--convert: embed makes a pooling model"),
+    ('--runner pooling --pooler-config {"dimensions":5}', "--pooler-config: dimensions is 5"),
+]
+"""What every command with an engine refuses; some of them end in status 1, being about the model."""
+
+
+@pytest.mark.setting("--explain-config")
+@pytest.mark.parametrize(("words", "message"), SERVER + ENGINE, ids=lambda words: words)
+def test_serve(words: str, message: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = [] if "--port" in words else ["--port", "0"]
+    flags = [*words.replace("TAKEN", taken).split(), *port, "--disable-frontend-multiprocessing"]
+    status, line = both(["serve", str(folder), *flags], capsys)
+    assert message.replace("TAKEN", taken) in line
+    assert status == (2 if line.startswith("pagoda: error: --") else 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rpc-base-path /no/such", "--rpc-base-path: /no/such: No such file"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype: the reference backend's cache"),
+        ("--tokenizer /no/such", "/no/such: no such file or folder"),
+    ],
+)
+def test_serve_with_an_engine_process(
+    words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in both(["serve", str(folder), "--port", "0", *words.split()], capsys)[1]
+
+
+@pytest.mark.parametrize("words", ["--kv-cache-dtype fp8", "--tokenizer /no/such", "--logits-processors no.such"])
+@pytest.mark.parametrize("command", ["bench latency", "bench throughput", "run-batch -i INPUT -o OUTPUT"])
+def test_the_other_commands(
+    command: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_text("")
+    line = command.replace("INPUT", str(tmp_path / "in")).replace("OUTPUT", str(tmp_path / "out"))
+    both([*line.split(), "--model", str(folder), *words.split()], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    words = ["serve", str(tmp_path / "model"), "--port", "0", "--disable-frontend-multiprocessing"]
+    status, line = both(words, capsys)
+    assert status == 1
+    assert str(tmp_path) in line
+
+
+@pytest.mark.setting("--structured-outputs-config")
+@pytest.mark.parametrize("words", ["--structured-outputs-config.backend", "--guided-decoding-backend"])
+@pytest.mark.parametrize(
+    ("backend", "package", "extra"), [("xgrammar", "xgrammar", "xgrammar"), ("guidance", "llguidance", "structured")]
+)
+def test_a_structured_output_backend_that_is_not_installed(
+    words: str,
+    backend: str,
+    package: str,
+    extra: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = (
+        f"--structured-outputs-config: backend {backend}: {package} is not installed; pip install 'pagoda[{extra}]'"
+    )
+    flags = ["--port", "0", "--disable-frontend-multiprocessing"]
+    assert both(["serve", str(folder), *flags, words, backend], capsys) == (2, f"pagoda: error: {message}")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(folder, structured_outputs_config={"backend": backend})
+    monkeypatch.undo()
+    assert importlib.util.find_spec("llguidance"), "the tests need it"
+    assert cli.main(["serve", str(folder), "--port", "0", words, "guidance", "--explain-config"]) == 0
+
+
+def test_ray_that_is_not_installed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    ranks = ["--backend", "torch_cuda", "-tp", "2", "--distributed-executor-backend", "ray"]
+    words = ["serve", str(folder), "--port", "0", "--disable-frontend-multiprocessing", *ranks]
+    message = "--distributed-executor-backend: ray is not installed; pip install 'pagoda[ray]', or use mp"
+    assert both(words, capsys) == (2, f"pagoda: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--backend torch_cuda --attention-backend FLASHINFER", "--attention-backend: FLASHINFER"),
+        ("--backend torch_cuda -tp 2 --attention-backend FLASHINFER", "--attention-backend: FLASHINFER"),
+        ("--backend torch_cuda -tp 3", "--tensor-parallel-size: 3 ranks cannot share"),
+        ("--backend torch_cuda --kv-cache-dtype int8", "--kv-cache-dtype: int8 holds nothing of use without scales"),
+        ("--backend torch_cuda --quantization tpu_int8", "--quantization: torch_cuda cannot make weights tpu_int8"),
+    ],
+)
+def test_torch_cuda(
+    words: str,
+    message: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
+    line = both(["serve", str(folder), "--port", "0", *words.split()], capsys)[1]
+    assert message in line
+
+
+class Processor:
+    """A logits processor that does nothing."""
+
+    def __init__(self, config: object) -> None:
+        pass
+
+    def apply(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-tp 99", "--tensor-parallel-size: 99"),
+        ("--compiled-bundle /no/such", "--compiled-bundle: /no/such"),
+        (f"--logits-processors {__name__}.Processor", "--logits-processors: logits stay on the device here"),
+        ("--dtype float16", "--dtype: float16 is not computed here"),
+    ],
+)
+def test_jax_tpu(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax")
+    flags = ["--backend", "jax_tpu", "--disable-frontend-multiprocessing", "--port", "0"]
+    assert message in both(["serve", str(folder), *flags, *words.split()], capsys)[1]
+
+
+def test_what_starts_is_explained_and_leaves_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--uds", str(tmp_path / "socket"), "--rpc-base-path", str(tmp_path)]
+    before = os.sched_getaffinity(0)
+    assert cli.main(["serve", str(folder), *words, "--cpu-omp-threads-bind", "0", "--explain-config"]) == 0
+    assert "max_model_len" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert os.sched_getaffinity(0) == before
