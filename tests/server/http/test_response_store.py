@@ -8,7 +8,6 @@ import pytest
 from pagoda.server.http.response_store import OVERHEAD, ResponseStore, StoredResponse
 from pagoda.server.protocol.errors import ResponseNotFoundError
 
-
 ME, OTHER = b"me", b"other"
 
 
