@@ -9,11 +9,20 @@ import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from pagoda.common.errors import RequestError
+from pagoda.server.protocol.bounded import bounded
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
@@ -35,6 +44,12 @@ class Body(BaseModel):
     """A JSON object whose fields are all known: no conversions, no NaN, nothing extra."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler, /) -> CoreSchema:
+        """The schema, bounded: see bounded.py."""
+        schema: CoreSchema = bounded(handler(source))
+        return schema
 
     def own_name(self, field: str) -> str:
         """The name of a SamplingParams field in this request."""
@@ -107,7 +122,7 @@ def _refuse_unsupported(body: Body, name: str) -> None:
 
 
 def _request_error(body_type: type[Body], raw: bytes, error: ValidationError) -> RequestError:
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
     if errors[0]["type"] == "json_invalid":
         return RequestError("", f"the body is not valid JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}")
     parts, chosen = _deepest(errors, from_json(raw))

@@ -13,6 +13,7 @@ from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.conversation.conversation import Conversation, NamedTool, ToolChoice
 from pagoda.server.conversation.effort import EFFORTS
 from pagoda.server.protocol.base import Body, Int64, unsupported
+from pagoda.server.protocol.bounded import MAX_OBJECTS
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import check_stream_options
 
@@ -174,3 +175,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             raise RequestError(f"{where}.content", f"{where}.content is missing")
     elif not isinstance(content, str | list):
         raise RequestError(f"{where}.content", f"{where}.content must be a string or a list of parts")
+    elif isinstance(content, list) and len(content) > MAX_OBJECTS:
+        raise RequestError(
+            f"{where}.content", f"{where}.content has {len(content)} parts; at most {MAX_OBJECTS} are allowed"
+        )
