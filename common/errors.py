@@ -15,6 +15,10 @@ class RequestError(PagodaError, ValueError):
         self.field = field
 
 
+class PromptTooLongError(RequestError):
+    """A prompt of surely more tokens than the context has, which was not tokenised whole."""
+
+
 class ConfigError(PagodaError, ValueError):
     """A setting that cannot be used. `setting` names the flag or config field."""
 

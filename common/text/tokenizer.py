@@ -7,7 +7,7 @@ No transformers: a tokenizer.json, a vocab.json with merges.txt, or a GGUF file 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,6 +16,7 @@ import tokenizers
 
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text.gguf_tokenizer import read_gguf
+from pagoda.common.text.text_bounds import check_length, end_with
 from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
 from pagoda.common.text.tokenizer_files import read_folder, write_folder
 from pagoda.common.text.tokenizer_parts import TokenizerParts
@@ -30,11 +31,17 @@ class Tokenizer:
 
     `special_tokens`: role -> text, such as "bos_token" -> "<s>"; what chat templates see.
     `chat_templates`: name -> jinja source; most models have one, called "default".
+    `max_tokens`: texts of surely more tokens are refused, and are not tokenised for it; None: none are.
     """
 
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    def within(self, max_tokens: int) -> Tokenizer:
+        """The same for a context of `max_tokens` tokens."""
+        return replace(self, max_tokens=max_tokens)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -67,8 +74,25 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in it are parsed. RequestError("prompt") on lone surrogates."""
+        """Token ids of `text`; special tokens written in it are parsed.
+
+        Raises RequestError("prompt") on lone surrogates, and for a text of surely more than `max_tokens` tokens.
+        """
+        self._check_length(text)
         return _encode(self.backend, text, add_special_tokens)
+
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Where each token of `text` begins and ends, in characters. Raises as `encode` does."""
+        self._check_length(text)
+        offsets: list[tuple[int, int]] = _encoding(self.backend, text, add_special_tokens, offsets=True).offsets
+        return offsets
+
+    def end_with(self, text: str, tokens: int, side: Literal["left", "right"]) -> str:
+        """The part of a long text that has all tokens of those that are kept when `side` is cut to `tokens` tokens.
+
+        A shorter text is returned whole. Raises as `encode` does.
+        """
+        return end_with(text, tokens, side, self._count)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """Token ids of two texts in one prompt, joined as the model's tokenizer joins pairs, special tokens included.
@@ -85,7 +109,10 @@ class Tokenizer:
         Special tokens stay. `side`: where texts are cut; of a pair the longer one is, until both are as long. No limit
         cuts nothing; one that special tokens alone exceed leaves nothing but them.
         """
-        texts = [_encoding(self.backend, text) for text in (first, second) if text is not None]
+        given = [text for text in (first, second) if text is not None]
+        for text in given:
+            self._check_length(text)
+        texts = [_encoding(self.backend, text) for text in given]
         if max_tokens is not None:
             room = max(max_tokens - self.backend.num_special_tokens_to_add(second is not None), 0)
             for encoding, length in zip(texts, _shares(room, [len(text.ids) for text in texts])):
@@ -94,7 +121,11 @@ class Tokenizer:
         return found.ids, found.type_ids.index(1) if 1 in found.type_ids else None
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Token ids of `text` taken literally: special tokens written in it are ordinary characters, none is added."""
+        """Token ids of `text` taken literally: special tokens written in it are ordinary characters, none is added.
+
+        Raises as `encode` does.
+        """
+        self._check_length(text)
         return _encode(self._literal_backend, text, False)
 
     def decode(
@@ -138,6 +169,13 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write it into a model folder, from which `load_tokenizer` reads the same one. Raises OSError."""
         write_folder(folder, TokenizerParts(self.backend, self.special_tokens, self.chat_templates))
+
+    def _check_length(self, text: str) -> None:
+        if self.max_tokens is not None:
+            check_length(text, self.max_tokens, self._count)
+
+    def _count(self, text: str) -> int:
+        return len(_encoding(self.backend, text))
 
     def _role(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
@@ -213,10 +251,14 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
     return ids
 
 
-def _encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+def _encoding(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False, *, offsets: bool = False
+) -> tokenizers.Encoding:
+    """`offsets` False: they may be left out."""
     try:
         if len(text) > LONG_TEXT:  # the call for one text keeps every other thread of the process waiting
-            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            batch = backend.encode_batch if offsets else backend.encode_batch_fast
+            return batch([text], add_special_tokens=add_special_tokens)[0]
         return backend.encode(text, add_special_tokens=add_special_tokens)
     except UnicodeEncodeError:
         raise RequestError("prompt", "the text holds half of a surrogate pair, which is no character") from None

@@ -22,6 +22,15 @@ from pagoda.server.protocol.messages_errors import error_answer
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
 """What probes and scrapers need, and the chat page, which asks for a key; none shows a prompt or starts work."""
 
+_OWNER: Final = "pagoda.owner"
+
+
+def owner_of(scope: Scope) -> bytes:
+    """Digest of the key that a request presented; empty where the server asks for none."""
+    owner = scope.get(_OWNER, b"")
+    assert isinstance(owner, bytes)
+    return owner
+
 
 class ApiKeyMiddleware:
     """Lets a request through when its path is open or it presents one of the keys.
@@ -35,7 +44,10 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] == "lifespan" or self._is_open(scope) or self._has_key(scope):
+        owner = None if scope["type"] == "lifespan" else self._digest(scope)
+        if owner is not None:
+            scope[_OWNER] = owner
+        if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -49,14 +61,15 @@ class ApiKeyMiddleware:
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and get_route_path(scope) in OPEN_PATHS
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _digest(self, scope: Scope) -> bytes | None:
+        """Digest of the key that a request presents; None without one of the right ones."""
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        is_bearer = self._matches(key)
-        return (scheme.lower() == "bearer" and is_bearer) or self._matches(headers.get("x-api-key", ""))
+        bearer, other = self._match(key), self._match(headers.get("x-api-key", ""))
+        return bearer if bearer is not None and scheme.lower() == "bearer" else other
 
-    def _matches(self, key: str) -> bool:
-        """Whether it is one of the keys; all are compared, each in the same time."""
+    def _match(self, key: str) -> bytes | None:
+        """The key's digest if it is one of the keys'; all are compared, each in the same time."""
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, each) for each in self._digests]
-        return any(matches)
+        return digest if any(matches) else None

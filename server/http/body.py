@@ -1,13 +1,15 @@
-"""Request bodies: JSON only, and no more of it than the server allows."""
+"""Request bodies: JSON only, not compressed, and no more of it than the server allows."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.server.http.ignored import note_ignored
+from pagoda.server.http.json_size import SMALL, check_size
 from pagoda.server.http.stream import ClientLeftError
 from pagoda.server.protocol.base import Body, parse, parse_tolerant
 from pagoda.server.protocol.errors import HttpError
@@ -34,7 +36,13 @@ async def read_json(request: Request, config: ServerConfig) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send application/json")
-    return await _read(request, config.max_body_bytes)
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send the body as it is")
+    raw = await _read(request, config.max_body_bytes)
+    if len(raw) > SMALL:
+        await asyncio.to_thread(check_size, raw)
+    return raw
 
 
 async def _read(request: Request, limit: int) -> bytes:

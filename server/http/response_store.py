@@ -1,6 +1,7 @@
 """Responses that may be asked for again: those that have ended, and those that run in the background.
 
-In memory, within a number and a size; the oldest make room. Knows no HTTP and no engine.
+In memory, within a number and a size; the oldest make room. Each has an owner, and is unknown to all others. Knows no
+HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ class StoredResponse:
     """One response. `items`: what was said up to its end, as JSON, to go on from; empty until then.
 
     `events`: of a stream that may be read again; None for others. `task`: runs it, in the background. `snapshot`: the
-    response as it stands, as JSON.
+    response as it stands, as JSON. `owner`: who may ask for it, see auth.owner_of.
     """
 
-    def __init__(self, response_id: str, snapshot: Callable[[], bytes], *, keeps_events: bool = False) -> None:
+    def __init__(
+        self, response_id: str, snapshot: Callable[[], bytes], *, owner: bytes, keeps_events: bool = False
+    ) -> None:
         self.id = response_id
+        self.owner = owner
         self.status: str | None = None
         self.items = b""
         self._body = b""
@@ -32,6 +36,11 @@ class StoredResponse:
         self.task: asyncio.Task[None] | None = None
         self._events_size = 0
         self._news = asyncio.Event()
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        """Owner and id: two owners may use the same id."""
+        return self.owner, self.id
 
     @property
     def running(self) -> bool:
@@ -89,8 +98,8 @@ class ResponseStore:
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._held: dict[str, StoredResponse] = {}  # oldest first
-        self._sizes: dict[str, int] = {}
+        self._held: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
+        self._sizes: dict[tuple[bytes, str], int] = {}
         self._size = 0
 
     @property
@@ -101,12 +110,13 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._held
+    def holds(self, response_id: str, owner: bytes) -> bool:
+        """Whether `owner` has a response of that id."""
+        return (owner, response_id) in self._held
 
-    def get(self, response_id: str) -> StoredResponse:
-        """The response of that id. Raises ResponseNotFoundError."""
-        found = self._held.get(response_id)
+    def get(self, response_id: str, owner: bytes) -> StoredResponse:
+        """The owner's response of that id. Raises ResponseNotFoundError, for another owner's too."""
+        found = self._held.get((owner, response_id))
         if found is None:
             raise ResponseNotFoundError(
                 f"there is no response {response_id[:200]!r}: it was not stored, was deleted, or made room for others"
@@ -114,28 +124,28 @@ class ResponseStore:
         return found
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response; one of the same id makes room, and ends if it runs."""
-        if response.id in self._held:
-            self.delete(response.id)
-        self._held[response.id] = response
-        self._sizes[response.id] = 0
+        """Keep a response; one of the same owner and id makes room, and ends if it runs."""
+        if response.key in self._held:
+            self._drop(self._held[response.key])
+        self._held[response.key] = response
+        self._sizes[response.key] = 0
         self.resize(response)
 
     def resize(self, response: StoredResponse) -> None:
         """Count a response anew, which has grown. Others make room, the oldest first; one too large goes itself."""
-        if self._held.get(response.id) is not response:
+        if self._held.get(response.key) is not response:
             return
         size = response.size
-        self._size += size - self._sizes[response.id]
-        self._sizes[response.id] = size
+        self._size += size - self._sizes[response.key]
+        self._sizes[response.key] = size
         if size > self._max_bytes:
             self._drop(response)
         while self._held and (len(self._held) > self._max_count or self._size > self._max_bytes):
             self._drop(self._oldest())
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, response_id: str, owner: bytes) -> None:
         """Forget a response, which ends one that runs. Raises ResponseNotFoundError."""
-        self._drop(self.get(response_id))
+        self._drop(self.get(response_id, owner))
 
     def _oldest(self) -> StoredResponse:
         """The oldest that has ended, else the oldest that runs."""
@@ -143,7 +153,7 @@ class ResponseStore:
         return next(ended, None) or next(iter(self._held.values()))
 
     def _drop(self, response: StoredResponse) -> None:
-        del self._held[response.id]
-        self._size -= self._sizes.pop(response.id)
+        del self._held[response.key]
+        self._size -= self._sizes.pop(response.key)
         if response.task is not None and response.running:
             response.task.cancel()

@@ -5,12 +5,17 @@ Knows messages and prompts. Does not know how a prompt is written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from pagoda.common.errors import PromptTooLongError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.conversation.conversation import Conversation
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.turn import Turn, prepare
+
+Message = Mapping[str, Any]
 
 
 async def prepare_fitting(state: ServerState, conversation: Conversation, params: SamplingParams) -> Turn:
@@ -21,28 +26,31 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
     """
     context = state.llm().max_model_len
     most = context - min(params.max_tokens or 1, context // 2)
-    turn = await prepare(state, conversation, params)
     messages = list(conversation.messages)
     head = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     starts = [n for n, message in enumerate(messages) if n > head and message["role"] == "user"]
-    if _length(turn) <= most or not starts:
-        return turn
+    if not starts:
+        return await prepare(state, conversation, params)
 
-    async def kept_from(start: int) -> Turn:
-        return await prepare(state, replace(conversation, messages=messages[:head] + messages[start:]), params)
+    async def fitting(kept: list[Message]) -> Turn | None:
+        try:
+            turn = await prepare(state, replace(conversation, messages=kept), params)
+        except PromptTooLongError:
+            return None
+        return turn if len(turn.prompt["prompt_token_ids"]) <= most else None
 
-    turn = await kept_from(starts.pop())
-    if _length(turn) > most:
+    turn = await fitting(messages)
+    if turn is not None:
         return turn
+    last = messages[:head] + messages[starts.pop() :]
+    turn = await fitting(last)
+    if turn is None:
+        return await prepare(state, replace(conversation, messages=last), params)
     while starts:  # `turn` fits; what is left of `starts` keeps more than it does
         middle = len(starts) // 2
-        longer = await kept_from(starts[middle])
-        if _length(longer) <= most:
+        longer = await fitting(messages[:head] + messages[starts[middle] :])
+        if longer is not None:
             turn, starts = longer, starts[:middle]
         else:
             starts = starts[middle + 1 :]
     return turn
-
-
-def _length(turn: Turn) -> int:
-    return len(turn.prompt["prompt_token_ids"])

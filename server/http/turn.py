@@ -27,10 +27,13 @@ from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 from pagoda.server.protocol.base import Ignored
+from pagoda.server.requests.inputs import encode_kept
 
 LONG_CONVERSATION: Final = 16_384
 """Characters of a conversation, tools and documents included, from which rendering and tokenising run in a thread, so
 that other requests keep streaming."""
+
+_PLAIN: Final = SamplingParams()
 
 _THINKING: Final = ("reasoning", "reasoning_content", "thinking")
 """Names of a message's thinking, in clients and in templates."""
@@ -59,7 +62,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     ignored = _ignored_effort(state, conversation)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
-    prompt = await rendered(state, conversation)
+    prompt = await rendered(state, conversation, params)
     parsers = _parsers(state, conversation, tools, prompt["prompt"])
     if not parsers:
         return Turn(prompt=prompt, params=params, reader=AnswerReader, ignored=ignored)
@@ -167,8 +170,11 @@ def _format_of_calls(state: ServerState, conversation: Conversation) -> ToolForm
             return state.tool_format
 
 
-async def rendered(state: ServerState, conversation: Conversation) -> dict[str, Any]:
-    """{"prompt": text, "prompt_token_ids": ids}. Raises RequestError."""
+async def rendered(state: ServerState, conversation: Conversation, params: SamplingParams = _PLAIN) -> dict[str, Any]:
+    """{"prompt": text, "prompt_token_ids": ids}; of a long text the ids that truncation by `params` keeps.
+
+    Raises RequestError.
+    """
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError(
@@ -181,11 +187,13 @@ async def rendered(state: ServerState, conversation: Conversation) -> dict[str, 
     shown = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
     size = sum(len(str(each)) for each in shown)
     if size < LONG_CONVERSATION:
-        return _rendered(tokenizer, conversation, state)
-    return await asyncio.to_thread(_rendered, tokenizer, conversation, state)
+        return _rendered(tokenizer, conversation, params, state)
+    return await asyncio.to_thread(_rendered, tokenizer, conversation, params, state)
 
 
-def _rendered(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> dict[str, Any]:
+def _rendered(
+    tokenizer: Tokenizer, conversation: Conversation, params: SamplingParams, state: ServerState
+) -> dict[str, Any]:
     tools = _shown_tools(state, conversation)
     template = _template_of(tokenizer, conversation, state)
     effort = effort_variables(conversation.reasoning_effort, variables_of(template or ""))
@@ -201,7 +209,8 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, state: ServerSta
         content_format=state.config.chat_template_content_format,
         **{**state.config.default_chat_template_kwargs, **effort, **conversation.keywords},
     )
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, conversation.add_special_tokens)}
+    ids = encode_kept(tokenizer, text, params, state.engine.max_model_len, conversation.add_special_tokens)
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:

@@ -11,7 +11,7 @@ from pagoda.server.grammars.check import GrammarCheck
 from pagoda.server.requests.inputs import InputProcessor, PreparedRequest, PromptType
 
 LONG_TEXT: Final = 16_384
-"""Characters from which a prompt is tokenised in a thread."""
+"""Characters or token ids from which a prompt is prepared in a thread."""
 
 
 class AsyncInputs:
@@ -29,8 +29,8 @@ class AsyncInputs:
         self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int
     ) -> PreparedRequest:
         """One engine request per answer. Raises RequestError."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        long = isinstance(text, str) and len(text) > LONG_TEXT
+        given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        long = isinstance(given, str | list) and len(given) > LONG_TEXT
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         if long or embedded or params.structured_outputs is not None:
             return await asyncio.to_thread(self._processor.prepare, request_id, prompt, params, priority)

@@ -13,11 +13,20 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from pagoda.common.errors import RequestError
+from pagoda.server.protocol.bounded import bounded
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
@@ -71,17 +80,15 @@ class Body(BaseModel):
         if undeclared:
             yield from (Ignored(_joined(path, name), "unknown") for name in undeclared)
             undeclared.clear()
-        for name in _examined_fields(type(self)) & self.model_fields_set:
-            value, where = getattr(self, name), _joined(path, name)
-            if isinstance(value, Body):
-                yield from value.ignored(where)
-            elif is_hint(type(self).model_fields[name]):
-                if not _is_harmless(value, type(self).model_fields[name]):
-                    yield Ignored(where, "hint", _unsupported_message(where, type(self).model_fields[name]))
-            elif isinstance(value, list):
-                for index, item in enumerate(value):
-                    if isinstance(item, Body):
-                        yield from item.ignored(f"{where}[{index}]")
+        for name, field in _examined_fields(type(self)):
+            if name in self.model_fields_set:
+                yield from _ignored_within(getattr(self, name), field, _joined(path, name))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler, /) -> CoreSchema:
+        """The schema, bounded: see bounded.py."""
+        schema: CoreSchema = bounded(handler(source))
+        return schema
 
     def own_name(self, field: str) -> str:
         """The name of a SamplingParams field in this request."""
@@ -177,10 +184,23 @@ def parse_tolerant(body_type: type[BodyT], raw: bytes) -> tuple[BodyT, list[Igno
 
 
 @cache
-def _examined_fields(body_type: type[Body]) -> frozenset[str]:
+def _examined_fields(body_type: type[Body]) -> tuple[tuple[str, FieldInfo], ...]:
     """Return the fields of a body that are hints, or may hold bodies."""
     fields = body_type.model_fields.items()
-    return frozenset(name for name, field in fields if is_hint(field) or _may_hold_bodies(field.annotation))
+    return tuple((name, field) for name, field in fields if is_hint(field) or _may_hold_bodies(field.annotation))
+
+
+def _ignored_within(value: Any, field: FieldInfo, path: str) -> Iterator[Ignored]:
+    """Yield the parts without effect of a field's value."""
+    if isinstance(value, Body):
+        yield from value.ignored(path)
+    elif is_hint(field):
+        if not _is_harmless(value, field):
+            yield Ignored(path, "hint", _unsupported_message(path, field))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, Body):
+                yield from item.ignored(f"{path}[{index}]")
 
 
 def _may_hold_bodies(annotation: Any) -> bool:
@@ -216,7 +236,7 @@ def _unsupported_message(path: str, field: FieldInfo) -> str:
 
 
 def _request_error(raw: bytes, error: ValidationError) -> RequestError:
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
     if errors[0]["type"] == "json_invalid":
         return RequestError("", f"the body is not valid JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}")
     parts, chosen = _deepest(errors, from_json(raw))

@@ -14,6 +14,7 @@ from pagoda.server.conversation.conversation import Conversation, NamedTool, Too
 from pagoda.server.conversation.effort import EFFORTS
 from pagoda.server.conversation.tools import FUNCTION_KEYS, TOOL_KEYS, is_function
 from pagoda.server.protocol.base import Body, Ignored, Int64, hint, unsupported
+from pagoda.server.protocol.bounded import MAX_OBJECTS
 from pagoda.server.protocol.sampling import SamplingFields
 from pagoda.server.protocol.usage import check_stream_options
 
@@ -214,3 +215,7 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             raise RequestError(f"{where}.content", f"{where}.content is missing")
     elif not isinstance(content, str | list):
         raise RequestError(f"{where}.content", f"{where}.content must be a string or a list of parts")
+    elif isinstance(content, list) and len(content) > MAX_OBJECTS:
+        raise RequestError(
+            f"{where}.content", f"{where}.content has {len(content)} parts; at most {MAX_OBJECTS} are allowed"
+        )

@@ -40,6 +40,7 @@ MAX_COPIED_BYTES: Final = 1 << 28
 """Most bytes of the copies of a request's prompt_embeds that the answers after the first have."""
 
 _USUAL = StructuredOutputsConfig()
+_PLAIN = SamplingParams()
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
 _REFUSED_KEYS = {
     "multi_modal_data": "this version serves text only",
@@ -125,6 +126,31 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         raise RequestError(field, f"token id {bad} is out of range; the vocabulary has {vocab_size} entries")
 
 
+def kept_tokens(params: SamplingParams, max_model_len: int) -> int | None:
+    """How many tokens of a prompt truncate_prompt_tokens keeps; -1 leaves room for one token of answer; None: all.
+
+    Raises RequestError for more than the context has.
+    """
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return None
+    if keep > max_model_len:
+        raise RequestError(
+            "truncate_prompt_tokens", f"truncate_prompt_tokens {keep} is above the context, {max_model_len}"
+        )
+    return max(1, max_model_len - 1) if keep == -1 else keep
+
+
+def encode_kept(
+    tokenizer: Tokenizer, text: str, params: SamplingParams, max_model_len: int, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a text; of a long one that is truncated, at least those that are kept. Raises RequestError."""
+    keep = kept_tokens(params, max_model_len)
+    if keep is not None:
+        text = tokenizer.end_with(text, keep, params.truncation_side or "left")
+    return tokenizer.encode(text, add_special_tokens)
+
+
 class InputProcessor:
     """Turns prompts and params into engine requests for one model."""
 
@@ -159,17 +185,20 @@ class InputProcessor:
         """One engine request per answer. Raises RequestError."""
         arrival_time, arrival = time.time(), time.monotonic()
         params.verify()
-        ready = self._truncate(self.parse(prompt, params.truncate_prompt_tokens), params)
+        ready = self._truncate(self.parse(prompt, params), params)
         self._check(ready, params)
         children = self._children(request_id, ready, params, priority, arrival)
         return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
 
-    def parse(self, prompt: PromptType, keep: int | None = None) -> Prompt:
-        """Tokenise a prompt of any accepted form. Raises RequestError. `keep`: its truncate_prompt_tokens."""
+    def parse(self, prompt: PromptType, params: SamplingParams = _PLAIN) -> Prompt:
+        """Tokenise a prompt of any accepted form; of a long text only what truncation by `params` keeps.
+
+        Raises RequestError.
+        """
         if isinstance(prompt, str):
-            return Prompt(prompt, self._encode(prompt))
+            return Prompt(prompt, self._encode(prompt, params))
         if not isinstance(prompt, Mapping):
-            return Prompt(None, checked_token_ids("prompt", prompt))
+            return Prompt(None, self._token_ids("prompt", prompt, params))
         check_keys(prompt)
         salt, text = prompt.get("cache_salt"), prompt.get("prompt")
         if salt is not None and not (isinstance(salt, str) and salt):
@@ -177,12 +206,17 @@ class InputProcessor:
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
         if (embeds := prompt.get("prompt_embeds")) is not None:
-            return self._embedded(embeds, prompt, keep)
-        if prompt.get("prompt_token_ids") is not None:
-            return Prompt(text, checked_token_ids("prompt_token_ids", prompt["prompt_token_ids"]), salt)
+            return self._embedded(embeds, prompt, params.truncate_prompt_tokens)
+        if (ids := prompt.get("prompt_token_ids")) is not None:
+            return Prompt(text, self._token_ids("prompt_token_ids", ids, params), salt)
         if text is None:
             raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
-        return Prompt(text, self._encode(text), salt)
+        return Prompt(text, self._encode(text, params), salt)
+
+    def _token_ids(self, field: str, ids: object, params: SamplingParams) -> list[int]:
+        if params.truncate_prompt_tokens is None and isinstance(ids, list):
+            self._check_count(len(ids))  # before millions of them are looked at
+        return checked_token_ids(field, ids)
 
     def _embedded(self, values: Any, prompt: Mapping[str, Any], keep: int | None) -> Prompt:
         if prompt.get("prompt_token_ids") is not None:
@@ -190,34 +224,31 @@ class InputProcessor:
         embeds = values if isinstance(values, PromptEmbeds) else from_array(values, self._info, keep)
         return Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, params: SamplingParams) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("prompt", "the tokenizer is switched off (skip_tokenizer_init); give prompt_token_ids")
-        return self._tokenizer.encode(text)
+        return encode_kept(self._tokenizer, text, params, self._info.max_model_len)
 
     def _truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """Keep as many tokens as truncate_prompt_tokens says; -1 leaves room for one token of answer."""
-        keep, limit = params.truncate_prompt_tokens, self._info.max_model_len
-        if keep is None:
-            return prompt
-        if keep > limit:
-            raise RequestError("truncate_prompt_tokens", f"truncate_prompt_tokens {keep} is above the context, {limit}")
-        keep = max(1, limit - 1) if keep == -1 else keep
-        count = len(prompt.token_ids)
-        if count <= keep:
+        keep, count = kept_tokens(params, self._info.max_model_len), len(prompt.token_ids)
+        if keep is None or count <= keep:
             return prompt
         return prompt.cut(slice(0, keep) if params.truncation_side == "right" else slice(count - keep, count))
 
-    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        count, limit, vocab = len(prompt.token_ids), self._info.max_model_len, self._info.vocab_size
-        if not count:
-            raise RequestError("prompt", "the prompt is empty: it has no tokens")
+    def _check_count(self, count: int) -> None:
+        limit = self._info.max_model_len
         if count >= limit:  # clients know by these words that a conversation has to be cut
             raise RequestError(
                 "prompt",
                 f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens, "
                 f"and the answer needs at least 1; shorten it to {limit - 1} or set truncate_prompt_tokens",
             )
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        count, limit, vocab = len(prompt.token_ids), self._info.max_model_len, self._info.vocab_size
+        if not count:
+            raise RequestError("prompt", "the prompt is empty: it has no tokens")
+        self._check_count(count)
         check_token_ids("prompt", prompt.token_ids, vocab)
         if params.max_tokens is None and params.min_tokens > limit - count:
             raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {limit - count} left")

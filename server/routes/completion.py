@@ -9,12 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.answer import respond
 from pagoda.server.http.body import read_body
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.protocol.completion import CompletionRequest
 from pagoda.server.protocol.completion_answer import CompletionAnswer
+from pagoda.server.requests.inputs import encode_kept
 from pagoda.server.requests.prompt_embeds import from_base64
 from pagoda.server.routes.shared import answer_head, answer_id, best_of, model_of, server_of, work_of
 
@@ -30,7 +32,7 @@ async def completions(request: Request) -> Response:
     try:
         params = body.params(state.llm().info.sampling_defaults)
         prompts = [await embeds_of(state, body, text) for text in body.embeds]
-        prompts += [await prompt_of(state, body, prompt) for prompt in body.prompts]
+        prompts += [await prompt_of(state, body, prompt, params) for prompt in body.prompts]
         request_id = answer_id(request, body, "cmpl")
         work = work_of(state, body, request_id, prompts, params)
         head = answer_head(state, body, request_id, model)
@@ -46,7 +48,9 @@ async def embeds_of(state: ServerState, body: CompletionRequest, text: str) -> d
     return {"prompt_embeds": embeds, "cache_salt": body.cache_salt}
 
 
-async def prompt_of(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> dict[str, Any]:
+async def prompt_of(
+    state: ServerState, body: CompletionRequest, prompt: str | list[int], params: SamplingParams
+) -> dict[str, Any]:
     """One prompt, for the engine. Raises RequestError."""
     salted = {"cache_salt": body.cache_salt}
     if not isinstance(prompt, str):
@@ -56,7 +60,7 @@ async def prompt_of(state: ServerState, body: CompletionRequest, prompt: str | l
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError("prompt", "the tokenizer is switched off; give token ids")
-    ids = await asyncio.to_thread(tokenizer.encode, prompt, False)
+    ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, state.llm().max_model_len, False)
     return {"prompt": prompt, "prompt_token_ids": ids} | salted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any, Final
 
@@ -36,7 +37,7 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
     try:
         params = body.params(state.llm().info.sampling_defaults)
         name = answer_id(request, body, "cmpl")
-        prompts = [await prompt_of(state, body, each) for each in body.prompts]
+        prompts = [await prompt_of(state, body, each, params) for each in body.prompts]
         special = body.add_special_tokens is not False
         return [await _preview(state, body, f"{name}-{i}", model, p, params, special) for i, p in enumerate(prompts)]
     except RequestError as error:
@@ -83,7 +84,7 @@ async def _preview(
         "priority": body.priority or 0,
     }
     if body.return_token_offsets:
-        shown["token_offsets"] = _offsets(state, ready, body.truncation_side == "right", special)
+        shown["token_offsets"] = await asyncio.to_thread(_offsets, state, ready, params, special)
     return shown
 
 
@@ -96,11 +97,17 @@ def _said(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
 
 
-def _offsets(state: ServerState, prompt: Prompt, first: bool, special: bool) -> list[tuple[int, int]] | None:
-    """Where each token stands in the text, in characters. None for a prompt of token ids. `first`: cut off behind."""
-    tokenizer = state.tokenizer()
-    if tokenizer is None or prompt.text is None:
+def _offsets(state: ServerState, prompt: Prompt, params: SamplingParams, special: bool) -> list[tuple[int, int]] | None:
+    """Where each token stands in the text, in characters. None for a prompt of token ids."""
+    tokenizer, text, kept = state.tokenizer(), prompt.text, len(prompt.token_ids)
+    if tokenizer is None or text is None:
         return None
-    offsets = tokenizer.backend.encode(prompt.text, add_special_tokens=special).offsets
-    kept = len(prompt.token_ids)
-    return offsets[:kept] if first else offsets[len(offsets) - kept :]
+    if params.truncate_prompt_tokens is None:
+        return tokenizer.offsets(text, special)
+    side = params.truncation_side or "left"
+    end = tokenizer.end_with(text, kept, side)
+    offsets = tokenizer.offsets(end, special)
+    if side == "right":
+        return offsets[:kept]
+    before = len(text) - len(end)
+    return [(before + first, before + last) for first, last in offsets[len(offsets) - kept :]]

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.answer import respond
+from pagoda.server.http.auth import owner_of
 from pagoda.server.http.background import start_in_background
 from pagoda.server.http.body import read_body
 from pagoda.server.http.generation import Generation
@@ -24,7 +25,7 @@ from pagoda.server.http.stream import KEEP_ALIVE, EventStream, EventStyle, encod
 from pagoda.server.http.truncation import prepare_fitting
 from pagoda.server.http.turn import Turn, prepare
 from pagoda.server.parsers.attribution import AnswerText
-from pagoda.server.protocol.errors import http_error
+from pagoda.server.protocol.errors import HttpError, http_error
 from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.responses import ResponsesRequest
 from pagoda.server.protocol.responses_answer import ResponseAnswer, ResponseView
@@ -40,10 +41,10 @@ async def create_response(request: Request) -> Response:
     state = server_of(request)
     body = await read_body(request, ResponsesRequest, state.config)
     model = model_of(state, body)
-    stores = _stores(state, body)
+    stores, owner = _stores(state, body), owner_of(request.scope)
     params = body.params(state.llm().info.sampling_defaults)
-    response_id = _new_id(state, body)
-    earlier = _earlier(state, body.previous_response_id)
+    response_id = _new_id(state, body, owner)
+    earlier = _earlier(state, body.previous_response_id, owner)
     items = [*earlier, *items_of(body.input)]
     try:
         conversation = body.conversation_of(items, len(earlier))
@@ -54,7 +55,10 @@ async def create_response(request: Request) -> Response:
         generation = Generation(state, response_id, [prompt], turn.params, priority=body.priority, user=user)
         answer = _answer(state, body, turn, params, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
-            response_id, lambda: encode_json(answer.response), keeps_events=bool(body.background and body.stream)
+            response_id,
+            lambda: encode_json(answer.response),
+            owner=owner,
+            keeps_events=bool(body.background and body.stream),
         )
         if stores:
             answer.on_end = lambda: _keep(state, stored, answer, items)
@@ -80,7 +84,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         raise RequestError("starting_after", "starting_after must be the number of an event")
     if asked.get("stream", "false") not in ("true", "false"):
         raise RequestError("stream", "stream must be true or false")
-    stored = state.responses.get(response_id)
+    stored = state.responses.get(response_id, owner_of(request.scope))
     if asked.get("stream") == "true":
         if stored.events is None:
             raise RequestError("stream", "only responses made with background and stream true can be streamed again")
@@ -93,7 +97,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel_response(request: Request, response_id: str) -> Response:
     """End a response that runs in the background; one that has ended stays as it is."""
-    stored = server_of(request).responses.get(response_id)
+    stored = server_of(request).responses.get(response_id, owner_of(request.scope))
     if stored.task is None:
         raise RequestError("response_id", "only responses made with background true can be cancelled")
     stored.task.cancel()
@@ -104,7 +108,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a stored response; one that runs is ended."""
-    server_of(request).responses.delete(response_id)
+    server_of(request).responses.delete(response_id, owner_of(request.scope))
     return _json(encode_json({"id": response_id, "object": "response", "deleted": True}))
 
 
@@ -118,22 +122,22 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
     return False
 
 
-def _new_id(state: ServerState, body: ResponsesRequest) -> str:
+def _new_id(state: ServerState, body: ResponsesRequest, owner: bytes) -> str:
     if body.request_id is None:
         return f"resp_{uuid.uuid4().hex}"
-    if body.request_id in state.responses:
+    if state.responses.holds(body.request_id, owner):
         raise RequestError("request_id", f"there is a response {body.request_id!r} already; use another id")
     return body.request_id
 
 
-def _earlier(state: ServerState, response_id: str | None) -> list[Item]:
-    """What was said up to the end of an earlier response. Raises RequestError."""
+def _earlier(state: ServerState, response_id: str | None, owner: bytes) -> list[Item]:
+    """What was said up to the end of an earlier response of the same owner. Raises HttpError (404) or RequestError."""
     if response_id is None:
         return []
     field = "previous_response_id"
-    if response_id not in state.responses:
-        raise RequestError(field, f"previous_response_id: there is no response {response_id[:200]!r}, or no more")
-    stored = state.responses.get(response_id)
+    if not state.responses.holds(response_id, owner):
+        raise HttpError(404, f"previous_response_id: there is no response {response_id[:200]!r}, or no more", field)
+    stored = state.responses.get(response_id, owner)
     if stored.status not in ("completed", "incomplete"):
         told = stored.status or "not ready"
         raise RequestError(field, f"previous_response_id: response {response_id[:200]!r} is {told}; go on from another")

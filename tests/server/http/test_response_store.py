@@ -8,15 +8,17 @@ import pytest
 from pagoda.server.http.response_store import OVERHEAD, ResponseStore, StoredResponse
 from pagoda.server.protocol.errors import ResponseNotFoundError
 
+ME, OTHER = b"me", b"other"
 
-def ended(name: str, size: int = 0) -> StoredResponse:
-    response = StoredResponse(name, lambda: b"x" * size)
+
+def ended(name: str, size: int = 0, owner: bytes = ME) -> StoredResponse:
+    response = StoredResponse(name, lambda: b"x" * size, owner=owner)
     response.end("completed", b"")
     return response
 
 
 def held(store: ResponseStore) -> list[str]:
-    return [name for name in "abcdef" if name in store]
+    return [name for name in "abcdef" if store.holds(name, ME)]
 
 
 def test_the_oldest_make_room_by_number() -> None:
@@ -26,7 +28,7 @@ def test_the_oldest_make_room_by_number() -> None:
     assert held(store) == ["b", "c"]
     assert len(store) == 2
     with pytest.raises(ResponseNotFoundError, match="'a'"):
-        store.get("a")
+        store.get("a", ME)
 
 
 def test_the_oldest_make_room_by_size() -> None:
@@ -36,9 +38,23 @@ def test_the_oldest_make_room_by_size() -> None:
     assert held(store) == ["a", "b", "c"]
     store.put(ended("d", 101))
     assert held(store) == ["c", "d"]
-    store.delete("c")
+    store.delete("c", ME)
     store.put(ended("e", 100))
     assert held(store) == ["d", "e"]
+
+
+def test_a_response_is_unknown_to_others() -> None:
+    store = ResponseStore(100, 10**6)
+    store.put(mine := ended("a"))
+    assert not store.holds("a", OTHER)
+    with pytest.raises(ResponseNotFoundError):
+        store.get("a", OTHER)
+    with pytest.raises(ResponseNotFoundError):
+        store.delete("a", OTHER)
+    store.put(theirs := ended("a", owner=OTHER))
+    assert (store.get("a", ME), store.get("a", OTHER), len(store)) == (mine, theirs, 2)
+    store.delete("a", OTHER)
+    assert store.get("a", ME) is mine
 
 
 def test_what_is_too_large_takes_no_room() -> None:
@@ -57,7 +73,7 @@ def test_a_store_of_nothing() -> None:
 
 
 async def running(name: str) -> StoredResponse:
-    response = StoredResponse(name, lambda: b"{}", keeps_events=True)
+    response = StoredResponse(name, lambda: b"{}", owner=ME, keeps_events=True)
     response.task = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[arg-type]
     return response
 
@@ -73,7 +89,7 @@ async def test_those_that_run_are_last_to_go_and_are_ended() -> None:
     assert held(store) == ["b", "d"]
     assert first.task is not None
     assert first.task.cancelling()
-    store.delete("b")
+    store.delete("b", ME)
     assert second.task is not None
     assert second.task.cancelling()
 
@@ -111,7 +127,7 @@ async def test_followers_hear_all_events_and_the_end() -> None:
 
 def test_a_response_is_shown_as_it_stands_until_it_ends() -> None:
     bodies: Iterator[bytes] = iter([b"1", b"2"])
-    response = StoredResponse("a", lambda: next(bodies))
+    response = StoredResponse("a", lambda: next(bodies), owner=ME)
     assert response.body == b"1"
     assert response.running
     response.end("failed", b"items")

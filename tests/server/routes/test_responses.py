@@ -197,7 +197,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"background": True, "input": "a" * 100}, "input"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-    ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ({"request_id": "a/b"}, "request_id"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"surprise": 1}, "surprise"),
@@ -278,6 +277,76 @@ def test_conversations_go_on(client: openai.OpenAI, spy: Spy) -> None:
     assert told == [("user", "a"), ("assistant", "hi"), ("tool", "out"), ("assistant", "done"), ("user", "b")]
     thinking, calls = (spy.conversation.messages[1][key] for key in ("reasoning_content", "tool_calls"))
     assert (thinking, calls[0]["id"]) == ("so", "c0")
+
+
+# --- several keys ---
+
+
+ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("key-one", "key-two"))
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[LiveServer]:
+    with live_server("fake:slow", api_key=("key-one", "key-two"), max_stored_responses=16) as server:
+        yield server
+
+
+def made(server: LiveServer, headers: dict[str, str], **body: Any) -> Any:
+    status, answer = server.request("POST", "/v1/responses", ASK | body, headers)
+    assert status == 200, answer
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("method", "suffix"),
+    [
+        ("GET", ""),
+        ("GET", "?stream=true"),
+        ("GET", "?stream=true&starting_after=1"),
+        ("POST", "/cancel"),
+        ("DELETE", ""),
+    ],
+)
+def test_a_response_is_unknown_to_other_keys(keyed: LiveServer, method: str, suffix: str) -> None:
+    name = f"{method}{len(suffix)}"
+    made(keyed, ONE, background=True, stream="stream" in suffix, max_output_tokens=40, request_id=name)
+    body = {} if method == "POST" else None
+    theirs = keyed.request(method, f"/v1/responses/{name}{suffix}", body, TWO)
+    unknown = keyed.request(method, f"/v1/responses/{'x' * len(name)}{suffix}", body, TWO)
+    assert theirs[0] == unknown[0] == 404
+    assert theirs[1]["error"]["message"].replace(name, "x" * len(name)) == unknown[1]["error"]["message"]
+    assert keyed.request("GET", f"/v1/responses/{name}", None, ONE)[1]["status"] != "cancelled"
+    assert keyed.request(method, f"/v1/responses/{name}{suffix}", body, ONE)[0] == 200
+
+
+def test_other_keys_cannot_go_on_from_a_response(keyed: LiveServer) -> None:
+    first = made(keyed, ONE)["id"]
+    asked = ASK | {"previous_response_id": first}
+    status, answer = keyed.request("POST", "/v1/responses", asked, TWO)
+    assert (status, answer["error"]["param"]) == (404, "previous_response_id")
+    unknown = keyed.request("POST", "/v1/responses", asked | {"previous_response_id": "x"}, TWO)
+    assert unknown[1]["error"]["message"].replace("'x'", repr(first)) == answer["error"]["message"]
+    assert made(keyed, ONE, previous_response_id=first)["previous_response_id"] == first
+
+
+def test_the_same_id_under_two_keys(keyed: LiveServer) -> None:
+    for headers, text in ((ONE, "a"), (TWO, "b")):
+        made(keyed, headers, request_id="same", input=text)
+    assert keyed.request("POST", "/v1/responses", ASK | {"request_id": "same"}, TWO)[0] == 400
+    said = [keyed.request("GET", "/v1/responses/same", None, headers)[1]["output"] for headers in (ONE, TWO)]
+    assert said[0] != said[1]
+
+
+def test_a_key_is_the_same_in_either_header(keyed: LiveServer) -> None:
+    name = made(keyed, {"x-api-key": "key-one"})["id"]
+    assert keyed.request("GET", f"/v1/responses/{name}", None, ONE)[0] == 200
+    for headers, status in (
+        ({"x-api-key": "key-one", "authorization": "Bearer wrong"}, 200),
+        ({"x-api-key": "key-two", "authorization": "Bearer wrong"}, 404),
+        ({"x-api-key": "key-one"} | TWO, 404),
+        ({}, 401),
+    ):
+        assert keyed.request("GET", f"/v1/responses/{name}", None, headers)[0] == status
 
 
 def test_a_response_that_has_not_ended_cannot_be_gone_on_from(slow: LiveServer) -> None:

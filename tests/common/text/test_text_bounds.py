@@ -1,0 +1,111 @@
+"""Long texts: refused without being tokenised whole, or only the end that is kept is tokenised."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagoda.common.errors import PromptTooLongError, RequestError
+from pagoda.common.text.text_bounds import FLOOR, PER_TOKEN, PIECE, SHORT, check_length, end_with
+from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+
+
+class Counting:
+    """`size` characters to a token; notes how many characters were tokenised."""
+
+    def __init__(self, size: float) -> None:
+        self._size, self.seen = size, 0
+
+    def __call__(self, text: str) -> int:
+        self.seen += len(text)
+        return int(len(text) / self._size)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
+    for limit, length in ((8, FLOOR + 1), (8192, 30_000_000), (131_072, PER_TOKEN * 131_072 + 1)):
+        count = Counting(4)
+        with pytest.raises(PromptTooLongError, match=f"maximum context length is {limit} tokens"):
+            check_length("a" * length, limit, count)
+        assert count.seen == 0
+
+
+def test_a_text_is_tokenised_until_it_is_too_long() -> None:
+    for limit in (8, 8192, 131_072):
+        count = Counting(4)
+        with pytest.raises(PromptTooLongError, match="the first "):
+            check_length("a" * (max(FLOOR, PER_TOKEN * limit) - 1), limit, count)
+        assert count.seen <= 5 * limit + PIECE
+
+
+def test_what_may_fit_passes() -> None:
+    for limit, length, size in (
+        (8, SHORT, 1),
+        (8192, FLOOR, 129),
+        (131_072, PER_TOKEN * 131_072, 33),
+        (1 << 20, 1 << 22, 1),
+    ):
+        check_length("a" * length, limit, Counting(size))
+
+
+def test_the_end_is_looked_for_from_there() -> None:
+    for side in ("left", "right"):
+        count = Counting(4)
+        text = "".join(map(str, range(500_000)))
+        end = end_with(text, 512, side, count)
+        assert len(end) < 2 * PIECE
+        assert count.seen < 2 * PIECE
+        assert text.startswith(end) if side == "right" else text.endswith(end)
+    assert end_with("a" * SHORT, 1, "left", count) == "a" * SHORT
+    with pytest.raises(PromptTooLongError):
+        end_with(" " * (FLOOR + 2 * PIECE), 512, "left", lambda _: 0)
+
+
+def test_the_end_of_a_text_with_long_tokens_is_all_of_it() -> None:
+    text = " " * (SHORT + 1)
+    assert end_with(text, 512, "left", lambda _: 1) == text
+
+
+def words(model: Tokenizer, length: int) -> str:
+    """Text of the vocabulary's own words, runs of spaces and of other characters among them."""
+    source = random.Random(7)
+    parts = [model.token_text(source.randrange(model.vocab_size)) for _ in range(length)]
+    return "".join(source.choice((" ", "", "  ", "\n", "é", "12")) + part for part in parts if "<" not in part)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_file: Path) -> Tokenizer:
+    return load_tokenizer(model_file)
+
+
+@pytest.mark.parametrize("make", [words, lambda *_: "The cat sat on the mat, and so on. " * 12_000])
+def test_what_is_kept_is_what_the_whole_text_ends_with(
+    tokenizer: Tokenizer, make: Callable[[Tokenizer, int], str]
+) -> None:
+    text = make(tokenizer, 100_000)
+    assert len(text) > SHORT
+    whole = tokenizer.encode(text)
+    for keep in (1, 100, 8191):
+        last, first = tokenizer.end_with(text, keep, "left"), tokenizer.end_with(text, keep, "right")
+        assert max(len(last), len(first)) < len(text)
+        assert tokenizer.encode(last)[-keep:] == whole[-keep:]
+        assert tokenizer.encode(first)[:keep] == whole[:keep]
+
+
+def test_every_way_to_tokens_is_bounded(tokenizer: Tokenizer) -> None:
+    bound, text = tokenizer.within(64), "a cat, " * 200_000
+    for encode in (
+        bound.encode,
+        bound.encode_ordinary,
+        bound.offsets,
+        lambda text: bound.encode_pair(text, "a"),
+        lambda text: bound.encode_pair("a", text),
+    ):
+        with pytest.raises(PromptTooLongError):
+            encode(text)
+        encode("a cat, " * 1000)
+    with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
+        bound.encode("\ud800" * (SHORT + 1))
+    assert bound.offsets("a cat") == [(0, 1), (1, 5)]

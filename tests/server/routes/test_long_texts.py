@@ -1,0 +1,137 @@
+"""Texts far beyond the context, on every route: refused before they are tokenised, or cut without tokenising all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.live_server import LiveServer, live_server
+
+from pagoda.common.text import text_bounds
+from pagoda.common.text.tokenizer import Tokenizer
+
+LONG = "a word, " * (text_bounds.FLOOR // 8 + 1)
+SAID = [{"role": "user", "content": LONG}]
+CUT = {"truncate_prompt_tokens": 5}
+
+GENERATING: list[tuple[str, Any]] = [
+    ("/v1/completions", {"prompt": LONG}),
+    ("/v1/completions", {"prompt": ["a", LONG]}),
+    ("/v1/completions", {"prompt": LONG, "add_special_tokens": False}),
+    ("/v1/completions", {"prompt": LONG, "use_beam_search": True, "n": 2}),
+    ("/v1/completions/render", {"prompt": LONG}),
+    ("/v1/chat/completions", {"messages": SAID}),
+    ("/v1/chat/completions/batch", {"messages": [SAID]}),
+    ("/v1/chat/completions/render", {"messages": SAID}),
+    ("/v1/responses", {"input": LONG}),
+    ("/v1/responses", {"input": LONG, "truncation": "auto"}),
+    ("/v1/messages", {"model": "fake", "max_tokens": 1, "messages": SAID}),
+    ("/v1/messages/count_tokens", {"model": "fake", "messages": SAID}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", {"messages": SAID}),
+    ("/generative_scoring", {"query": LONG, "items": ["a"], "label_token_ids": [98]}),
+    ("/generative_scoring", {"query": "a", "items": ["a", LONG], "label_token_ids": [98]}),
+]
+POOLING: list[tuple[str, str, Any]] = [
+    ("embed", "/v1/embeddings", {"input": LONG}),
+    ("embed", "/v1/embeddings", {"messages": SAID}),
+    ("embed", "/v2/embed", {"texts": [LONG], "truncate": "NONE"}),
+    ("embed", "/pooling", {"input": ["a", LONG]}),
+    ("classify", "/classify", {"input": LONG}),
+    ("cross", "/score", {"text_1": LONG, "text_2": "a"}),
+    ("cross", "/rerank", {"query": "a", "documents": [LONG]}),
+    ("embed", "/score", {"text_1": "a", "text_2": LONG}),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server() as server:
+        yield server
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Characters of each text that was tokenised."""
+    lengths: list[int] = []
+    encode, count = Tokenizer.encode, Tokenizer._count
+
+    def noted(self: Tokenizer, text: str, *rest: Any) -> Any:
+        found = encode(self, text, *rest)
+        lengths.append(len(text))
+        return found
+
+    def counted(self: Tokenizer, text: str) -> int:
+        lengths.append(len(text))
+        return count(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(Tokenizer, "_count", counted)
+    return lengths
+
+
+def refused(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
+    status, answer = server.post(path, body)
+    assert status == 400
+    assert "maximum context length is" in answer["error"]["message"]
+    assert "the prompt is too long" in answer["error"]["message"]
+    assert max(seen, default=0) < text_bounds.PIECE
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING)
+def test_too_long_to_be_tokenised(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
+    refused(server, path, body, seen)
+
+
+@pytest.mark.parametrize(("kind", "path", "body"), POOLING)
+def test_too_long_to_be_pooled(kind: str, path: str, body: Any, seen: list[int]) -> None:
+    with live_server(f"fake:pool-{kind}") as server:
+        refused(server, path, body, seen)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": LONG, "add_special_tokens": False}),
+        ("/v1/chat/completions", {"messages": SAID}),
+    ],
+)
+def test_of_a_text_that_is_cut_only_the_end_is_tokenised(
+    server: LiveServer, path: str, body: Any, side: str, seen: list[int]
+) -> None:
+    asked = body | CUT | {"truncation_side": side, "max_tokens": 1}
+    assert server.post(path, asked)[1]["usage"]["prompt_tokens"] == 5
+    assert sum(seen) < 4 * text_bounds.PIECE
+    shown = server.post(f"{path}/render", asked | {"return_token_offsets": True})[1]
+    shown = shown[0] if isinstance(shown, list) else shown
+    text = LONG if "prompt" in body else f"user: {LONG};assistant:"
+    kept = text[:5] if side == "right" else text[-5:]
+    assert bytes(shown["token_ids"]).decode() == kept
+    assert [text[begin:end] for begin, end in shown["token_offsets"]] == list(kept)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of_a_pooled_text_that_is_cut_only_the_end_is_tokenised(side: str, seen: list[int]) -> None:
+    asked = CUT | {"truncation_side": side}
+    with live_server("fake:pool-embed") as server:
+        status, answer = server.post("/v1/embeddings", asked | {"input": LONG})
+        assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
+        assert sum(seen) < 8 * text_bounds.PIECE
+    with live_server("fake:pool-cross") as server:
+        status, answer = server.post("/score", asked | {"text_1": LONG, "text_2": LONG})
+        assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
+
+
+def test_oldest_turns_are_left_out_of_a_long_conversation(server: LiveServer) -> None:
+    turns = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    asked = {"input": turns, "truncation": "auto", "max_output_tokens": 1}
+    assert server.post("/v1/responses", asked)[1]["usage"]["input_tokens"] == len("user: c;assistant:")
+
+
+def test_ids_are_counted_before_they_are_looked_at(server: LiveServer) -> None:
+    status, answer = server.post("/v1/completions", {"prompt": [5] * 1_000_000})
+    assert status == 400
+    assert "the prompt is too long: 1000000 tokens" in answer["error"]["message"]
