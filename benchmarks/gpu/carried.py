@@ -1,6 +1,6 @@
 """What a machine without a network is brought: unpacked once into a folder, by the standard library and numpy alone.
 
-A carried folder holds `wheels/*.whl`, `triton-cache.tar.xz` and `model.bin` (see small_model), each of which may be missing.
+A carried folder holds `wheels/*.whl`, `triton-cache.tar.xz` and `model.bin` (see small_model); each may be missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEPT_CACHE = "triton-cache.tar.xz"
 
 @dataclass(frozen=True)
 class Place:
-    """`site`: a folder for PYTHONPATH. `unpacked`: the wheels in it. `model`: a GGUF file. `commit`: of the checkout."""
+    """`site`: for PYTHONPATH; `unpacked`: the wheels in it. `model`: a GGUF file. `commit`: of the checkout."""
 
     site: Path
     cache: Path

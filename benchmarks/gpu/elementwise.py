@@ -147,7 +147,7 @@ def rope_errors(bench: Bench, case: str) -> dict:
 
 def speeds(bench: Bench) -> Iterator[Number]:
     """Each kernel over few and many tokens; `of_copy` of the copy itself says what such a size can reach."""
-    for rows, width in bench.choose(SHAPES, ((8, 256),)):
+    for rows, width in bench.choose(SHAPES, ((16, 256),)):
         for name, (make, moved) in timed_kernels(bench, rows, width).items():
             yield Number(f"{name}_{rows}x{width}", partial(timed, bench, make, moved))
 

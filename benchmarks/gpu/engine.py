@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: graphs against eager steps; and with the shapes of Llama-3.1-8B, decode, prefill, throughput.
+"""The whole engine on a GPU: graphs against eager steps; decode, prefill and throughput with Llama-3.1-8B's shapes.
 
 `graph_checks`, `decode`, `prefill` and `throughput` give numbers; an engine starts with the first of them that runs.
 """
@@ -85,7 +85,7 @@ GRAPHED = {
 
 def graph_checks(bench: Bench) -> Iterator[Number]:
     """Tokens of captured graphs are those of eager steps, and nothing is compiled after the engine is ready."""
-    for name, settings in GRAPHED.items():
+    for name, settings in list(GRAPHED.items())[: bench.choose(None, 2)]:
         yield Number(name, partial(graphs_equal_eager, bench, settings), START_SECONDS)
 
 

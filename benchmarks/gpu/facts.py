@@ -37,7 +37,7 @@ def facts(bench: Bench) -> dict:
 
 
 def compiler() -> dict[str, str | bool | None]:
-    """What Triton needs to build the launcher of a kernel that its cache does not hold: a C compiler, Python's headers."""
+    """What Triton needs to build a launcher that its cache does not hold: a C compiler, Python's headers."""
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     return {"c_compiler": found, "python_headers": headers, "ptxas": shutil.which("ptxas")}
@@ -61,8 +61,8 @@ def first_launch(bench: Bench) -> dict:
         have = compiler()
         if bench.is_gpu and not (have["c_compiler"] and have["python_headers"]):
             raise RuntimeError(
-                "Triton cannot build a launcher: a C compiler or Python.h is missing and the carried cache has no launcher "
-                f"for this Python; install gcc and python3-dev, or carry a cache with launchers: {error}"
+                "Triton cannot build a launcher: a C compiler or Python.h is missing, and the carried cache has no "
+                f"launcher for this Python; install gcc and python3-dev, or carry a cache with launchers: {error}"
             ) from error
         raise
     seconds = time.perf_counter() - began

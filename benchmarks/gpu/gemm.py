@@ -1,8 +1,8 @@
 """Products with packed matrices and mixtures of experts on a GPU: right in bfloat16, and how fast.
 
-`checks`: errors against float64 in units of the output's rounding. `speeds`: times against torch and against the time that
-reading the numbers takes at the speed of a large copy; small batches are timed in CUDA graphs over more matrices than the
-L2 cache holds. `trials`: settings on trial for the tuning.json of both kernels.
+`checks`: errors against float64 in units of the output's rounding. `speeds`: times against torch and against the time
+that reading the numbers takes at the speed of a large copy; small batches are timed in CUDA graphs over more matrices
+than the L2 cache holds. `trials`: settings on trial for the tuning.json of both kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.torch_cuda.kernels import tuning
 from pagoda.backends.torch_cuda.kernels.moe import moe
 from pagoda.backends.torch_cuda.kernels.tuning import Settings
 from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack, weight_only_linear
@@ -70,7 +71,7 @@ def linear_error(bench: Bench, scheme: str, rows: int) -> dict:
 
 
 def moe_error(bench: Bench, size: tuple[int, int, int, int], tokens: int, scheme: str | None) -> dict:
-    """The same for a mixture of experts; between the products the kernel rounds up to four times, the reference more."""
+    """The same for a mixture of experts; between the products the kernel rounds four times, the reference more."""
     torch.manual_seed(0)
     experts, top, width, ffn = size
     device = bench.device
@@ -178,8 +179,8 @@ def loop_over_experts(x: Tensor, logits: Tensor, inner: Tensor, down: Tensor, to
 
 def candidates(usual: Settings) -> Iterator[Settings]:
     """What is worth trying in place of `usual`, which has DEPTH or not."""
-    depths = (64, 128, 256) if "DEPTH" in usual else (None,)
-    for channels, depth, warps, stages in itertools.product((32, 64, 128), depths, (2, 4, 8), (2, 3, 4, 5)):
+    depths = (64, 128) if "DEPTH" in usual else (None,)
+    for channels, depth, warps, stages in itertools.product((64, 128), depths, (2, 4, 8), (3, 4, 5)):
         tried = {"CHANNELS": channels, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
         yield {key: value for key, value in tried.items() if value is not None}
 
@@ -198,7 +199,7 @@ def trials(bench: Bench) -> Iterator[Number]:
 
 def _tried(bench: Bench, module: Any, key: str, make: Callable[[], list]) -> Iterator[Number]:
     """Settings of one key of a table. The calls are made once, by the first trial that runs."""
-    usual = dict(module.tuning.settings(module.TUNING, bench.chip, key))
+    usual = dict(tuning.settings(module.TUNING, bench.chip, key))
     every = [usual, *(one for one in candidates(usual) if one != usual)]
     folder, calls = module.TUNING.parent.name, []
     for chosen in every[: bench.choose(None, 2)]:
@@ -211,7 +212,7 @@ def trial(bench: Bench, module: Any, key: str, chosen: Settings, make: Callable[
     about = {"key": f"{module.TUNING.parent.name} {key}", "settings": dict(chosen)}
     if not calls:
         calls += make()
-    with patch.object(module.tuning, "settings", lambda *_: chosen):
+    with patch.object(tuning, "settings", lambda *_: chosen):
         try:
             replay = bench.recorded(calls)
         except Exception as refused:

@@ -1,7 +1,8 @@
 """A real model on a GPU: its answers, and its tokens against those of the reference backend on this machine's CPU.
 
-In float32 greedy tokens must agree for all prompts but one in ten, where two logits may tie within rounding; so must drawn
-tokens. In bfloat16 it is stated how many agree with float32, and nothing is demanded. Without a model file: random weights.
+In float32 greedy tokens must agree for all prompts but one in ten, where two logits may tie within rounding; so must
+drawn tokens. In bfloat16 it is stated how many agree with float32, and nothing is demanded. Without a model file:
+random weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One part of a stage, in a process of its own, which the GPU's memory and its errors end with.
+"""Parts of a stage, in a process of their own, with which the GPU's memory and its errors end.
 
-usage: python -m pagoda.benchmarks.gpu.part MODULE.FUNCTION --device cuda|cpu [--tiny] [--spoil X] [--model FILE]
+usage: python -m pagoda.benchmarks.gpu.part MODULE.FUNCTION ... --device cuda|cpu [--tiny] [--spoil X] [--model FILE]
 
-Says on its first line which machine it is on; reads on one line the names of the numbers to leave out and the second (of
-time.monotonic) at which to stop; then, for each number, one line before it is measured and one with the result.
+Says on its first line which machine it is on; reads on one line the numbers to leave out, as PART/NAME, and the second
+of time.monotonic at which to stop; then, for each number, one line before it is measured and one with the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAILED = 70
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part")
+    parser.add_argument("parts", nargs="+")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--spoil", type=float, default=0.0)
@@ -45,23 +45,25 @@ def main() -> int:
         return 2
     asked = json.loads(sys.stdin.readline())
     bench = Bench.on(args.device, tiny=args.tiny, spoil=args.spoil, model=args.model)
-    module, _, function = args.part.rpartition(".")
     leave_out = set(asked["leave_out"])
-    for number in getattr(importlib.import_module(f"pagoda.benchmarks.gpu.{module}"), function)(bench):
-        if number.name in leave_out:
-            continue
-        if time.monotonic() > asked["until"]:
-            return 0  # without a last line: there is more to do
-        say(begin=number.name, seconds=number.seconds)
-        began = time.monotonic()
-        try:
-            found = number.run()
-        except Exception:
-            say(name=number.name, error=traceback.format_exc()[-4000:])
-            return FAILED
-        say(name=number.name, found=found | {"took_s": round(time.monotonic() - began, 2)})
-        if bench.is_gpu:
-            torch.cuda.empty_cache()
+    for part in args.parts:
+        say(part=part)
+        module, _, function = part.rpartition(".")
+        for number in getattr(importlib.import_module(f"pagoda.benchmarks.gpu.{module}"), function)(bench):
+            if f"{part}/{number.name}" in leave_out:
+                continue
+            if time.monotonic() > asked["until"]:
+                return 0  # without a last line: there is more to do
+            say(begin=number.name, seconds=number.seconds)
+            began = time.monotonic()
+            try:
+                found = number.run()
+            except Exception:
+                say(error=traceback.format_exc()[-4000:])
+                return FAILED
+            say(found=found | {"took_s": round(time.monotonic() - began, 2)})
+            if bench.is_gpu:
+                torch.cuda.empty_cache()
     say(done=True)
     return 0
 

@@ -1,7 +1,7 @@
 """The same tensors through others: what torch, flash_attn, flashinfer, transformers and vLLM make of our loads.
 
-`attention` checks every peer against our own kernel's result before it is timed; a peer that is not installed, or refuses a
-shape, says so in the number. `engines` runs the load of the throughput stage through other engines.
+`attention` checks every peer against our own kernel's result before it is timed; a peer that is not installed, or
+refuses a shape, says so in the number. `engines` runs the load of the throughput stage through other engines.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def flashinfer_decode(inputs: decode_attention.Inputs, copy: int) -> Callable[[]
 
 
 def prefill_by(bench: Bench, load: prefill_attention.Load, peer: Callable[..., Callable[[], Tensor]] | None) -> dict:
-    """Milliseconds of ours, or of a peer. `peer(inputs, q, k, v)`, each [T, n, H], prepares a call that gives [T, N, H]."""
+    """Milliseconds of ours, or of a peer. `peer(load, q, k, v)`, each [T, n, H], prepares a call for [T, N, H]."""
     inputs = prefill_attention.make(load, bench.device, bench.chip)
     mine = partial(inputs.call, bench.chip, use_kernel=bench.use_kernel)
     call, result = mine, {}
@@ -207,7 +207,7 @@ def flash_prefill(load: prefill_attention.Load, q: Tensor, k: Tensor, v: Tensor)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, q_starts, k_starts, q_most: int, k_most: int, *, causal: bool):
-    """torch's variable-length attention, whose arguments differ between versions; heads are repeated where it wants so."""
+    """torch's variable-length attention, whose arguments differ between versions; some want K and V repeated."""
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(function).parameters
     how: dict = {}

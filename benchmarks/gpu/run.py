@@ -2,12 +2,13 @@
 
 usage: gpu.sh --output DIR [--carry DIR] [--previous DIR] [--budget SECONDS] [--only PART] STAGE
 
-STAGE is smoke, decode, prefill, throughput, peers, kernels or tune. `DIR/STAGE.json` is written after every number. Numbers
-that the same code has on the same machine, there or in the folder of --previous, are not measured again, so a stage that was
-cut off goes on where it was. Needs no network and no git; Python packages that the machine lacks come from --carry.
+STAGE is smoke, decode, prefill, throughput, peers, kernels or tune. `DIR/STAGE.json` is written after every number.
+Numbers that the same code has on the same machine, there or in the folder of --previous, are not measured again, so a
+stage that was cut off goes on where it was. Needs no network and no git; Python packages that the machine lacks come
+from --carry.
 
-exit status: 0 all measured and right; 1 something is wrong or failed; 2 nothing can be measured; 3 the time is over, run the
-same command again.
+exit status: 0 all measured and right; 1 something is wrong or failed; 2 nothing can be measured; 3 the time is over,
+run the same command again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ BUDGET = 470.0
 """Seconds of a stage, which leaves 10 of 8 minutes for its end."""
 LEAST = 5.0
 """Seconds below which no number is begun."""
-CRASHES = 3
+FAILURES = 3
 """Numbers of a part that may fail one after the other before the rest is given up."""
 SOURCES = ("backends", "common", "server", "benchmarks/gpu")
 
@@ -75,6 +77,10 @@ class Results:
                         self.numbers[part] = numbers | self.numbers.get(part, {})
 
     @property
+    def names(self) -> list[str]:
+        return [f"{part}/{name}" for part, numbers in self.numbers.items() for name in numbers]
+
+    @property
     def wrong(self) -> list[str]:
         return [
             f"{part}/{name}"
@@ -102,12 +108,12 @@ class Results:
         part.replace(self.path)
 
 
-class Part:
-    """A running process of part.py: its lines, until a second of time.monotonic. Ends with its group of processes."""
+class Process:
+    """Runs part.py. What it has started ends with it."""
 
-    def __init__(self, name: str, options: list[str], environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "pagoda.benchmarks.gpu.part", name, *options]
-        self.log, self._errors, self._buffer = log, log.open("wb"), b""
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        command = [sys.executable, "-m", "pagoda.benchmarks.gpu.part", *arguments]
+        self.log, self._errors, self._buffer, self._patience = log, log.open("wb"), b"", 10.0
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -124,11 +130,9 @@ class Part:
 
     def ask(self, **line: Any) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended, as its lines will say
             self._process.stdin.write(json.dumps(line).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, as its lines will say
 
     def line(self, until: float) -> dict[str, Any] | None:
         """The next line, or None at its end. Raises TimeoutError."""
@@ -136,6 +140,7 @@ class Part:
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
             if left <= 0 or not self._ready.select(left):
+                self._patience = 0.0
                 raise TimeoutError
             if not (more := self._process.stdout.read()):
                 return None
@@ -145,22 +150,14 @@ class Part:
         return found
 
     def end(self) -> int:
-        """Its exit status; what still runs is killed."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL) if self._process.poll() is None else None
-        except ProcessLookupError:
-            pass
+        """Its exit status; what still runs, seconds after its last line, is killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._patience)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._ready.close()
         self._errors.close()
         return self._process.wait()
-
-    def wait(self) -> int:
-        """Its exit status, for which it is given some seconds after its last line."""
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            pass
-        return self.end()
 
     def tail(self) -> str:
         """The end of what it wrote to its standard error."""
@@ -175,81 +172,78 @@ class Stage:
     ) -> None:
         self.results, self.until = results, until
         self._options, self._environment, self._logs = options, environment, logs
-        self._began = time.monotonic()
+        self._began, self._tried = time.monotonic(), set[str]()
 
     def run(self, parts: tuple[str, ...]) -> bool:
-        """True when every number has been measured or has failed."""
-        return all([self._part(name) for name in parts])
-
-    def _part(self, name: str) -> bool:
-        crashes = 0
-        tried: set[str] = set()
-        while crashes < CRASHES:
+        """True when every number has been measured or has failed. Raises NoGpuError."""
+        left, failures = list(parts), Counter[str]()
+        while left:
             if self.until - time.monotonic() < LEAST:
                 return False
-            before = len(self.results.numbers.get(name, {}))
-            outcome = self._process(name, tried)
+            began = self._count()
+            outcome, part = self._process(left)
             if outcome != "failed":
                 return outcome == "done"
-            crashes = 1 if len(self.results.numbers.get(name, {})) > before else crashes + 1
-        print(f"{name}: given up after {CRASHES} failures", flush=True)
+            failures[part] = 1 if self._count() > began else failures[part] + 1
+            if failures[part] >= FAILURES:
+                print(f"{part}: given up after {FAILURES} failures", flush=True)
+                left = [] if part not in left else [name for name in left if name != part]
         return True
 
-    def _process(self, name: str, tried: set[str]) -> str:
-        """`done`, `unfinished`, or `failed` where one number was and others may be left."""
-        part = Part(name, self._options, self._environment, self._logs / f"{name}.log")
-        running, limit = "", self.until
+    def _count(self) -> int:
+        return sum(map(len, self.results.numbers.values()))
+
+    def _process(self, parts: list[str]) -> tuple[str, str]:
+        """`done`, `unfinished`, or `failed` where a number was and others may be left; the part that it came to."""
+        process = Process([*parts, *self._options], self._environment, self._logs / "part.log")
+        part, number, limit = "", "start", self.until
         try:
-            while (line := part.line(min(limit, self.until))) is not None:
+            while (line := process.line(min(limit, self.until))) is not None:
                 if "machine" in line:
                     self.results.on(line["machine"])
                     if line["machine"]["device"] == "cuda" and line["machine"]["gpu"] is None:
-                        raise NoGpu
-                    known = [*self.results.numbers.get(name, {}), *tried]
-                    part.ask(leave_out=known, until=self.until - LEAST)
+                        raise NoGpuError
+                    process.ask(leave_out=[*self.results.names, *self._tried], until=self.until - LEAST)
+                elif "part" in line:
+                    part, number = line["part"], "start"
                 elif "begin" in line:
-                    running, limit = line["begin"], time.monotonic() + line["seconds"]
+                    number, limit = line["begin"], time.monotonic() + line["seconds"]
                 elif "error" in line:
-                    part.wait()
-                    return self._failed(name, running, tried, line["error"])
+                    return self._failed(part, number, line["error"])
                 elif "found" in line:
-                    self._found(name, line["name"], line["found"])
-                    running, limit = "", self.until
+                    self._found(part, number, line["found"])
+                    number, limit = "start", self.until
                 else:
-                    part.wait()
-                    return "done"
+                    return "done", part
         except TimeoutError:
-            part.end()
             if time.monotonic() >= self.until:
-                return "unfinished"
-            return self._failed(name, running, tried, f"took longer than it may\n{part.tail()}")
-        except BaseException:
-            part.end()
-            raise
-        status = part.wait()
+                return "unfinished", part
+            return self._failed(part, number, f"took longer than it may\n{process.tail()}")
+        finally:
+            status = process.end()
         if status == 0:
-            return "unfinished"
-        return self._failed(name, running or "start", tried, f"exit status {status}\n{part.tail()}")
+            return "unfinished", part
+        return self._failed(part, number, f"exit status {status}\n{process.tail()}")
 
-    def _found(self, part: str, name: str, found: dict) -> None:
-        self.results.numbers.setdefault(part, {})[name] = found
-        self.results.failed.pop(f"{part}/{name}", None)
-        self._write()
-        print(f"{part}/{name} {json.dumps(found)[:600]}", flush=True)
+    def _found(self, part: str, number: str, found: dict) -> None:
+        self.results.numbers.setdefault(part, {})[number] = found
+        self.write()
+        print(f"{part}/{number} {json.dumps(found)[:600]}", flush=True)
 
-    def _failed(self, part: str, name: str, tried: set[str], why: str) -> str:
-        tried.add(name)
-        self.results.failed[f"{part}/{name}"] = why
-        self._write()
-        print(f"{part}/{name} FAILED {why}", flush=True)
-        return "failed"
+    def _failed(self, part: str, number: str, why: str) -> tuple[str, str]:
+        self._tried.add(f"{part}/{number}")
+        self.results.failed[f"{part}/{number}"] = why
+        self.write()
+        print(f"{part}/{number} FAILED {why}", flush=True)
+        return "failed", part
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """The JSON file as it is now."""
         self.results.seconds = time.monotonic() - self._began
         self.results.write()
 
 
-class NoGpu(Exception):
+class NoGpuError(Exception):
     """There is nothing to measure on."""
 
 
@@ -271,6 +265,19 @@ def best(numbers: dict[str, dict[str, dict]]) -> dict[str, dict]:
             if trial["us"] < found.get(trial["key"], {"us": float("inf")})["us"]:
                 found[trial["key"]] = {name: trial[name] for name in ("us", "settings", "splits") if name in trial}
     return {key: chosen | {"of_usual": chosen["us"] / usual[key]} for key, chosen in found.items()}
+
+
+def precompile(stage: str, environment: dict[str, str], until: float) -> float:
+    """Compile the stage's kernels on all processors, for half of the time at most; the seconds that it took."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pagoda.benchmarks.gpu.precompile", stage, "--processes", str(os.cpu_count() or 1)]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        process.wait((until - began) / 2)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return round(time.monotonic() - began, 1)
 
 
 def options(args: argparse.Namespace, model: Path | None) -> list[str]:
@@ -297,6 +304,7 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the script, without kernels"
     )
+    parser.add_argument("--precompile", action="store_true", help="compile by all processors first; tune always does")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument(
         "--spoil", type=float, default=0.0, help="relative error added to results: every check must notice"
@@ -326,26 +334,27 @@ def main() -> int:
     environment.pop("TRITON_INTERPRET", None)
     if args.device == "cpu":
         environment["PAGODA_TORCH_CUDA_DEVICE"] = "cpu"
+    if args.precompile or (args.stage == "tune" and args.device == "cuda"):
+        results.head["precompile_s"] = precompile(args.stage, environment, until)
     stage = Stage(results, options(args, args.model or place.model), environment, work, until)
     try:
         results.complete = stage.run(tuple(args.only or STAGES[args.stage]))
-    except NoGpu:
+    except NoGpuError:
         print("gpu.sh: no GPU is here; nothing was measured", file=sys.stderr)
         return NOTHING
     if args.stage == "tune":
         results.head["best"] = best(results.numbers)
     new = carried.keep_cache(place.cache, args.output / carried.KEPT_CACHE, before)
     results.head["carried"] = {"packages": place.unpacked, "cache_entries": len(before), "compiled": new}
-    stage._write()
+    stage.write()
     return report(results)
 
 
 def report(results: Results) -> int:
     """Print what came of it; the exit status."""
     count = sum(map(len, results.numbers.values()))
-    print(
-        f"{results.path}: {count} numbers, {len(results.wrong)} wrong, {len(results.failed)} failed, {results.seconds:.0f} s"
-    )
+    state = f"{len(results.wrong)} wrong, {len(results.failed)} failed, {results.seconds:.0f} s"
+    print(f"{results.path}: {count} numbers, {state}")
     for name in results.wrong:
         print(f"WRONG {name}")
     for name, why in results.failed.items():

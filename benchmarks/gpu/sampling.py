@@ -113,14 +113,15 @@ def right_edits(bench: Bench, vocab: int) -> bool:
     """Each edit by its kernel against its reference: penalties, additions, banned words, masks."""
     device = bench.device
     generator = torch.Generator().manual_seed(0)
-    history = torch.randint(0, 50, (9, 4097), generator=generator, dtype=torch.int32).to(device)
+    history = torch.randint(0, 50, (9, 4097), generator=generator, dtype=torch.int32)
+    said = history[3, 10:12].tolist()
+    history = history.to(device)
     penalties = np.array([[1, 5], [3, 2], [100, 0], [4000, 7]], np.int32)
     floats = np.array([[1.3, 0.8], [0.2, 0.1], [0.5, -0.5]], np.float32).view(np.int32)
     packed = torch.from_numpy(np.concatenate([penalties, floats, np.full((1, 2), 2, np.int32)])).to(device)
     values = np.array([0.5, -np.inf, 3.0], np.float32).view(np.int32)
     entries = torch.from_numpy(np.array([[0, 7, 8], [3, 3, 3], values], np.int32)).to(device)
     words = torch.tensor([[2, 3, 8], [60, 61, 62]], dtype=torch.int32, device=device)
-    said = history[3, 10:12].tolist()
     heads = torch.tensor([[0, 0, 1, 3], [3] * 4, [10, 11, 10, 0], [*said, said[0] + 1, 0]], dtype=torch.int32)
     bits = torch.randint(-(2**31), 2**31, (1, -(-vocab // 32)), generator=generator).int().to(device)
     masked = torch.tensor([4], dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """Memory that goes and comes back on a GPU: the arena of sleep mode, and layers whose weights stay on the host.
 
-`checks`: a captured CUDA graph answers the same after its weights were away, how much memory that gave back and how fast;
-and a graph over offloaded layers against the same layers on the device.
+`checks`: a captured CUDA graph answers the same after its weights were away, how much memory that gave back and how
+fast; and a graph over offloaded layers against the same layers on the device.
 """
 
 from __future__ import annotations
