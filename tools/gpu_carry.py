@@ -32,9 +32,8 @@ LIMIT: Final = 64 << 20
 PYTHON: Final = "3.12"
 TRITON: Final = "3.6.0"
 CAPABILITY: Final = 90
-PLATFORMS: Final = tuple(
-    f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "2014", "_2_5", "1")
-)
+PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{n}_x86_64" for n in range(39, 4, -1)))
+"""Of a system with glibc 2.39, as that of Ubuntu 24.04; pip compares the names as they are."""
 WHEELS: Final = (
     *("msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "pyzmq"),
     *("fastapi", "starlette", "anyio", "idna", "annotated-doc", "opentelemetry-api", "uvicorn", "click", "h11"),
