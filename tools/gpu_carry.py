@@ -109,7 +109,22 @@ def pack_model(source: Path, target: Path, store: Path) -> None:
         return
     print("packing the model", flush=True)
     small_model.pack(source, target)
+    check_answer(target, store / "model.gguf")
     known.write_text(stamp)
+
+
+def check_answer(packed: Path, unpacked: Path) -> None:
+    """Exits where the small model does not answer a question, by the reference backend."""
+    import pagoda
+    from pagoda.benchmarks.gpu import parity, small_model
+
+    small_model.unpack(packed, unpacked)
+    llm = pagoda.LLM(str(unpacked), backend="reference", dtype="float32", max_model_len=256, max_num_seqs=1)
+    rules = pagoda.SamplingParams(temperature=0.0, max_tokens=24)
+    text = llm.chat([{"role": "user", "content": parity.QUESTION}], rules, use_tqdm=False)[0].outputs[0].text
+    llm.shutdown()
+    if parity.ANSWER not in text:
+        sys.exit(f"error: the small model answers {parity.QUESTION} with {text}; make its steps finer")
 
 
 def cache(target: Path, store: Path, more: Path | None, processes: int) -> dict[str, object]:

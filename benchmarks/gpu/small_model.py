@@ -26,7 +26,7 @@ STEP, EMBEDDING_STEP = 0.55, 0.7
 
 def pack(source: Path, target: Path) -> None:
     """Quantise and compress the GGUF file `source`."""
-    plain = target.with_suffix(".gguf")
+    plain = target.with_suffix(".unpacked")
     _quantise(source, plain)
     content, places = np.fromfile(plain, np.uint8), _matrices(plain)
     plain.unlink()
