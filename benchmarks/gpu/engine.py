@@ -117,8 +117,7 @@ def decode(bench: Bench) -> Iterator[Number]:
     """A decode step at 1k context, every batch size."""
     config = bench.choose(model.CONFIG, model.TINY)
     context, steps, batches = bench.choose((CONTEXT, STEPS, BATCHES), (24, 3, (1, 3)))
-    length = context + steps + 2 * (WARM + 2 * PROFILED)
-    engine = Engine(bench, config, max_model_len=length, max_num_seqs=max(batches))
+    engine = Engine(bench, config, max_model_len=context + answer_length(steps), max_num_seqs=max(batches))
     for batch in batches:
         yield Number(
             f"batch_{batch}", partial(decode_step, bench, engine, config, batch, context, steps), START_SECONDS
@@ -126,11 +125,17 @@ def decode(bench: Bench) -> Iterator[Number]:
     engine.close()
 
 
+def answer_length(steps: int) -> int:
+    """Tokens enough for the first sequence to go on while the last is measured and profiled."""
+    return 3 * steps + 4 * PROFILED
+
+
 def decode_step(bench: Bench, running: Engine, config: dict, batch: int, context: int, steps: int) -> dict:
     """Milliseconds of a step against reading the weights and the context's K and V once."""
+    bandwidth = copy_bandwidth(bench)  # while there is memory for it
     engine = running.llm.llm_engine
     for number, prompt in enumerate(prompts(config, batch, context)):
-        engine.add_request(f"{batch}-{number}", prompt, answer(steps + 2 * (WARM + PROFILED)))
+        engine.add_request(f"{batch}-{number}", prompt, answer(answer_length(steps)))
     while sum(len(engine.step()) for _ in range(2)) < 2 * batch:  # until all decode
         pass
     for _ in range(bench.choose(WARM, 1)):
@@ -144,16 +149,13 @@ def decode_step(bench: Bench, running: Engine, config: dict, batch: int, context
         times.append(now - begin)
         begin = now
     wall = statistics.median(times)
-    profiled = {}
-    if bench.is_gpu:
-        busy = gpu_busy(engine)
-        waited = waits(engine, prompts(config, 1, context)[0], f"{batch}-more")
-        profiled = {"gpu_busy_ms": 1e3 * busy, "host_not_hidden": 1 - busy / wall, "waits": waited}
+    more = prompts(config, 1, context)[0]
+    profiled = profile_steps(engine, wall, more, f"{batch}-more") if bench.is_gpu else {}
     engine.abort_all()
     while engine.step():
         pass
     floor = 2 * model.matrix_elements(config) + batch * context * model.kv_bytes(config)
-    floor /= copy_bandwidth(bench)
+    floor /= bandwidth
     return {
         "right": running.recompiles == 0,
         "recompiles": running.recompiles,
@@ -163,10 +165,20 @@ def decode_step(bench: Bench, running: Engine, config: dict, batch: int, context
         "of_floor": floor / wall,
         "slowest_ms": 1e3 * max(times),
         **profiled,
-        "copy_bytes_per_s": copy_bandwidth(bench),
+        "copy_bytes_per_s": bandwidth,
         "memory": running.llm.llm_engine.info.memory,
         "start_up": dict(running.llm.llm_engine.info.phases),
     }
+
+
+def profile_steps(engine, wall: float, prompt: dict, name: str) -> dict:
+    """What a step is made of, or why the profiler does not work here."""
+    try:
+        busy = gpu_busy(engine)
+    except RuntimeError as error:
+        return {"not_profiled": str(error)[:200]}
+    found = {"gpu_busy_ms": 1e3 * busy, "host_not_hidden": 1 - busy / wall}
+    return found | {"waits": waits(engine, prompt, name)}
 
 
 def gpu_busy(engine) -> float:
@@ -196,9 +208,11 @@ def waits(engine, prompt: dict, name: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        for _ in range(PROFILED):
-            engine.step()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            for _ in range(PROFILED):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return sorted({f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)})
 
 
@@ -216,6 +230,7 @@ def prefill(bench: Bench) -> Iterator[Number]:
 
 def prefill_step(bench: Bench, running: Engine, config: dict, length: int, count: int) -> dict:
     """Seconds to the first token against the rate of a large product."""
+    rate = matmul_rate(bench)  # while there is memory for it
     times = []
     for turn in range(bench.choose(8, 2)):
         asked = prompts(config, count, length, turn)
@@ -231,8 +246,8 @@ def prefill_step(bench: Bench, running: Engine, config: dict, length: int, count
         "seconds": seconds,
         "tokens_per_s": count * length / seconds,
         "flop_per_s": flops / seconds,
-        "matmul_flop_per_s": matmul_rate(bench),
-        "of_matmul_rate": flops / seconds / matmul_rate(bench),
+        "matmul_flop_per_s": rate,
+        "of_matmul_rate": flops / seconds / rate,
     }
 
 

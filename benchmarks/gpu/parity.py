@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pagoda
@@ -75,6 +75,7 @@ def agreed(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
 
 
+@cache
 def answers(bench: Bench, backend: str, dtype: str) -> list[list[int]]:
     """Token ids of each prompt, greedy, then seeded at temperature 0.8 with filters and penalties."""
     llm = start(bench, backend, dtype)

@@ -9,14 +9,17 @@ of time.monotonic at which to stop; then, for each number, one line before it is
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 FAILED = 70
 """Exit status after a number that raised: the process may be of no use any more, as after an error of the GPU's."""
 
@@ -29,6 +32,7 @@ def main() -> int:
     parser.add_argument("--spoil", type=float, default=0.0)
     parser.add_argument("--model", type=Path)
     args = parser.parse_args()
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # with the script that started it
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
 

@@ -232,8 +232,9 @@ def main() -> int:
     parser.add_argument("--launchers", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print why numbers ended")
     parser.add_argument("--share", type=int, help="of the processes, for their use")
-    parser.add_argument("--chip", type=int, nargs=2, default=here(), help="capability, multiprocessors")
+    parser.add_argument("--chip", type=int, nargs=2, help="capability, multiprocessors")
     args = parser.parse_args()
+    args.chip = args.chip or here()
     if args.processes > 1 and args.share is None:
         print(compile_in_processes([*sys.argv[1:], "--chip", *map(str, args.chip)], args.processes, args.launchers))
         return 0

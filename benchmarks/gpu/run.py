@@ -172,7 +172,8 @@ class Stage:
     ) -> None:
         self.results, self.until = results, until
         self._options, self._environment, self._logs = options, environment, logs
-        self._began, self._tried = time.monotonic(), set[str]()
+        self._began, self._measured = time.monotonic(), 0
+        self._tried, self._again = set[str](), set[str]()
 
     def run(self, parts: tuple[str, ...]) -> bool:
         """True when every number has been measured or has failed. Raises NoGpuError."""
@@ -180,11 +181,11 @@ class Stage:
         while left:
             if self.until - time.monotonic() < LEAST:
                 return False
-            began = self._count()
+            measured, tried = self._count(), len(self._tried)
             outcome, part = self._process(left)
             if outcome != "failed":
                 return outcome == "done"
-            failures[part] = 1 if self._count() > began else failures[part] + 1
+            failures[part] = len(self._tried) - tried + (0 if self._count() > measured else failures[part])
             if failures[part] >= FAILURES:
                 print(f"{part}: given up after {FAILURES} failures", flush=True)
                 left = [] if part not in left else [name for name in left if name != part]
@@ -195,6 +196,7 @@ class Stage:
 
     def _process(self, parts: list[str]) -> tuple[str, str]:
         """`done`, `unfinished`, or `failed` where a number was and others may be left; the part that it came to."""
+        self._measured = 0
         process = Process([*parts, *self._options], self._environment, self._logs / "part.log")
         part, number, limit = "", "start", self.until
         try:
@@ -226,12 +228,18 @@ class Stage:
         return self._failed(part, number, f"exit status {status}\n{process.tail()}")
 
     def _found(self, part: str, number: str, found: dict) -> None:
+        self._measured += 1
         self.results.numbers.setdefault(part, {})[number] = found
+        self.results.failed.pop(f"{part}/{number}", None)
         self.write()
         print(f"{part}/{number} {json.dumps(found)[:600]}", flush=True)
 
     def _failed(self, part: str, number: str, why: str) -> tuple[str, str]:
-        self._tried.add(f"{part}/{number}")
+        """Where the process has measured others before, the number is tried once more, by a process of its own."""
+        name = f"{part}/{number}"
+        if not self._measured or name in self._again:
+            self._tried.add(name)
+        self._again.add(name)
         self.results.failed[f"{part}/{number}"] = why
         self.write()
         print(f"{part}/{number} FAILED {why}", flush=True)
@@ -344,7 +352,7 @@ def main() -> int:
         return NOTHING
     if args.stage == "tune":
         results.head["best"] = best(results.numbers)
-    new = carried.keep_cache(place.cache, args.output / carried.KEPT_CACHE, before)
+    new = 0 if args.stage == "tune" else carried.keep_cache(place.cache, args.output / carried.KEPT_CACHE, before)
     results.head["carried"] = {"packages": place.unpacked, "cache_entries": len(before), "compiled": new}
     stage.write()
     return report(results)

@@ -158,6 +158,7 @@ def test_a_stage_that_is_killed_goes_on_where_it_was(machine: Machine) -> None:
                 seen.append(state)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    assert _ends_soon(machine.folder / "work"), "what it had started ended with it"
     first = json.loads(path.read_text())
     counts = [_count(state) for state in seen]
     assert counts == sorted(set(counts)), "it grows with every number"
@@ -169,6 +170,23 @@ def test_a_stage_that_is_killed_goes_on_where_it_was(machine: Machine) -> None:
             assert found["numbers"][part][name] == number, "measured once"
             assert f"\n{part}/{name} " not in said
     assert _count(found) > _count(first)
+
+
+def _ends_soon(folder: Path) -> bool:
+    """Whether no process works in the folder any more, within seconds."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if not any(link == str(folder) for link in map(_working_folder, Path("/proc").glob("[0-9]*/cwd"))):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _working_folder(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
 
 
 def _count(state: dict) -> int:
