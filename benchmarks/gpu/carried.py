@@ -34,7 +34,7 @@ class Place:
 
 def unpack(carry: Path | None, root: Path) -> Place:
     """Everything under `root`, which may hold it already. Packages that the machine has are left as they are."""
-    place = Place(root / "site", root / "triton", (), None, "")
+    place = Place(root / "site", root / "triton-cache", (), None, "")
     for folder in (place.site, place.cache):
         folder.mkdir(parents=True, exist_ok=True)
     if carry is None:

@@ -105,7 +105,7 @@ def test_smoke(machine: Machine) -> None:
     assert set(found["numbers"]) == set(STAGES["smoke"])
     assert len(found["carried"]["packages"]) == len(gpu_carry.WHEELS)
     assert (found["carried"]["cache_entries"], found["carried"]["compiled"]) == (1, 0)
-    group = machine.folder / "work" / "triton" / ENTRY / "__grp__kernel.json"
+    group = machine.folder / "work" / "triton-cache" / ENTRY / "__grp__kernel.json"
     assert json.loads(group.read_text())["child_paths"] == {"kernel.cubin": str(group.with_name("kernel.cubin"))}
     graphs = found["numbers"]["engine.graph_checks"].values()
     assert all(one["recompiles"] == [0, 0] and one["equal"] == one["of"] for one in graphs)
