@@ -20,7 +20,7 @@ EPS = 1e-5
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 SHAPES = ((256, 4096), (8192, 4096))
 COLD_BYTES = 256 << 20
-"""Inputs are rotated over so many bytes, more than an L2 cache holds."""
+"""Inputs are rotated over this many bytes, more than an L2 cache holds."""
 
 
 def heads64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def tables(device: torch.device, length: int) -> Tensor:
 
 
 def caches(device: torch.device, tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """Keys and values for so many tokens, and the null block."""
+    """Keys and values for that number of tokens, and the null block."""
     return [torch.zeros(tokens // PAGE + 1, KV_HEADS, PAGE, HEAD_DIM, device=device).to(dtype) for _ in range(2)]
 
 

@@ -26,7 +26,7 @@ from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, copy_bandwidth, v
 from pagoda.common.models.spec import Mlp, Router
 
 COLD_BYTES = 256 << 20
-"""Matrices are rotated over so many bytes, more than an L2 cache holds."""
+"""Matrices are rotated over this many bytes, more than an L2 cache holds."""
 
 SCHEMES = ("int8", "fp8", "int4")
 MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096))

@@ -151,7 +151,7 @@ def by_sort(logits: Tensor, rules: Rules) -> Tensor:
 
 
 def speeds(bench: Bench) -> Iterator[Number]:
-    """Microseconds of choosing for so many rows, by kind and logits; `sort`: what the usual way takes for filtered."""
+    """Microseconds of choosing, by rows, kind and logits; `sort`: what the usual way takes for filtered."""
     for rows in bench.choose(ROWS, (2,)):
         for spread in ("peaked", "flat"):
             for kind in KINDS:
