@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: serve test test-clients test-tpu-aot test-fuzz lint types unit bench docs format clean
+.PHONY: serve test test-clients test-tpu-aot test-fuzz lint types unit bench gpu-carry docs format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -59,6 +59,11 @@ test-clients: $(MODEL)
 
 bench: $(VENV)/.dev $(MODEL)
 	$(BIN)/python benchmarks/readme.py --model $(MODEL)
+
+# What benchmarks/gpu.sh needs on a GPU machine without a network. CACHE: triton-cache.tar.xz of an earlier GPU run.
+CARRY ?= build/gpu-carry
+gpu-carry: $(VENV)/.dev $(MODEL)
+	$(BIN)/python tools/gpu_carry.py $(CARRY) --model $(MODEL) $(if $(CACHE),--cache $(CACHE))
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/docs.py

@@ -1,7 +1,6 @@
 #!/bin/sh
-# Every check and figure that needs an NVIDIA GPU, in one go: kernels against float64, tokens against the reference,
-# decode, prefill and throughput against the machine's own rooflines and against transformers. Arguments go to gpu.py.
+# A stage of what an NVIDIA GPU has to show: gpu.sh --carry build/gpu-carry --output DIR smoke|decode|prefill|throughput|
+# peers|kernels|tune. gpu/run.py says what the arguments and the exit status mean.
 set -eu
-cd "$(dirname "$0")"
 unset TRITON_INTERPRET
-exec "${PYTHON:-python3}" gpu.py "$@"
+exec "${PYTHON:-python3}" "$(dirname "$0")/gpu/run.py" "$@"

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import gpu_prefill_attention as benchmark
-from gpu_prefill_attention import ERRORS, FP8, SPEEDS, Load, error, make, trial, worst
-
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import api
+from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel as kernels
+from pagoda.benchmarks.gpu.measure import Bench
+from pagoda.benchmarks.gpu.prefill_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, worst
 
 CPU, CHIP = torch.device("cpu"), CHIPS["sm_90"]
+BENCH = Bench(CPU, CHIP, tiny=True)
+
+
+class Recorded(Bench):
+    """Calls kernels."""
+
+    is_gpu = True
 
 
 def test_flop_are_those_of_what_is_seen():
@@ -30,7 +33,7 @@ def test_flop_are_those_of_what_is_seen():
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_reference_in_bfloat16_passes_and_a_wrong_one_does_not(name: str):
     inputs = make(replace(ERRORS[name], seqs=((20, 30), (7, 0))), CPU, CHIP)
-    absolute, roundings = error(inputs, CHIP, use_kernel=False)
+    absolute, roundings = error(inputs, BENCH)
     rounds_scores = inputs.rules.softcap or inputs.rules.sinks is not None  # as the kernel does not
     assert 0 < absolute < 0.2
     assert 0 < roundings <= (6 if rounds_scores else 1)
@@ -40,15 +43,21 @@ def test_the_reference_in_bfloat16_passes_and_a_wrong_one_does_not(name: str):
     assert worst(inputs.call(CHIP, use_kernel=False), want) > 3
 
 
+def test_an_error_of_ten_percent_is_wrong():
+    load = Load(((20, 30), (7, 0)), heads=4, kv_heads=2, head_dim=16)
+    assert check(BENCH, load)["right"]
+    assert not check(Bench(CPU, CHIP, spoil=0.1), load)["right"]
+
+
 def test_a_trial_calls_the_kernel_as_the_api_does(monkeypatch: pytest.MonkeyPatch):
     inputs = make(Load(((9, 20), (5, 0)), heads=4, kv_heads=2, head_dim=16, cache=FP8, window=7), CPU, CHIP, tile=8)
     launches, calls = inspect.signature(api.kernel), []
     record = lambda *args: calls.append(launches.bind(*args).arguments)  # noqa: E731
-    monkeypatch.setattr(benchmark, "kernel", record)
+    monkeypatch.setattr(kernels, "kernel", record)
     monkeypatch.setattr(api, "kernel", record)
     inputs.call(CHIP, use_kernel=True)
     chosen = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    trial(inputs, CHIP, chosen)
+    attend(Recorded(CPU, CHIP), inputs, chosen)
     assert calls[1].pop("chosen") == chosen
     assert calls[0].keys() == calls[1].keys()
     assert (calls[0].pop("tile"), calls[1].pop("tile")) == (8, 8)

@@ -1,20 +1,23 @@
 """Sampling on a GPU: right against the definition, and how fast against sampling by a sort.
 
-`measure(device)`: which checks hold (`right`: all do), and microseconds of choosing a token for R rows, recorded in a
-CUDA graph as the engine records it. Logits are `peaked`, as a language model's are, or `flat`, the hardest to filter.
+`checks`: each kernel against its definition. `speeds`: microseconds of choosing a token for R rows, recorded in a CUDA
+graph as the engine records it. Logits are `peaked`, as a language model's are, or `flat`, the hardest to filter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import numpy as np
 import torch
-from gpu_measure import median_ms
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.choose import Rules, choose
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
+from pagoda.benchmarks.gpu.measure import Bench, Number
 from pagoda.common.engine.sampling import gumbel, noise_keys
 
 VOCAB = 128_256
@@ -57,75 +60,81 @@ def memory(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return zeros[:, 0].clone(), zeros
 
 
-def right_choice(spread: str, rows: int, vocab: int, device: torch.device) -> bool:
+def checks(bench: Bench) -> Iterator[Number]:
+    """Each check, by name."""
+    vocab, rows = bench.choose((VOCAB, 250), (600, 20))
+    for spread in ("peaked", "flat"):
+        yield Number(f"choice_{spread}", lambda spread=spread: {"right": right_choice(bench, spread, rows, vocab)})
+    yield Number("noise", lambda: {"right": right_noise(bench, vocab)})
+    yield Number("logprobs", lambda: {"right": right_logprobs(bench, vocab)})
+    yield Number("edits", lambda: {"right": right_edits(bench, vocab)})
+
+
+def right_choice(bench: Bench, spread: str, rows: int, vocab: int) -> bool:
     """Every kind of row: thresholds keep what a sort keeps, but for rounding; tokens are the reference's."""
+    device, kernel = bench.device, bench.use_kernel
     logits, packed = make_logits(spread, rows, vocab, device), make_rules(rows, list(KINDS), device)
     rules = Rules.unpack(packed)
-    floor, want = (rules.lowest_kept(logits, use_kernel=use_kernel) for use_kernel in (True, False))
+    floor, want = (rules.lowest_kept(logits, use_kernel=use_kernel) for use_kernel in (kernel, False))
+    floor = floor + bench.spoil
     scaled = logits.double() / rules.temperature.clamp(min=1e-3)[:, None]
     chance = (scaled - scaled.amax(-1, keepdim=True)).exp()
     mass, wanted = (((logits >= x[:, None]) * chance).sum(-1) for x in (floor, want))
     kept = bool(((mass - wanted).abs() <= 1e-4 * wanted).all())
     last, history = memory(rows, device)
-    tokens = choose(logits, packed, last, history, use_kernel=True)
+    tokens = choose(logits, packed, last, history, use_kernel=kernel)
     same = gumbel_max(logits, rules.keys, rules.temperature, floor, use_kernel=False) == tokens
     written = torch.equal(last[:rows], tokens) and torch.equal(history[:rows, 5], tokens)
     return kept and written and float(same.float().mean()) >= 0.99  # a tie of rounding may fall either way
 
 
-def right_noise(vocab: int, device: torch.device) -> bool:
+def right_noise(bench: Bench, vocab: int) -> bool:
     """The token with the highest noise is numpy's, so the hash is."""
+    device = bench.device
     keys = noise_keys(np.arange(16), np.arange(16))
     want = gumbel(keys, np.arange(vocab, dtype=np.uint32)).argmax(-1)
     ones = torch.ones(16, device=device)
-    sent = torch.from_numpy(keys.view(np.int32)).to(device)
-    found = gumbel_max(torch.zeros(16, vocab, device=device), sent, ones, -ones, use_kernel=True)
+    sent = torch.from_numpy(keys.view(np.int32)).to(device) + int(bench.spoil > 0)
+    found = gumbel_max(torch.zeros(16, vocab, device=device), sent, ones, -ones, use_kernel=bench.use_kernel)
     return found.tolist() == want.tolist()
 
 
-def right_logprobs(vocab: int, device: torch.device) -> bool:
+def right_logprobs(bench: Bench, vocab: int) -> bool:
     """Against float64."""
-    logits = make_logits("peaked", 8, vocab, device)
-    targets = torch.arange(8, dtype=torch.int32, device=device) * 11
-    ids, values, ranks = logprobs(logits, targets, 20, use_kernel=True)
+    logits = make_logits("peaked", 8, vocab, bench.device)
+    targets = torch.arange(8, dtype=torch.int32, device=bench.device) * 11
+    ids, values, ranks = logprobs(logits, targets, 20, use_kernel=bench.use_kernel)
     want = logits.double().log_softmax(-1).gather(1, ids.long())
     better = (logits > logits.gather(1, targets[:, None].long())).sum(-1) + 1
-    return bool((values - want).abs().max() < 1e-4) and ranks.tolist() == better.tolist()
+    return bool((bench.spoiled(values) - want).abs().max() < 1e-4) and ranks.tolist() == better.tolist()
 
 
-def right_edits(vocab: int, device: torch.device) -> bool:
+def right_edits(bench: Bench, vocab: int) -> bool:
     """Each edit by its kernel against its reference: penalties, additions, banned words, masks."""
+    device = bench.device
     generator = torch.Generator().manual_seed(0)
-    history = torch.randint(0, 50, (9, 4097), generator=generator, dtype=torch.int32).to(device)
+    history = torch.randint(0, 50, (9, 4097), generator=generator, dtype=torch.int32)
+    said = history[3, 10:12].tolist()
+    history = history.to(device)
     penalties = np.array([[1, 5], [3, 2], [100, 0], [4000, 7]], np.int32)
     floats = np.array([[1.3, 0.8], [0.2, 0.1], [0.5, -0.5]], np.float32).view(np.int32)
     packed = torch.from_numpy(np.concatenate([penalties, floats, np.full((1, 2), 2, np.int32)])).to(device)
     values = np.array([0.5, -np.inf, 3.0], np.float32).view(np.int32)
     entries = torch.from_numpy(np.array([[0, 7, 8], [3, 3, 3], values], np.int32)).to(device)
     words = torch.tensor([[2, 3, 8], [60, 61, 62]], dtype=torch.int32, device=device)
-    said = history[3, 10:12].tolist()
     heads = torch.tensor([[0, 0, 1, 3], [3] * 4, [10, 11, 10, 0], [*said, said[0] + 1, 0]], dtype=torch.int32)
     bits = torch.randint(-(2**31), 2**31, (1, -(-vocab // 32)), generator=generator).int().to(device)
     masked = torch.tensor([4], dtype=torch.int32, device=device)
     found = []
-    for use_kernel in (True, False):
+    for use_kernel in (bench.use_kernel, False):
         logits = make_logits("flat", 8, vocab, device)
         edit_logits.penalise(logits, history, packed, use_kernel=use_kernel)
         edit_logits.add(logits, entries, use_kernel=use_kernel)
         edit_logits.ban_words(logits, history, words, heads.to(device), use_kernel=use_kernel)
         edit_logits.mask(logits, masked, bits, use_kernel=use_kernel)
-        found.append(logits)
+        found.append(logits.double())
+    found[0] = bench.spoiled(found[0])
     return bool(torch.allclose(*found, rtol=1e-5, atol=1e-5)) and bool(torch.isneginf(found[0][2, 60]))
-
-
-def correctness(device: torch.device, vocab: int = VOCAB, rows: int = 250) -> dict[str, bool]:
-    """Each check, by name."""
-    return {
-        **{f"choice_{spread}": right_choice(spread, rows, vocab, device) for spread in ("peaked", "flat")},
-        "noise": right_noise(vocab, device),
-        "logprobs": right_logprobs(vocab, device),
-        "edits": right_edits(vocab, device),
-    }
 
 
 def by_sort(logits: Tensor, rules: Rules) -> Tensor:
@@ -141,38 +150,24 @@ def by_sort(logits: Tensor, rules: Rules) -> Tensor:
     return ids.gather(1, drawn)[:, 0]
 
 
-def recorded_us(run) -> float:
-    """Microseconds of one replay of what `run` starts."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return round(1e3 * median_ms(lambda _: graph.replay()), 2)
+def speeds(bench: Bench) -> Iterator[Number]:
+    """Microseconds of choosing, by rows, kind and logits; `sort`: what the usual way takes for filtered."""
+    for rows in bench.choose(ROWS, (2,)):
+        for spread in ("peaked", "flat"):
+            for kind in KINDS:
+                yield Number(f"{kind}_{spread}_{rows}", partial(speed, bench, rows, spread, kind))
+        yield Number(f"sort_{rows}", partial(sort_speed, bench, rows))
 
 
-def speeds(device: torch.device, rows: int) -> dict[str, float]:
-    """Microseconds for so many rows, by kind and logits; `sort`: what the usual way takes, which knows no kinds."""
-    last, history = memory(rows, device)
-    found = {}
-    for spread in ("peaked", "flat"):
-        logits = make_logits(spread, rows, VOCAB, device)
-        for kind in KINDS:
-            packed = make_rules(rows, [kind], device)
-            us = recorded_us(lambda: choose(logits, packed, last, history, use_kernel=True))  # noqa: B023
-            found[f"{kind}_{spread}"] = us
-    rules = Rules.unpack(make_rules(rows, ["filtered"], device))
-    found["sort"] = round(1e3 * median_ms(lambda _: by_sort(logits, rules)), 2)
-    return found
+def speed(bench: Bench, rows: int, spread: str, kind: str) -> dict[str, float]:
+    last, history = memory(rows, bench.device)
+    logits = make_logits(spread, rows, bench.choose(VOCAB, 600), bench.device)
+    packed = make_rules(rows, [kind], bench.device)
+    replay = bench.recorded([partial(choose, logits, packed, last, history, use_kernel=bench.use_kernel)])
+    return {"us": 1e3 * bench.median_ms(lambda _: replay())}
 
 
-def measure(device: torch.device) -> dict:
-    """Checks and times."""
-    checks = correctness(device)
-    times = {str(rows): speeds(device, rows) for rows in ROWS}
-    against = {rows: round(found["sort"] / found["filtered_peaked"], 1) for rows, found in times.items()}
-    return {"checks": checks, "right": all(checks.values()), "us": times, "faster_than_sort": against}
+def sort_speed(bench: Bench, rows: int) -> dict[str, float]:
+    logits = make_logits("peaked", rows, bench.choose(VOCAB, 600), bench.device)
+    rules = Rules.unpack(make_rules(rows, ["filtered"], bench.device))
+    return {"us": 1e3 * bench.median_ms(lambda _: by_sort(logits, rules))}

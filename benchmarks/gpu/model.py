@@ -47,10 +47,10 @@ TINY = CONFIG | {
 """For trying the benchmarks where no GPU is."""
 
 
-def write(folder: Path, tiny: bool = False) -> Path:
+def write(folder: Path, config: dict) -> Path:
     """A model folder with a configuration alone, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY if tiny else CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

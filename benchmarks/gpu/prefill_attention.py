@@ -1,33 +1,27 @@
 """Prefill attention on a GPU: right in bfloat16, and how fast against a large matrix product.
 
-usage: python gpu_prefill_attention.py [--tune [--head-dim N --heads N --kv-heads N --float8]]
-
-`measure(device)`: errors against float64 in units of the output's rounding, and FLOP per second; a token's products
-with keys that it does not see are not counted. --tune tries block sizes and prints them, the best last, as a line for
-tuning.json.
+`checks`: errors against float64 in units of the output's rounding. `speeds`: FLOP per second; a token's products with
+keys that it does not see are not counted. `trials`: block sizes on trial for tuning.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
-from gpu_measure import matmul_rate, median_ms
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import kernel
 from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import Rules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import candidates, key, tuned
 from pagoda.backends.torch_cuda.kernels.tuning import Settings
+from pagoda.benchmarks.gpu.decode_attention import is_refusal
+from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, matmul_rate, verdict
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PAGE = 16
 ROUNDINGS = 3
 """Of the output, of the weights before the second product, and of what cancels in their sum."""
@@ -137,76 +131,75 @@ def worst(got: Tensor, want: Tensor) -> float:
     return float(((got.double() - want) / unit).abs().max())
 
 
-def error(inputs: Inputs, chip: Chip, *, use_kernel: bool = True) -> tuple[float, float]:
+def error(inputs: Inputs, bench: Bench) -> tuple[float, float]:
     """Largest absolute error against float64, and the largest in allowed roundings of bfloat16: up to 1 is right."""
-    got, want = inputs.call(chip, use_kernel=use_kernel), inputs.call(chip, use_kernel=False, wide=True)
+    got = bench.spoiled(inputs.call(bench.chip, use_kernel=bench.use_kernel))
+    want = inputs.call(bench.chip, use_kernel=False, wide=True)
     return float((got.double() - want).abs().max()), worst(got, want)
 
 
-def speed(load: Load, device: torch.device, chip: Chip, matmul: float) -> dict[str, float]:
+def checks(bench: Bench) -> Iterator[Number]:
+    """Every case."""
+    for name, load in ERRORS.items():
+        yield Number(name, partial(check, bench, replace(load, seqs=((20, 30), (7, 0))) if bench.tiny else load))
+
+
+def check(bench: Bench, load: Load) -> dict:
+    absolute, roundings = error(make(load, bench.device, bench.chip), bench)
+    if not bench.use_kernel:  # the reference rounds scores, as the kernel does not
+        roundings /= 6
+    return verdict(roundings, absolute=absolute)
+
+
+def speeds(bench: Bench) -> Iterator[Number]:
+    """Each load."""
+    for name, load in SPEEDS.items():
+        yield Number(name, partial(speed, bench, replace(load, seqs=((20, 30),)) if bench.tiny else load))
+
+
+def speed(bench: Bench, load: Load) -> dict[str, float]:
     """Milliseconds of a call, FLOP per second, also as a part of a large product's."""
-    inputs = make(load, device, chip)
-    took = median_ms(lambda _: inputs.call(chip, use_kernel=True)) / 1e3
-    return {"ms": took * 1e3, "flop_per_s": load.flop / took, "of_matmul": load.flop / took / matmul}
+    inputs = make(load, bench.device, bench.chip)
+    took = bench.median_ms(lambda _: inputs.call(bench.chip, use_kernel=bench.use_kernel)) / 1e3
+    return {"ms": took * 1e3, "flop_per_s": load.flop / took, "of_matmul": load.flop / took / matmul_rate(bench)}
 
 
-def chip_here(device: torch.device) -> Chip:
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return chip_of(torch.cuda.get_device_capability(device), sms)
+TUNED = {
+    "llama": Load(((8192, 0),)),
+    "head dim 64": Load(((8192, 0),), heads=64, head_dim=64),
+    "head dim 256": Load(((8192, 0),), heads=16, head_dim=256),
+    "float8": Load(((8192, 0),), cache=FP8),
+}
+"""What --stage tune tries settings on."""
 
 
-def measure(device: torch.device) -> dict:
-    """Errors (each at most 1 is right; `right` says whether all are) and speeds against a large product."""
-    chip, matmul = chip_here(device), matmul_rate(device)
-    found = {name: error(make(load, device, chip), chip) for name, load in ERRORS.items()}
-    return {
-        "matmul_flop_per_s": matmul,
-        "errors": {name: {"absolute": absolute, "roundings": many} for name, (absolute, many) in found.items()},
-        "right": all(0 <= many <= 1 for _, many in found.values()),
-        "speeds": {name: speed(load, device, chip, matmul) for name, load in SPEEDS.items()},
-    }
+def trials(bench: Bench) -> Iterator[Number]:
+    """Everything worth trying that the chip can run; the table's own first."""
+    for name, load in bench.choose(TUNED, {"llama": Load(((20, 30),))}).items():
+        float8 = load.cache == FP8
+        every = [tuned(load.head_dim, BF16, bench.chip, float8=float8)]
+        every += [one for one in candidates(load.head_dim, BF16, bench.chip, float8=float8) if one != every[0]]
+        for chosen in every[: bench.choose(None, 3)]:
+            yield Number(f"{name}: {' '.join(map(str, chosen.values()))}", partial(trial, bench, load, chosen), 40)
 
 
-def trial(inputs: Inputs, chip: Chip, chosen: Settings) -> Tensor:
-    """A call with settings on trial."""
-    return kernel(*inputs.arrays, torch.empty_like(inputs.q), inputs.rules, inputs.tile, chip, chosen)
+def trial(bench: Bench, load: Load, chosen: Settings) -> dict:
+    about = {"key": key(load.head_dim, BF16, float8=load.cache == FP8), "settings": dict(chosen)}
+    tile = max(1, chosen["BLOCK_M"] // (load.heads // load.kv_heads))
+    inputs = make(load, bench.device, bench.chip, tile)
+    try:
+        us = 1e3 * bench.median_ms(lambda _: attend(bench, inputs, chosen), 10)
+    except Exception as refused:
+        if not is_refusal(refused):
+            raise
+        return about | {"refused": str(refused)[:200]}
+    return about | {"us": us, "of_matmul": load.flop / us * 1e6 / matmul_rate(bench)}
 
 
-def tune(load: Load, device: torch.device) -> Iterator[tuple[float, Settings]]:
-    """(FLOP per second, settings) of everything worth trying that the chip can run; those in use come first."""
-    chip, float8 = chip_here(device), load.cache == FP8
-    in_use = tuned(load.head_dim, BF16, chip, float8=float8)
-    for chosen in (in_use, *candidates(load.head_dim, BF16, chip, float8=float8)):
-        inputs = make(load, device, chip, max(1, chosen["BLOCK_M"] // (load.heads // load.kv_heads)))
-        try:
-            took = median_ms(lambda _, inputs=inputs, chosen=chosen: trial(inputs, chip, chosen), 10) / 1e3
-        except Exception as refused:  # Triton: more registers or shared memory than there are
-            print(chosen, type(refused).__name__, str(refused)[:100], file=sys.stderr)
-            continue
-        yield load.flop / took, chosen
+def attend(bench: Bench, inputs: Inputs, chosen: Settings) -> Tensor:
+    """A call with settings on trial; on a CPU the reference, which has none."""
+    if not bench.use_kernel:
+        return inputs.call(bench.chip, use_kernel=False)
+    from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import kernel
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--float8", action="store_true")
-    args = parser.parse_args()
-    device = torch.device("cuda")
-    if not args.tune:
-        print(json.dumps(measure(device)))
-        return
-    heads = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
-    load = Load(((8192, 0),), **heads, cache=FP8 if args.float8 else BF16)
-    matmul, tried = matmul_rate(device), []
-    for rate, chosen in tune(load, device):
-        tried.append((rate, chosen))
-        print(f"{rate / matmul:.3f} of a product: {json.dumps(dict(chosen))}", flush=True)
-    best = max(tried, key=lambda one: one[0])[1]
-    print(f'"{key(load.head_dim, BF16, float8=args.float8)}": {json.dumps(dict(best))}')
-
-
-if __name__ == "__main__":
-    main()
+    return kernel(*inputs.arrays, torch.empty_like(inputs.q), inputs.rules, inputs.tile, bench.chip, chosen)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import gpu_decode_attention as benchmark
-from gpu_decode_attention import BF16, ERRORS, FP8, SPEEDS, Load, error, make
-
 from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
-from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import launch
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import blocks
+from pagoda.benchmarks.gpu.decode_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, small
+from pagoda.benchmarks.gpu.measure import BF16, Bench, worst
 
-CPU, CHIP = torch.device("cpu"), CHIPS["sm_90"]
+CPU = Bench(torch.device("cpu"), CHIPS["sm_90"], tiny=True)
 TINY = Load(3, 40, heads=4, kv_heads=2, head_dim=16)
+
+
+class Recorded(Bench):
+    """Calls kernels."""
+
+    is_gpu = True
 
 
 def test_copies_read_pages_of_their_own():
@@ -33,31 +34,35 @@ def test_copies_read_pages_of_their_own():
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_reference_in_bfloat16_passes_and_a_wrong_one_does_not(name: str):
-    load = ERRORS[name]
-    inputs = make(Load(**{**vars(load), "seqs": 3, "context": 70}), CPU)
-    absolute, roundings = error(inputs, CHIP, use_kernel=False)
+    inputs = make(small(ERRORS[name]), CPU)
+    absolute, roundings = error(inputs, CPU)
     assert 0 < absolute < 0.1
     assert 0 < roundings <= 1
     inputs.kv_lens[-1] -= 1
-    want = inputs.call(splits=1, use_kernel=False, chip=CHIP)
+    want = inputs.call(splits=1, use_kernel=False, chip=CPU.chip)
     inputs.kv_lens[-1] += 1
-    got = inputs.call(splits=1, use_kernel=False, chip=CHIP)
-    assert benchmark.worst(got, want.double(), 3) > 1
+    got = inputs.call(splits=1, use_kernel=False, chip=CPU.chip)
+    assert worst(got, want.double(), 3) > 1
+
+
+def test_an_error_of_five_percent_is_wrong():
+    assert check(CPU, TINY)["right"]
+    assert not check(Bench(CPU.device, CPU.chip, spoil=0.05), TINY)["right"]
 
 
 def test_a_trial_calls_the_kernel_as_the_api_does(monkeypatch: pytest.MonkeyPatch):
-    inputs = make(Load(**{**vars(ERRORS["float8"]), "seqs": 2, "sinks": True, "window": 9}), CPU)
+    load = Load(**{**vars(ERRORS["float8"]), "seqs": 2, "sinks": True, "window": 9})
+    inputs = make(load, CPU)
     calls = []
-    monkeypatch.setattr(kernel, "launch", lambda *args: calls.append(launches.bind(*args).arguments))
-    launches = inspect.signature(launch)
-    inputs.call(splits=2, use_kernel=True, chip=CHIP)
-    trial = lambda *args, **how: calls.append(launches.bind(*args, **how).arguments)  # noqa: E731
-    benchmark.attend(inputs, 0, trial, splits=2, chip=CHIP)
+    launches = inspect.signature(kernel.launch)
+    monkeypatch.setattr(kernel, "launch", lambda *a, **how: calls.append(launches.bind(*a, **how).arguments))
+    inputs.call(splits=2, use_kernel=True, chip=CPU.chip)
+    chosen = blocks(load.shape, CPU.chip)
+    attend(Recorded(CPU.device, CPU.chip), inputs, 0, splits=2, chosen=chosen)
+    assert calls[1].pop("chosen") == chosen
     assert calls[0].keys() == calls[1].keys()
     for name, one in calls[0].items():
-        assert (
-            torch.equal(one.float(), calls[1][name].float()) if isinstance(one, torch.Tensor) else one == calls[1][name]
-        )
+        assert _equal(one, calls[1][name])
 
 
 def _equal(one, other) -> bool:

@@ -1,0 +1,251 @@
+"""Decode attention on a GPU: right in bfloat16, and how fast it reads the cache against a large copy.
+
+`checks`: errors against float64 in units of the output's rounding. `speeds`: bytes of K and V per second; launches are
+recorded in a CUDA graph, as the engine launches them, over caches that together exceed the L2 cache. `trials`: block
+sizes on trial for tuning.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import Blocks, Shape, blocks, candidates
+from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, verdict, worst
+
+PAGE = 16
+COLD_BYTES = 512 << 20
+"""Calls are rotated over so many bytes, several times an L2 cache."""
+CHECKED = 4
+"""Sequences of a timed shape that are compared with float64."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences of up to `context` tokens; by default with the heads of Llama-3.1-8B. `ragged`: of all lengths."""
+
+    seqs: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    query_len: int = 1
+    cache: torch.dtype = BF16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    ragged: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.head_dim, self.heads // self.kv_heads, self.query_len, self.cache)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of K and V in one call, all sequences being as long as they can."""
+        return 2 * self.seqs * self.context * self.kv_heads * self.head_dim * self.cache.itemsize
+
+
+SPEEDS = {
+    "64x4k": Load(64, 4096),
+    "1x8k": Load(1, 8192),
+    "32x1k": Load(32, 1024),
+    "256x1k": Load(256, 1024),
+    "8x32k": Load(8, 32768),
+    "64x4k_float8": Load(64, 4096, cache=FP8),
+    "64x4k_drafts": Load(64, 4096, query_len=4),
+}
+SMALL = Load(9, 700, ragged=True)
+ERRORS = {
+    "llama": SMALL,
+    "long": Load(3, 9000, ragged=True),
+    "drafts": replace(SMALL, query_len=4),
+    "drafts of a large group": replace(SMALL, query_len=8, heads=64),
+    "group of 16": replace(SMALL, heads=32, kv_heads=2),
+    "head dim 64, sinks, window": replace(SMALL, head_dim=64, heads=64, sinks=True, window=128),
+    "head dim 80, no group": replace(SMALL, head_dim=80, heads=8),
+    "head dim 96": replace(SMALL, head_dim=96, heads=7, kv_heads=1),
+    "head dim 256, soft cap, window": replace(SMALL, head_dim=256, heads=16, softcap=50.0, window=300),
+    "float8": replace(SMALL, cache=FP8),
+    "float8 drafts": replace(SMALL, cache=FP8, query_len=4),
+    "float8 head dim 64": replace(SMALL, cache=FP8, head_dim=64),
+    "float8 head dim 80": replace(SMALL, cache=FP8, head_dim=80, heads=8),
+    "float8 head dim 256": replace(SMALL, cache=FP8, head_dim=256),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One cache for all copies of a load, which read pages of their own in random order."""
+
+    load: Load
+    q: Tensor  # [copies, T, N, H]
+    keys: Tensor  # [P, K, B, H]
+    values: Tensor
+    tables: Tensor  # [copies, S, W]
+    kv_lens: Tensor  # [S]
+    sinks: Tensor | None
+    scale: Tensor | None  # of an 8-bit cache
+
+    def call(self, copy: int = 0, rows: int | None = None, **how) -> Tensor:
+        """Attention of the copy's first `rows` sequences; `how` as the api has it."""
+        load = self.load
+        tokens = None if rows is None else rows * load.query_len
+        return decode_attention(
+            how.pop("q", self.q[copy])[:tokens],
+            self.keys,
+            self.values,
+            self.tables[copy, :rows],
+            self.kv_lens[:rows],
+            query_len=load.query_len,
+            scale=load.head_dim**-0.5,
+            window=load.window,
+            softcap=load.softcap,
+            sinks=self.sinks,
+            k_scale=self.scale,
+            v_scale=self.scale,
+            **how,
+        )
+
+
+def make(load: Load, bench: Bench, cold_bytes: int = 0) -> Inputs:
+    """Random inputs, as many copies as fill `cold_bytes`, two at least where any are asked for."""
+    torch.manual_seed(0)
+    device = bench.device
+    copies = max(2, -(-cold_bytes // load.bytes_read)) if cold_bytes else 1
+    width = -(-load.context // PAGE)
+    pages = copies * load.seqs * width
+    cache = torch.empty(2, pages + 1, load.kv_heads, PAGE, load.head_dim, device=device, dtype=load.cache)
+    for part in cache.flatten(0, 1).split(4096):
+        part.copy_(torch.randn(part.shape, device=device).to(load.cache))
+    lens = torch.full((load.seqs,), load.context)
+    if load.ragged:
+        lens = torch.linspace(load.query_len, load.context, load.seqs).long()
+        lens[load.seqs // 2] = 0
+    q = torch.randn(copies, load.seqs * load.query_len, load.heads, load.head_dim, device=device).to(BF16)
+    return Inputs(
+        load,
+        q,
+        *cache,
+        (1 + torch.randperm(pages)).view(copies, load.seqs, width).to(device, torch.int32),
+        lens.to(device, torch.int32),
+        torch.randn(load.heads, device=device).to(BF16) if load.sinks else None,
+        torch.full((1,), 0.5, device=device) if load.cache == FP8 else None,
+    )
+
+
+def error(inputs: Inputs, bench: Bench, splits: int | None = None) -> tuple[float, float]:
+    """Largest absolute error against float64, and the largest in roundings of bfloat16, where up to 3 are allowed."""
+    load = inputs.load
+    rows = min(load.seqs, CHECKED) if load.seqs * load.context > 1 << 16 else load.seqs
+    asked = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip) if splits is None else splits
+    got = inputs.call(splits=asked, use_kernel=bench.use_kernel, chip=bench.chip)[: rows * load.query_len]
+    want = inputs.call(rows=rows, q=inputs.q[0].double(), splits=1, use_kernel=False, chip=bench.chip)
+    got = bench.spoiled(got)
+    return float((got.double() - want).abs().max()), worst(got, want, 3)
+
+
+def checks(bench: Bench) -> Iterator[Number]:
+    """Every case with one split and with several."""
+    for name, load in ERRORS.items():
+        yield Number(name, partial(check, bench, small(load) if bench.tiny else load))
+
+
+def check(bench: Bench, load: Load) -> dict:
+    inputs = make(load, bench)
+    each = [error(inputs, bench, splits) for splits in (1, 2, 7)]
+    return verdict(max(r for _, r in each), absolute=max(a for a, _ in each))
+
+
+def small(load: Load) -> Load:
+    """So that a CPU is done at once."""
+    return replace(load, seqs=3, context=70)
+
+
+def seconds(bench: Bench, inputs: Inputs, call: Callable[[int], object], repeats: int = 30) -> float:
+    """Of a call, in a graph that goes through all copies."""
+    copies = len(inputs.tables)
+    replay = bench.recorded([partial(call, copy) for copy in range(copies)])
+    return bench.median_ms(lambda _: replay(), repeats) / 1e3 / copies
+
+
+def speeds(bench: Bench) -> Iterator[Number]:
+    """Each load, checked at its own size."""
+    for name, load in SPEEDS.items():
+        yield Number(name, partial(speed, bench, small(load) if bench.tiny else load))
+
+
+def speed(bench: Bench, load: Load) -> dict:
+    """Microseconds of a call, bytes per second of K and V, also as a part of a copy's; the error at this size."""
+    inputs = make(load, bench, bench.choose(COLD_BYTES, 1))
+    splits = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
+    absolute, roundings = error(inputs, bench)
+    how = {"splits": splits, "use_kernel": bench.use_kernel, "chip": bench.chip}
+    took = seconds(bench, inputs, lambda copy: inputs.call(copy, **how))
+    rate = load.bytes_read / took
+    speed = {"us": took * 1e6, "bytes_per_s": rate, "of_copy": rate / copy_bandwidth(bench), "splits": splits}
+    return verdict(roundings, absolute=absolute, **speed)
+
+
+TUNED = {
+    "llama": Load(64, 4096),
+    "few rows": Load(1, 8192),
+    "head dim 64": Load(64, 4096, heads=64, head_dim=64),
+    "float8": Load(64, 4096, cache=FP8),
+    "drafts": Load(64, 4096, query_len=4),
+    "head dim 256": Load(64, 4096, heads=16, kv_heads=8, head_dim=256),
+}
+"""What --stage tune tries settings on. The table's key of each is that of its shape."""
+
+
+def trials(bench: Bench) -> Iterator[Number]:
+    """Everything worth trying that the chip can run; the table's own first."""
+    for name, load in bench.choose(TUNED, {"llama": small(Load(64, 4096))}).items():
+        every = dict.fromkeys((blocks(load.shape, bench.chip), *candidates(load.shape, bench.chip)))
+        inputs: list[Inputs] = []
+        for chosen in list(every)[: bench.choose(None, 3)]:
+            label = " ".join(map(str, asdict(chosen).values()))
+            yield Number(f"{name}: {label}", partial(trial, bench, load, chosen, inputs), 40)
+        inputs.clear()
+
+
+def trial(bench: Bench, load: Load, chosen: Blocks, made: list[Inputs]) -> dict:
+    """The best number of splits of these blocks. `made`: inputs, shared between the trials of a load."""
+    if not made:
+        made.append(make(load, bench, bench.choose(COLD_BYTES, 1)))
+    inputs, tried = made[0], {}
+    usual = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
+    for splits in sorted({1, 2, 4, 8, usual}):
+        try:
+            took = seconds(bench, inputs, partial(attend, bench, inputs, splits=splits, chosen=chosen), 10)
+        except Exception as refused:
+            if not is_refusal(refused):
+                raise
+            return {"key": load.shape.key, "settings": asdict(chosen), "refused": str(refused)[:200]}
+        tried[splits] = took * 1e6
+    best = min(tried, key=lambda splits: tried[splits])
+    of_copy = load.bytes_read / tried[best] * 1e6 / copy_bandwidth(bench)
+    us = {"us": tried[best], "splits": best, "us_of_splits": tried, "of_copy": of_copy}
+    return {"key": load.shape.key, "settings": asdict(chosen), **us}
+
+
+def is_refusal(error: Exception) -> bool:
+    """Triton's answer to settings that need more registers or shared memory than there are."""
+    return type(error).__name__ in ("OutOfResources", "PTXASError", "CompilationError")
+
+
+def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: Blocks) -> Tensor:
+    """A call with blocks on trial; on a CPU the reference, which has none."""
+    if not bench.use_kernel:
+        return inputs.call(copy, splits=splits, use_kernel=False, chip=bench.chip)
+    from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import launch
+
+    load = inputs.load
+    arrays = inputs.q[copy], inputs.keys, inputs.values, inputs.tables[copy], inputs.kv_lens
+    facts = load.query_len, load.head_dim**-0.5, load.window, load.softcap, inputs.sinks, inputs.scale, inputs.scale
+    return launch(*arrays, *facts, splits=splits, chip=bench.chip, chosen=chosen)

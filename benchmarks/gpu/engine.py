@@ -1,0 +1,293 @@
+"""The whole engine on a GPU: graphs against eager steps; decode, prefill and throughput with Llama-3.1-8B's shapes.
+
+`graph_checks`, `decode`, `prefill` and `throughput` give numbers; an engine starts with the first of them that runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import pagoda
+from pagoda.benchmarks.gpu import model
+from pagoda.benchmarks.gpu.measure import Bench, Number, copy_bandwidth, matmul_rate
+
+BATCHES = (1, 32, 64, 256)
+CONTEXT = 1024
+STEPS, WARM, PROFILED = 64, 8, 12
+START_SECONDS = 240
+"""What a number may take that has to start an engine first."""
+
+
+class Engine:
+    """An engine of random weights that starts when it is first asked for."""
+
+    def __init__(self, bench: Bench, config: dict, **settings) -> None:
+        self._bench, self._config, self._settings = bench, config, settings
+        self._llm: pagoda.LLM | None = None
+        self.start_seconds = 0.0
+
+    @property
+    def llm(self) -> pagoda.LLM:
+        if self._llm is None:
+            began = time.perf_counter()
+            usual = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_num_seqs": 256}
+            self._llm = pagoda.LLM(
+                str(model.write(Path(tempfile.mkdtemp()) / "model", self._config)),
+                backend="torch_cuda",
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                **usual | self._settings,
+            )
+            self.start_seconds = time.perf_counter() - began
+        return self._llm
+
+    @property
+    def recompiles(self) -> int:
+        """Programs compiled or captured since the engine said that it was ready."""
+        return self.llm.llm_engine.stats.recompiles
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+        if self._bench.is_gpu:
+            torch.cuda.empty_cache()
+
+
+def prompts(config: dict, count: int, length: int, seed: int = 0) -> list[dict]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, config["vocab_size"], (count, length), generator=generator)
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def answer(tokens: int, **rules) -> pagoda.SamplingParams:
+    rules = {"temperature": 0.0} | rules
+    return pagoda.SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **rules)
+
+
+GRAPHED = {
+    "bfloat16": {},
+    "float32": {"dtype": "float32"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "fp8 weights": {"quantization": "fp8"},
+    "int4 weights": {"quantization": "int4"},
+}
+"""Engines whose tokens must not depend on whether decode steps are replayed."""
+
+
+def graph_checks(bench: Bench) -> Iterator[Number]:
+    """Tokens of captured graphs are those of eager steps, and nothing is compiled after the engine is ready."""
+    for name, settings in list(GRAPHED.items())[: bench.choose(None, 2)]:
+        yield Number(name, partial(graphs_equal_eager, bench, settings), START_SECONDS)
+
+
+def graphs_equal_eager(bench: Bench, settings: dict) -> dict:
+    """Two layers of Llama-3.1-8B, 24 prompts of all lengths, greedy and seeded requests in one batch."""
+    config = bench.choose(model.CONFIG | {"num_hidden_layers": 2}, model.TINY)
+    seqs, tokens = bench.choose((24, 48), (3, 5))
+    asked = [prompts(config, 1, 5 + 37 * at % 500 if not bench.tiny else 5 + at, at)[0] for at in range(seqs)]
+    rules = [
+        answer(tokens) if at % 2 else answer(tokens, temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=at)
+        for at in range(seqs)
+    ]
+    found, recompiles, starts = [], [], []
+    for eager in (False, True):
+        engine = Engine(bench, config, enforce_eager=eager, max_model_len=1024, max_num_seqs=seqs, **settings)
+        done = engine.llm.generate(asked, rules, use_tqdm=False)
+        found.append([list(one.outputs[0].token_ids) for one in done])
+        recompiles.append(engine.recompiles)
+        starts.append(round(engine.start_seconds, 1))
+        engine.close()
+    if bench.spoil:
+        found[0][0][-1] += 1
+    equal = sum(one == other for one, other in zip(*found))
+    facts = {"recompiles": recompiles, "start_seconds": starts, "distinct": len({tuple(one) for one in found[0]})}
+    return {"right": equal == seqs and not any(recompiles), "equal": equal, "of": seqs, "tokens": tokens, **facts}
+
+
+def decode(bench: Bench) -> Iterator[Number]:
+    """A decode step at 1k context, every batch size."""
+    config = bench.choose(model.CONFIG, model.TINY)
+    context, steps, batches = bench.choose((CONTEXT, STEPS, BATCHES), (24, 3, (1, 3)))
+    engine = Engine(bench, config, max_model_len=context + answer_length(steps), max_num_seqs=max(batches))
+    for batch in batches:
+        yield Number(
+            f"batch_{batch}", partial(decode_step, bench, engine, config, batch, context, steps), START_SECONDS
+        )
+    engine.close()
+
+
+def answer_length(steps: int) -> int:
+    """Tokens enough for the first sequence to go on while the last is measured and profiled."""
+    return 3 * steps + 4 * PROFILED
+
+
+def decode_step(bench: Bench, running: Engine, config: dict, batch: int, context: int, steps: int) -> dict:
+    """Milliseconds of a step against reading the weights and the context's K and V once."""
+    bandwidth = copy_bandwidth(bench)  # while there is memory for it
+    engine = running.llm.llm_engine
+    for number, prompt in enumerate(prompts(config, batch, context)):
+        engine.add_request(f"{batch}-{number}", prompt, answer(answer_length(steps)))
+    while sum(len(engine.step()) for _ in range(2)) < 2 * batch:  # until all decode
+        pass
+    for _ in range(bench.choose(WARM, 1)):
+        engine.step()
+    bench.synchronize()
+    times = []
+    begin = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+        now = time.perf_counter()
+        times.append(now - begin)
+        begin = now
+    wall = statistics.median(times)
+    more = prompts(config, 1, context)[0]
+    profiled = profile_steps(engine, wall, more, f"{batch}-more") if bench.is_gpu else {}
+    engine.abort_all()
+    while engine.step():
+        pass
+    floor = 2 * model.matrix_elements(config) + batch * context * model.kv_bytes(config)
+    floor /= bandwidth
+    return {
+        "right": running.recompiles == 0,
+        "recompiles": running.recompiles,
+        "step_ms": 1e3 * wall,
+        "tokens_per_s": batch / wall,
+        "floor_ms": 1e3 * floor,
+        "of_floor": floor / wall,
+        "slowest_ms": 1e3 * max(times),
+        **profiled,
+        "copy_bytes_per_s": bandwidth,
+        "memory": running.llm.llm_engine.info.memory,
+        "start_up": dict(running.llm.llm_engine.info.phases),
+    }
+
+
+def profile_steps(engine, wall: float, prompt: dict, name: str) -> dict:
+    """What a step is made of, or why the profiler does not work here."""
+    try:
+        busy = gpu_busy(engine)
+    except RuntimeError as error:
+        return {"not_profiled": str(error)[:200]}
+    found = {"gpu_busy_ms": 1e3 * busy, "host_not_hidden": 1 - busy / wall}
+    return found | {"waits": waits(engine, prompt, name)}
+
+
+def gpu_busy(engine) -> float:
+    """Seconds per step in which some kernel or copy ran, from the profiler's timeline."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, until = 0.0, float("-inf")
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy / 1e6 / PROFILED
+
+
+def waits(engine, prompt: dict, name: str) -> list[str]:
+    """Where a step makes the host wait for the GPU, but for the events that steps end with. One more request comes."""
+    rules = answer(4, temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=2)
+    engine.add_request(name, prompt, rules)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(PROFILED):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sorted({f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)})
+
+
+def prefill(bench: Bench) -> Iterator[Number]:
+    """A prompt in one step, and eight prompts in one step."""
+    config = bench.choose(model.CONFIG, model.TINY)
+    loads = bench.choose(((2048, 1), (4096, 1), (8192, 1), (1024, 8)), ((24, 1), (8, 3)))
+    most = max(length * count for length, count in loads)
+    longest = max(length for length, _ in loads) + 16
+    engine = Engine(bench, config, max_model_len=longest, max_num_batched_tokens=most, max_num_seqs=8)
+    for length, count in loads:
+        yield Number(f"{count}x{length}", partial(prefill_step, bench, engine, config, length, count), START_SECONDS)
+    engine.close()
+
+
+def prefill_step(bench: Bench, running: Engine, config: dict, length: int, count: int) -> dict:
+    """Seconds to the first token against the rate of a large product."""
+    rate = matmul_rate(bench)  # while there is memory for it
+    times = []
+    for turn in range(bench.choose(8, 2)):
+        asked = prompts(config, count, length, turn)
+        bench.synchronize()
+        begin = time.perf_counter()
+        running.llm.generate(asked, answer(1), use_tqdm=False)
+        times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times[len(times) // 4 :])
+    flops = count * model.prefill_flops(config, length)
+    return {
+        "right": running.recompiles == 0,
+        "recompiles": running.recompiles,
+        "seconds": seconds,
+        "tokens_per_s": count * length / seconds,
+        "flop_per_s": flops / seconds,
+        "matmul_flop_per_s": rate,
+        "of_matmul_rate": flops / seconds / rate,
+    }
+
+
+LOADS = {
+    "256x1024/1024": (256, 1024, 1024, {}),
+    "256x1024/1024 fp8 weights": (256, 1024, 1024, {"quantization": "fp8"}),
+    "256x1024/1024 fp8 weights and cache": (256, 1024, 1024, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "32x1024/128": (32, 1024, 128, {}),
+}
+"""The last is what transformers is given. Requests, input and output tokens of each, settings."""
+
+
+def throughput(bench: Bench) -> Iterator[Number]:
+    """Output tokens per second when all requests are there at once."""
+    config = bench.choose(model.CONFIG, model.TINY)
+    for name, (requests, given, wanted, settings) in list(LOADS.items())[: bench.choose(None, 2)]:
+        load = bench.choose((requests, given, wanted), (4, 12, 6))
+        yield Number(name, partial(throughput_of, bench, config, load, settings), START_SECONDS)
+
+
+def throughput_of(bench: Bench, config: dict, load: tuple[int, int, int], settings: dict) -> dict:
+    requests, given, wanted = load
+    engine = Engine(bench, config, max_model_len=given + wanted + 16, max_num_seqs=requests, **settings)
+    llm = engine.llm
+    llm.generate(prompts(config, 2, given), answer(4), use_tqdm=False)
+    asked = prompts(config, requests, given)
+    begin = time.perf_counter()
+    done = llm.generate(asked, answer(wanted), use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(one.outputs[0].token_ids) for one in done)
+    recompiles, info = engine.recompiles, llm.llm_engine.info
+    engine.close()
+    return {
+        "right": tokens == requests * wanted and recompiles == 0,
+        "recompiles": recompiles,
+        "requests": requests,
+        "input": given,
+        "output": wanted,
+        "seconds": seconds,
+        "output_tokens_per_s": tokens / seconds,
+        "memory": info.memory,
+        "start_up": dict(info.phases),
+    }

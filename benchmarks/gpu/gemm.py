@@ -1,0 +1,248 @@
+"""Products with packed matrices and mixtures of experts on a GPU: right in bfloat16, and how fast.
+
+`checks`: errors against float64 in units of the output's rounding. `speeds`: times against torch and against the time
+that reading the numbers takes at the speed of a large copy; small batches are timed in CUDA graphs over more matrices
+than the L2 cache holds. `trials`: settings on trial for the tuning.json of both kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels import tuning
+from pagoda.backends.torch_cuda.kernels.moe import moe
+from pagoda.backends.torch_cuda.kernels.tuning import Settings
+from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack, weight_only_linear
+from pagoda.benchmarks.gpu.decode_attention import is_refusal
+from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, copy_bandwidth, verdict, worst
+from pagoda.common.models.spec import Mlp, Router
+
+COLD_BYTES = 256 << 20
+"""Matrices are rotated over this many bytes, more than an L2 cache holds."""
+
+SCHEMES = ("int8", "fp8", "int4")
+MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096))
+"""[O, I]: gate with up, down, and qkv of an 8B model."""
+ROWS = (1, 8, 16, 64)
+MIXTURES = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768)}
+"""Experts, experts of a token, D, F."""
+FEW, MANY = (1, 32, 256), 4096
+
+
+def random(*shape: int, device: torch.device) -> Tensor:
+    """Numbers of a matrix, so large that a product has about the size of its input."""
+    return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(BF16)
+
+
+def checks(bench: Bench) -> Iterator[Number]:
+    """Every scheme and number of rows; mixtures, plain and packed."""
+    for scheme, rows in itertools.product(SCHEMES, bench.choose((1, 7, 16, 33, 64, 300), (1, 7, 33))):
+        yield Number(f"{scheme}_{rows}", partial(linear_error, bench, scheme, rows))
+    sizes = bench.choose(((8, 2, 512, 768), (64, 8, 512, 256)), ((4, 2, 64, 48),))
+    for size, rows in itertools.product(sizes, bench.choose((1, 40, 300, 3000), (1, 40))):
+        for scheme in (None, "int8"):
+            name = f"{size[0]}_experts_{rows}{'_int8' if scheme else ''}"
+            yield Number(name, partial(moe_error, bench, size, rows, scheme))
+
+
+def linear_error(bench: Bench, scheme: str, rows: int) -> dict:
+    """Worst error in bfloat16 roundings of a result; at most 1 is right."""
+    from pagoda.backends.torch_cuda.kernels.weight_only.kernel import FEW
+
+    torch.manual_seed(0)
+    outputs, inputs = bench.choose((1040, 4096), (40, 300))
+    weight, bias = random(outputs, inputs, device=bench.device), torch.randn(outputs, device=bench.device).to(BF16)
+    packed = pack(weight, scheme)
+    exact = unpack(packed).double()
+    x = torch.randn(rows, inputs, device=bench.device).to(BF16)
+    got = weight_only_linear(x, packed, bias, use_kernel=bench.use_kernel, chip=bench.chip)
+    want = x.double() @ exact.T + bias.double()
+    # Many rows round the matrix too, by 0.1 %, or x to float8, by 3 %; the worst of many errs 5 times as much.
+    roundings = 1 if rows <= FEW else 64 if scheme == "fp8" else 3
+    return verdict(worst(bench.spoiled(got), want, roundings))
+
+
+def moe_error(bench: Bench, size: tuple[int, int, int, int], tokens: int, scheme: str | None) -> dict:
+    """The same for a mixture of experts; between the products the kernel rounds four times, the reference more."""
+    torch.manual_seed(0)
+    experts, top, width, ffn = size
+    device = bench.device
+    inner, down = random(experts, 2 * ffn, width, device=device), random(experts, width, ffn, device=device)
+    x, logits = torch.randn(tokens, width, device=device).to(BF16), torch.randn(tokens, experts, device=device)
+    facts = {"router": Router(top, True), "expert": Mlp(ffn, "silu", True), "use_kernel": bench.use_kernel}
+    stacks = (inner, down) if scheme is None else (pack(inner, scheme), pack(down, scheme))
+    exact = (inner, down) if scheme is None else tuple(unpack(part) for part in stacks)
+    got = moe(x, logits, *stacks, **facts, chip=bench.chip)
+    roundings = 8 if bench.use_kernel else 16
+    return verdict(worst(bench.spoiled(got), mixture64(x, logits, *exact, top), roundings))
+
+
+def mixture64(x: Tensor, logits: Tensor, inner: Tensor, down: Tensor, top: int) -> Tensor:
+    """The mixture in float64, expert by expert."""
+    weights, chosen = logits.double().softmax(-1).topk(top)
+    weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(inner.shape[0]):
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (x[rows].double() @ inner[expert].double().T).chunk(2, -1)
+        out.index_add_(0, rows, (F.silu(gate) * up) @ down[expert].double().T * weights[rows, places, None])
+    return out
+
+
+def microseconds(bench: Bench, make: Callable[[], Callable[[], object]], moved: int) -> float:
+    """Of a call, in a graph of enough calls that `make` gives over matrices of their own, `moved` bytes each."""
+    calls = [make() for _ in range(bench.copies(moved, COLD_BYTES))]
+    replay = bench.recorded(calls)
+    return bench.median_ms(lambda _: replay()) * 1e3 / len(calls)
+
+
+def speeds(bench: Bench) -> Iterator[Number]:
+    """`of_copy`: share of the copy's speed at which the numbers are read. torch's bfloat16 product comes first."""
+    for shape, rows in itertools.product(bench.choose(MATRICES, ((64, 96),)), bench.choose(ROWS, (1,))):
+        for scheme in (None, *SCHEMES):
+            name = f"{scheme or 'torch'}_{shape[0]}x{shape[1]}_{rows}"
+            yield Number(name, partial(linear_speed, bench, scheme, shape, rows))
+    mixtures = bench.choose(MIXTURES, {"tiny": (4, 2, 64, 48)})
+    for (name, size), tokens in itertools.product(mixtures.items(), bench.choose((*FEW, MANY), (1, MANY // 64))):
+        yield Number(f"{name}_{tokens}", partial(moe_speed, bench, size, tokens))
+
+
+def linear_speed(bench: Bench, scheme: str | None, shape: tuple[int, int], rows: int) -> dict[str, float]:
+    weight = random(*shape, device=bench.device)
+    x = torch.randn(rows, shape[1], device=bench.device).to(BF16)
+    if scheme is None:
+        return _figures(bench, microseconds(bench, partial(_torch_linear, x, weight), weight.nbytes), weight.nbytes)
+    moved = pack(weight, scheme).num_bytes
+    return _figures(bench, microseconds(bench, partial(_packed_linear, bench, x, weight, scheme), moved), moved)
+
+
+def _torch_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """A call over a matrix of its own."""
+    return partial(F.linear, x, weight.clone())
+
+
+def _packed_linear(bench: Bench, x: Tensor, weight: Tensor, scheme: str) -> Callable[[], Tensor]:
+    """A call over a matrix of its own."""
+    return partial(weight_only_linear, x, pack(weight, scheme), None, use_kernel=bench.use_kernel, chip=bench.chip)
+
+
+def _figures(bench: Bench, us: float, moved: int) -> dict[str, float]:
+    """A copy counts bytes read and written, so it is what a pure reader may reach."""
+    speed = moved / us * 1e6
+    return {"us": us, "bytes_per_s": speed, "of_copy": speed / copy_bandwidth(bench)}
+
+
+def moe_speed(bench: Bench, size: tuple[int, int, int, int], tokens: int) -> dict[str, float]:
+    """Few tokens: against reading the experts in use once. Many: FLOP per second. Both against a loop over experts.
+
+    Of mixtures with few tokens the L2 cache may hold experts.
+    """
+    experts, top, width, ffn = size
+    device = bench.device
+    inner, down = random(experts, 2 * ffn, width, device=device), random(experts, width, ffn, device=device)
+    facts = {"router": Router(top, True), "expert": Mlp(ffn, "silu", True), "use_kernel": bench.use_kernel}
+    x, logits = torch.randn(tokens, width, device=device).to(BF16), torch.randn(tokens, experts, device=device)
+    used = len(logits.topk(top).indices.unique())
+    moved = used * (inner[0].nbytes + down[0].nbytes)
+    call = partial(moe, x, logits, inner, down, **facts, chip=bench.chip)
+    us = eager(bench, call) if tokens == MANY else microseconds(bench, lambda: call, moved)
+    loop = eager(bench, partial(loop_over_experts, x, logits, inner, down, top))
+    flops = 2 * tokens * top * 3 * ffn * width
+    return _figures(bench, us, moved) | {"flop_per_s": flops / us * 1e6, "of_loop": us / loop}
+
+
+def eager(bench: Bench, call: Callable[[], object]) -> float:
+    """Microseconds of a call outside any graph."""
+    return bench.median_ms(lambda _: call(), 10) * 1e3
+
+
+def loop_over_experts(x: Tensor, logits: Tensor, inner: Tensor, down: Tensor, top: int) -> Tensor:
+    """The mixture as torch alone would have it: a dense product for each expert in use."""
+    weights, chosen = logits.softmax(-1).topk(top)
+    weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (x[rows] @ inner[expert].T).chunk(2, -1)
+        part = (F.silu(gate) * up) @ down[expert].T * weights[rows, places, None]
+        out.index_add_(0, rows, part.to(x.dtype))
+    return out
+
+
+def candidates(usual: Settings) -> Iterator[Settings]:
+    """What is worth trying in place of `usual`, which has DEPTH or not."""
+    depths = (64, 128) if "DEPTH" in usual else (None,)
+    for channels, depth, warps, stages in itertools.product((64, 128), depths, (2, 4, 8), (3, 4, 5)):
+        tried = {"CHANNELS": channels, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
+        yield {key: value for key, value in tried.items() if value is not None}
+
+
+def trials(bench: Bench) -> Iterator[Number]:
+    """For weight_only/tuning.json over the down projection of an 8B model, then for moe/tuning.json."""
+    from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
+    from pagoda.backends.torch_cuda.kernels.weight_only import kernel
+
+    for scheme, tile in itertools.product(SCHEMES, kernel.TILES[: bench.choose(None, 1)]):
+        yield from _tried(bench, kernel, f"{scheme}-{tile}", partial(linear_calls, bench, scheme, tile))
+    for scheme, tile in itertools.product(("plain", *SCHEMES), moe_kernel.TILES[: bench.choose(None, 1)]):
+        if scheme == "plain" or tile != moe_kernel.TILES[-1]:
+            yield from _tried(bench, moe_kernel, f"{scheme}-{tile}", partial(moe_calls, bench, scheme, tile))
+
+
+def _tried(bench: Bench, module: Any, key: str, make: Callable[[], list]) -> Iterator[Number]:
+    """Settings of one key of a table. The calls are made once, by the first trial that runs."""
+    usual = dict(tuning.settings(module.TUNING, bench.chip, key))
+    every = [usual, *(one for one in candidates(usual) if one != usual)]
+    folder, calls = module.TUNING.parent.name, []
+    for chosen in every[: bench.choose(None, 2)]:
+        label = f"{folder} {key}: {' '.join(map(str, chosen.values()))}"
+        yield Number(label, partial(trial, bench, module, key, chosen, make, calls), 40)
+    calls.clear()
+
+
+def trial(bench: Bench, module: Any, key: str, chosen: Settings, make: Callable[[], list], calls: list) -> dict:
+    about = {"key": f"{module.TUNING.parent.name} {key}", "settings": dict(chosen)}
+    if not calls:
+        calls += make()
+    with patch.object(tuning, "settings", lambda *_: chosen):
+        try:
+            replay = bench.recorded(calls)
+        except Exception as refused:
+            if not is_refusal(refused):
+                raise
+            return about | {"refused": str(refused)[:200]}
+        return about | {"us": bench.median_ms(lambda _: replay(), repeats=10, warmup=2) * 1e3 / len(calls)}
+
+
+def linear_calls(bench: Bench, scheme: str, tile: int) -> list[Callable[[], object]]:
+    shape = bench.choose(MATRICES[1], (64, 96))
+    weight = random(*shape, device=bench.device)
+    x = torch.randn(tile, shape[1], device=bench.device).to(BF16)
+    return [_packed_linear(bench, x, weight, scheme) for _ in range(bench.copies(weight.nbytes // 4, COLD_BYTES))]
+
+
+def moe_calls(bench: Bench, scheme: str, tile: int) -> list[Callable[[], object]]:
+    experts, top, width, ffn = bench.choose(MIXTURES["qwen3"], (4, 2, 64, 48))
+    device = bench.device
+    inner, down = random(experts, 2 * ffn, width, device=device), random(experts, width, ffn, device=device)
+    stacks = (inner, down) if scheme == "plain" else (pack(inner, scheme), pack(down, scheme))
+    tokens = tile * experts // top
+    x = torch.randn(tokens, width, device=device).to(BF16)
+    expert = Mlp(ffn, "silu", True)
+    if not bench.use_kernel:
+        logits = torch.randn(tokens, experts)
+        facts = {"router": Router(top, True), "expert": expert, "use_kernel": False, "chip": bench.chip}
+        return [partial(moe, x, logits, *stacks, **facts)]
+    from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
+
+    chosen = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top].int().contiguous()
+    call = partial(moe_kernel.experts, x, chosen, *stacks, None, None, expert, bench.chip)
+    return [call, call]

@@ -1,0 +1,179 @@
+"""What the GPU measurements share: a bench to measure on, times by CUDA events, the machine's own rooflines."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip, chip_of
+
+GIB = 1 << 30
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Number:
+    """One entry of a stage's JSON. `seconds`: what it may take at most, after which it counts as failed.
+
+    `run` returns a JSON object; its `right` says whether a result is correct, where results are checked.
+    """
+
+    name: str
+    run: Callable[[], dict]
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The device under test. On CPU tensors, for trying the script, kernels are replaced by their references.
+
+    `tiny`: shapes so small that a CPU is done at once. `spoil`: relative error added to every checked result, which
+    each check must notice. `model`: the small real model.
+    """
+
+    device: torch.device
+    chip: Chip
+    tiny: bool = False
+    spoil: float = 0.0
+    model: Path | None = None
+
+    @classmethod
+    def on(cls, device: str, **settings) -> Bench:
+        """The bench of `cuda` or `cpu`."""
+        if device == "cpu":
+            return cls(torch.device("cpu"), CHIPS["sm_90"], **settings)
+        found = torch.cuda.get_device_properties(0)
+        return cls(
+            torch.device("cuda", 0), chip_of((found.major, found.minor), found.multi_processor_count), **settings
+        )
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def use_kernel(self) -> bool:
+        """Triton kernels, or the references that define them."""
+        return self.is_gpu
+
+    def choose(self, usual, tiny):
+        """A shape: `tiny` where shapes are."""
+        return tiny if self.tiny else usual
+
+    def spoiled(self, result: Tensor) -> Tensor:
+        """A checked result, with the error that --spoil adds."""
+        return result if not self.spoil else (result.double() * (1 + self.spoil)).to(torch.float64)
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def median_ms(self, run: Callable[[int], object], repeats: int = 30, warmup: int = 5) -> float:
+        """Median milliseconds of `run(i)`. `i` counts calls, so that a run can rotate over cold inputs."""
+        if not self.is_gpu:
+            return _median_ms_on_host(run, min(repeats, 2))
+        for i in range(warmup):
+            run(i)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for i, (begin, end) in enumerate(events):
+            begin.record()
+            run(i)
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+    def recorded(self, calls: list[Callable[[], object]]) -> Callable[[], None]:
+        """The calls as one CUDA graph, to be replayed; on a CPU one after the other."""
+        if not self.is_gpu:
+            return lambda: [call() for call in calls] and None
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph.replay
+
+    def copies(self, moved: int, cold_bytes: int, least: int = 2) -> int:
+        """Inputs of `moved` bytes that fill `cold_bytes`, more than an L2 cache."""
+        return least if self.tiny else max(least, -(-cold_bytes // moved))
+
+
+@cache
+def copy_bandwidth(bench: Bench) -> float:
+    """Bytes per second, read and written, of a large copy; measured once."""
+    size = 1 << 20 if bench.tiny else 4 * GIB
+    source = torch.empty(size, dtype=torch.uint8, device=bench.device).random_()
+    target = torch.empty_like(source)
+    return 2 * size / (bench.median_ms(lambda _: target.copy_(source)) / 1e3)
+
+
+@cache
+def matmul_rate(bench: Bench) -> float:
+    """FLOP per second of a large bfloat16 product of random numbers (zeros would run faster); measured once."""
+    side = 64 if bench.tiny else 8192
+    a, b = torch.randn(2, side, side, device=bench.device, dtype=BF16)
+    return 2 * side**3 / (bench.median_ms(lambda _: a @ b) / 1e3)
+
+
+def worst(got: Tensor, want: Tensor, roundings: float = 1) -> float:
+    """Largest difference in units of bfloat16's rounding of `want`, allowed `roundings`; above 1 is wrong."""
+    unit = want.abs().clamp_min(want.abs().mean()) * 2.0**-8 * roundings
+    return float(((got.double() - want) / unit).abs().max())
+
+
+def verdict(error: float, **more) -> dict:
+    """A number that says whether it is right: an error of at most 1. Not a number is wrong."""
+    return {"error": error, "right": 0 <= error <= 1, **more}
+
+
+def machine(device: str) -> dict:
+    """What the figures depend on, the same for every process on a machine."""
+    gpu = torch.cuda.get_device_properties(0) if device == "cuda" and torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": package_version("triton"),
+        "transformers": package_version("transformers"),
+        "device": device,
+        "gpu": gpu.name if gpu else None,
+        "gpu_bytes": gpu.total_memory if gpu else None,
+        "sms": gpu.multi_processor_count if gpu else None,
+        "driver": _driver() if gpu else None,
+    }
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel driver, where the system tells it."""
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().splitlines()[0] if path.is_file() else None
+
+
+def _median_ms_on_host(run: Callable[[int], object], repeats: int) -> float:
+    times = []
+    for i in range(repeats):
+        begin = time.perf_counter()
+        run(i)
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)

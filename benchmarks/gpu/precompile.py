@@ -1,0 +1,259 @@
+"""Fills Triton's cache with the kernels of stages: programs are compiled, nothing is launched, no GPU is needed.
+
+usage: python -m pagoda.benchmarks.gpu.precompile [--processes N] [--key KEY] [--launchers FILE] STAGE ...
+
+Runs the numbers of each stage on tensors without memory, up to every launch: arguments are bound as on the GPU, so
+that what is compiled is what the GPU will ask for. What a number makes of results that are not there fails, and is
+left. The chip is that of the GPU here, or sm_90. --key: the identity of the Triton that will read the cache, in place
+of this one's. --launchers: a file for the C sources of the launchers of all kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagoda.backends.torch_cuda.backend import create
+from pagoda.backends.torch_cuda.cpu_stream import CpuStream
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip, chip_of
+from pagoda.backends.torch_cuda.sampler import Sampler
+from pagoda.benchmarks.gpu.measure import Bench, Number
+from pagoda.benchmarks.gpu.parity import SMALL
+from pagoda.benchmarks.gpu.stages import STAGES
+from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.compilation import CompilationConfig
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
+
+META = torch.device("meta")
+
+
+class AbsentGpu:
+    """What Triton asks of a driver before a launch."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class AbsentDevice(Device):
+    """Tensors without memory, which go into kernels."""
+
+    use_kernels = True
+
+
+class AbsentBench(Bench):
+    """Runs everything once, kernels included."""
+
+    use_kernel = True
+
+    def median_ms(self, run: Callable[[int], object], repeats: int = 30, warmup: int = 5) -> float:
+        run(0)
+        return 1.0
+
+    def recorded(self, calls: list[Callable[[], object]]) -> Callable[[], None]:
+        calls[0]()
+        return lambda: None
+
+
+class AbsentStream(CpuStream):
+    """What comes back to the host is zeros."""
+
+    def fetch(self, tensor: Tensor) -> Any:
+        return super().fetch(torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+
+SETTINGS = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype", "quantization")
+"""Those that kernels depend on."""
+
+
+class WarmEngine:
+    """Stands in for pagoda.LLM: warms a backend up as serving would, then raises WarmError."""
+
+    done: ClassVar[set[str]] = set()
+
+    def __init__(
+        self, chip: Chip, folder: str, *, backend: str, dtype: str, max_model_len: int, **settings: Any
+    ) -> None:
+        path = Path(folder, "config.json")
+        config = json.loads(path.read_text()) if path.is_file() else SMALL
+        settings = {name: value for name, value in settings.items() if name in SETTINGS}
+        key = json.dumps([config, dtype, max_model_len, settings])
+        if backend == "torch_cuda" and key not in self.done:
+            self.done.add(key)
+            warm_up(chip, config, dtype, max_model_len, settings)
+        raise WarmError
+
+
+def send(_: Sampler, numbers: npt.ArrayLike) -> Tensor:
+    """Stands in for the sampler's copy to the device."""
+    return torch.from_numpy(np.array(numbers, order="C")).to(META)
+
+
+class WarmError(Exception):
+    """Every program of an engine has been compiled."""
+
+
+def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: dict) -> None:
+    """Every step that a backend runs before it is ready, for one layer of the model: the others are alike."""
+    spec, _ = spec_from_config(config | {"num_hidden_layers": 1})
+    limits = Limits(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=settings.get("max_num_batched_tokens", 8192),
+        max_num_seqs=settings.get("max_num_seqs", 256),
+        block_size=16,
+    )
+    backend = create(
+        spec,
+        limits=limits,
+        layout=kv_layout(spec, limits.block_size),
+        cache=CacheConfig(cache_dtype=settings.get("kv_cache_dtype", "auto")),
+        dtype=dtype,
+        compilation=CompilationConfig(),
+        quantization=settings.get("quantization"),
+        device=AbsentDevice(META, chip, chip.name),
+    )
+    Sampler._send = send  # type: ignore[method-assign]
+    backend._stream = AbsentStream(backend.setup.device)
+    backend.load((each.name, np.empty(each.shape, np.float32)) for each in params(spec).values())
+    backend.init_cache(2)
+    backend._plans.few = lambda: backend._plans.every(backend.setup.ladder.sizes)  # as on a GPU
+    backend.warmup()
+    backend.close()
+
+
+def numbers_of(stages: list[str], bench: Bench) -> Iterator[tuple[str, Number]]:
+    for stage in stages:
+        for part in STAGES[stage]:
+            module, _, function = part.rpartition(".")
+            for number in getattr(importlib.import_module(f"pagoda.benchmarks.gpu.{module}"), function)(bench):
+                yield f"{part}/{number.name}", number
+
+
+def stop_at_launch(capability: int) -> list[Any]:
+    """Make launches of kernels end with the program that they would start. Returns the programs, a list that grows."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    programs: list[Any] = []
+    run = JITFunction.run
+
+    def bind(self: JITFunction, *args: Any, **how: Any) -> Any:
+        program = run(self, *args, **{**how, "warmup": True})
+        programs.append(program)
+        return program
+
+    driver.set_active(AbsentGpu(capability))
+    JITFunction.run = bind
+    return programs
+
+
+def launcher_sources(programs: list[Any]) -> set[str]:
+    """The C sources that Triton builds a launcher from, for each signature."""
+    from triton.backends.nvidia.driver import make_launcher
+
+    found = set()
+    for program in {id(one): one for one in programs}.values():
+        source = program.src
+        constants = {
+            (source.fn.arg_names.index(at),) if isinstance(at, str) else at: x for at, x in source.constants.items()
+        }
+        signature = dict(source.signature.items())
+        found.add(make_launcher(constants, signature, getattr(program.metadata, "tensordesc_meta", None)))
+    return found
+
+
+def compile_share(stages: list[str], capability: int, sms: int, share: int, shares: int, *, verbose: bool) -> list[Any]:
+    """Every `shares`-th number, beginning with number `share`. Returns the programs."""
+    import pagoda
+
+    programs = stop_at_launch(capability)
+    chip = chip_of(divmod(capability, 10), sms)
+    pagoda.LLM = lambda folder, **settings: WarmEngine(chip, folder, **settings)  # type: ignore[attr-defined,misc]
+    for at, (name, number) in enumerate(numbers_of(stages, AbsentBench(META, chip))):
+        if at % shares == share:
+            before = len(programs)
+            try:
+                number.run()
+            except Exception as error:
+                if verbose:
+                    print(f"{name}: {len(programs) - before} launches", file=sys.stderr)
+                    traceback.print_exception(error, limit=-9, file=sys.stderr)
+    return programs
+
+
+def compile_in_processes(arguments: list[str], processes: int, launchers: Path | None) -> int:
+    """The work shared out to processes of this program. Returns how many programs they compiled or found."""
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [Path(scratch, str(share)) for share in range(processes)]
+        command = [sys.executable, "-m", "pagoda.benchmarks.gpu.precompile", *arguments]
+        running = [
+            subprocess.Popen([*command, "--share", str(share), "--launchers", str(path)], stdout=subprocess.PIPE)
+            for share, path in enumerate(outputs)
+        ]
+        counts = [int(process.communicate()[0]) for process in running]
+        if launchers is not None:
+            sources = {source for path in outputs for source in json.loads(path.read_text())}
+            launchers.write_text(json.dumps(sorted(sources)))
+    return sum(counts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stages", nargs="+", choices=tuple(STAGES))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--key")
+    parser.add_argument("--launchers", type=Path)
+    parser.add_argument("--verbose", action="store_true", help="print why numbers ended")
+    parser.add_argument("--share", type=int, help="of the processes, for their use")
+    parser.add_argument("--chip", type=int, nargs=2, help="capability, multiprocessors")
+    args = parser.parse_args()
+    args.chip = args.chip or here()
+    if args.processes > 1 and args.share is None:
+        print(compile_in_processes([*sys.argv[1:], "--chip", *map(str, args.chip)], args.processes, args.launchers))
+        return 0
+    if args.key:
+        importlib.import_module("triton.runtime.cache").triton_key = lambda: args.key
+    programs = compile_share(args.stages, *args.chip, args.share or 0, args.processes, verbose=args.verbose)
+    if args.launchers:
+        args.launchers.write_text(json.dumps(sorted(launcher_sources(programs))))
+    print(len({id(one) for one in programs}))
+    return 0
+
+
+def here() -> tuple[int, int]:
+    """Capability and multiprocessors of the GPU here, or of an H100."""
+    if not torch.cuda.is_available():
+        return CHIPS["sm_90"].arch, CHIPS["sm_90"].sms
+    found = torch.cuda.get_device_properties(0)
+    return 10 * found.major + found.minor, found.multi_processor_count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The checks of the benchmark of products, with the kernels in Triton's interpreter; its times need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+
+from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.weight_only import kernel
+from pagoda.benchmarks.gpu import gemm
+from pagoda.benchmarks.gpu.measure import Bench
+
+
+class Interpreted(Bench):
+    use_kernel = True
+
+
+BENCH = Interpreted(torch.device("cpu"), CHIPS["sm_90"], tiny=True)
+
+
+@pytest.fixture(autouse=True)
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has no bfloat16."""
+    monkeypatch.setattr(gemm, "BF16", torch.float16)
+
+
+def test_kernels_pass() -> None:
+    found = {number.name: number.run() for number in gemm.checks(BENCH)}
+    assert len(found) == 13
+    assert all(one["right"] for one in found.values()), found
+
+
+def test_a_wrong_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernel.product
+    monkeypatch.setattr(kernel, "product", lambda x, packed, bias, chip: right(x, packed, bias, chip) * 1.1)
+    assert not gemm.linear_error(BENCH, "int8", 7)["right"]
+
+
+def test_settings_on_trial_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(kernel, "product", lambda x, packed, bias, chip: used.append(settings(packed, x, chip)))
+
+    def settings(packed, x, chip) -> dict:
+        return kernel.tile_settings(kernel.TUNING, packed.scheme, packed.group, x.shape[1], 8, chip)
+
+    trials = [number for number in gemm.trials(BENCH) if number.name.startswith("weight_only int8-8")]
+    tried = [number.run()["settings"] for number in trials]
+    assert len(tried) == 2
+    stages = [one["num_stages"] for one in tried]
+    assert {one["num_stages"] for one in used} == set(stages)
+    assert len(set(stages)) == 2 or tried[0] != tried[1]
+
+
+def test_the_loop_is_the_mixture() -> None:
+    torch.manual_seed(0)
+    x, logits = torch.randn(9, 32), torch.randn(9, 4)
+    inner, down = torch.randn(4, 48, 32) / 6, torch.randn(4, 32, 24) / 5
+    loop = gemm.loop_over_experts(x, logits, inner, down, 2)
+    torch.testing.assert_close(loop.double(), gemm.mixture64(x, logits, inner, down, 2), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,246 @@
+"""The GPU script on CPU tensors, on a machine as bare as can be: no git, no packages of ours but the carried ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_carry
+import pytest
+from support.bare_machine import bare, carry
+
+from pagoda.benchmarks.gpu import run
+from pagoda.benchmarks.gpu.run import Results, best
+from pagoda.benchmarks.gpu.stages import STAGES
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMIT = "abc1234"
+ENTRY = "KERNEL"
+
+
+class Machine:
+    """What is carried to it, and a way to run the script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.carried = folder, folder / "carry"
+        carry(self.carried / "wheels", gpu_carry.WHEELS)
+        (self.carried / "carry.json").write_text(json.dumps({"commit": COMMIT}))
+        with tarfile.open(self.carried / "triton-cache.tar.xz", "w:xz") as archive:
+            for name, text in {
+                "kernel.cubin": "code",
+                "__grp__kernel.json": json.dumps({"child_paths": {"kernel.cubin": "/elsewhere/KERNEL/kernel.cubin"}}),
+            }.items():
+                entry = tarfile.TarInfo(f"{ENTRY}/{name}")
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text.encode()))
+        tools = folder / "bin"
+        tools.mkdir()
+        for name in ("sh", "dirname"):
+            (tools / name).symlink_to(shutil.which(name) or "")
+        hidden = bare(folder / "bare", gpu_carry.WHEELS)
+        self.environment = {
+            "PATH": str(tools),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(hidden),
+            "HOME": str(folder),
+        }
+
+    def start(self, *arguments: str, output: str = "out") -> subprocess.Popen[str]:
+        fixed = [
+            "--device",
+            "cpu",
+            "--tiny",
+            "--output",
+            str(self.folder / output),
+            "--work",
+            str(self.folder / "work"),
+        ]
+        command = [str(ROOT / "benchmarks" / "gpu.sh"), *fixed, "--carry", str(self.carried), *arguments]
+        return subprocess.Popen(
+            ["sh", *command],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, output: str = "out") -> tuple[int, str, dict[str, Any]]:
+        """(exit status, what it printed, the JSON)."""
+        process = self.start(*arguments, output=output)
+        said, _ = process.communicate(timeout=300)
+        path = self.folder / output / f"{arguments[-1]}.json"
+        return process.returncode, said, json.loads(path.read_text()) if path.is_file() else {}
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    return Machine(tmp_path_factory.mktemp("machine"))
+
+
+def test_a_bare_machine_lacks_the_packages(machine: Machine) -> None:
+    code = "import msgspec"
+    done = subprocess.run([sys.executable, "-c", code], env=machine.environment, capture_output=True, text=True)
+    assert "as on a bare machine" in done.stderr
+    code = "import importlib.metadata as m; m.version('pydantic-core')"
+    done = subprocess.run([sys.executable, "-c", code], env=machine.environment, capture_output=True, text=True)
+    assert "PackageNotFoundError" in done.stderr
+
+
+def test_smoke(machine: Machine) -> None:
+    status, said, found = machine.run("smoke")
+    assert (status, found["failed"], found["wrong"]) == (0, {}, []), said
+    assert found["complete"]
+    assert found["commit"] == COMMIT
+    assert set(found["numbers"]) == set(STAGES["smoke"])
+    assert len(found["carried"]["packages"]) == len(gpu_carry.WHEELS)
+    assert (found["carried"]["cache_entries"], found["carried"]["compiled"]) == (1, 0)
+    group = machine.folder / "work" / "triton-cache" / ENTRY / "__grp__kernel.json"
+    assert json.loads(group.read_text())["child_paths"] == {"kernel.cubin": str(group.with_name("kernel.cubin"))}
+    graphs = found["numbers"]["engine.graph_checks"].values()
+    assert all(one["recompiles"] == [0, 0] and one["equal"] == one["of"] for one in graphs)
+
+
+def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
+    status, said, found = machine.run("--spoil", "0.1", "smoke", output="spoiled")
+    assert status == run.WRONG, said
+    checked = {
+        f"{part}/{name}" for part, numbers in found["numbers"].items() for name in numbers if "right" in numbers[name]
+    }
+    assert len(checked) > 60
+    assert checked == set(found["wrong"])
+    assert f"WRONG {found['wrong'][0]}" in said
+
+
+@pytest.mark.parametrize("stage", ["decode", "prefill", "throughput", "tune"])
+def test_other_stages(machine: Machine, stage: str) -> None:
+    status, said, found = machine.run(stage)
+    assert (status, found["complete"], found["failed"]) == (0, True, {}), said
+    assert set(found["numbers"]) == set(STAGES[stage])
+    for numbers in found["numbers"].values():
+        for number in numbers.values():
+            assert number.get("recompiles", 0) == 0
+            assert any(name in number for name in ("step_ms", "seconds", "us", "ms"))
+    if stage == "tune":
+        assert {"16bit_h128_r16", "h128_b2", "weight_only int8-8", "moe plain-16"} <= found["best"].keys()
+
+
+def test_peers(machine: Machine) -> None:
+    """Of torch's, which is here; others say that they are not."""
+    status, said, found = machine.run("--only", "peers.attention", "peers")
+    assert (status, found["failed"]) == (0, {}), said
+    numbers = found["numbers"]["peers.attention"]
+    assert numbers["decode 32x1k sdpa"]["right"]
+    assert numbers["prefill 8x1k sdpa"]["us" if "us" in numbers["prefill 8x1k sdpa"] else "ms"] > 0
+    assert "No module named" in numbers["decode 32x1k flashinfer"]["absent"]
+
+
+def test_a_stage_that_is_killed_goes_on_where_it_was(machine: Machine) -> None:
+    path = machine.folder / "out" / "kernels.json"
+    process = machine.start("kernels")
+    seen: list[dict] = []
+    until = time.monotonic() + 120
+    while len(seen) < 3 and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.02)
+        if path.is_file():
+            state = json.loads(path.read_text())  # at any time it is whole
+            if not seen or state != seen[-1]:
+                seen.append(state)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert _ends_soon(machine.folder / "work"), "what it had started ended with it"
+    first = json.loads(path.read_text())
+    counts = [_count(state) for state in seen]
+    assert counts == sorted(set(counts)), "it grows with every number"
+    assert not first["complete"]
+    status, said, found = machine.run("kernels")
+    assert (status, found["complete"]) == (0, True), said
+    for part, numbers in first["numbers"].items():
+        for name, number in numbers.items():
+            assert found["numbers"][part][name] == number, "measured once"
+            assert f"\n{part}/{name} " not in said
+    assert _count(found) > _count(first)
+
+
+def _ends_soon(folder: Path) -> bool:
+    """Whether no process works in the folder any more, within seconds."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if not any(link == str(folder) for link in map(_working_folder, Path("/proc").glob("[0-9]*/cwd"))):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _working_folder(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def _count(state: dict) -> int:
+    return sum(map(len, state["numbers"].values()))
+
+
+def test_numbers_of_an_earlier_run_are_taken_from_another_folder(machine: Machine) -> None:
+    status, said, found = machine.run("--previous", str(machine.folder / "out"), "decode", output="other")
+    assert (status, found["complete"]) == (0, True)
+    assert "engine.decode/batch_1" not in said
+    before = json.loads((machine.folder / "out" / "decode.json").read_text())
+    assert found["numbers"] == before["numbers"]
+
+
+def test_time_that_is_over(machine: Machine) -> None:
+    began = time.monotonic()
+    status, said, found = machine.run("--budget", "9", "smoke", output="short")
+    assert time.monotonic() - began < 9 + 10
+    assert status == run.UNFINISHED, said
+    assert not found["complete"]
+
+
+def test_without_a_gpu_nothing_is_measured(machine: Machine) -> None:
+    status, said, _ = machine.run("--device", "cuda", "decode", output="none")
+    assert (status, "no GPU is here; nothing was measured" in said) == (run.NOTHING, True)
+
+
+def test_a_part_that_is_not_of_the_stage(machine: Machine) -> None:
+    status, said, _ = machine.run("--only", "gemm.checks", "decode")
+    assert status == 2
+    assert "--only: gemm.checks is not of decode; its parts are engine.decode" in said
+
+
+def test_only_the_same_code_on_the_same_machine_is_gone_on_with(tmp_path: Path) -> None:
+    def results(code: str) -> Results:
+        return Results(tmp_path / "s.json", {"stage": "s", "code": code})
+
+    first = results("a")
+    first.on({"gpu": "H100"})
+    first.numbers = {"part": {"x": {"us": 1}, "y": {"right": False}}}
+    first.write()
+    same, other = results("a"), results("b")
+    for one in (same, other):
+        one.take(first.path, tmp_path / "absent.json")
+    assert (same.names, same.wrong) == (["part/x", "part/y"], ["part/y"])
+    assert other.names == []
+    same.on({"gpu": "H200"})
+    assert same.names == []
+
+
+def test_settings_are_held_against_those_in_use() -> None:
+    trials = {
+        "usual": {"key": "k", "settings": {"n": 1}, "us": 10.0},
+        "better": {"key": "k", "settings": {"n": 2}, "us": 8.0, "splits": 4},
+        "refused": {"key": "k", "settings": {"n": 3}, "refused": "registers"},
+    }
+    assert best({"part": trials}) == {"k": {"us": 8.0, "settings": {"n": 2}, "splits": 4, "of_usual": 0.8}}

@@ -1,0 +1,297 @@
+"""Build what a GPU machine without a network needs beside the checkout: wheels, Triton's cache, a small model.
+
+usage: python tools/gpu_carry.py FOLDER --model MODEL.gguf [--cache triton-cache.tar.xz]
+
+For Linux on x86-64, Python 3.12, Triton 3.6.0 and sm_90. The cache holds the kernels of every stage of
+benchmarks/gpu.sh but `tune`, under the names that the wheel of Triton for Python 3.12 looks for, and, where python3.12
+and its headers are on this machine, their launchers, for which the GPU machine then needs no C compiler. --cache: one
+that a GPU run has left in its output, whose entries are added. The folder and the checkout's tracked files together
+may take 64 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+LIMIT: Final = 64 << 20
+PYTHON: Final = "3.12"
+TRITON: Final = "3.6.0"
+CAPABILITY: Final = 90
+PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{n}_x86_64" for n in range(39, 4, -1)))
+"""Of a system with glibc 2.39, as that of Ubuntu 24.04; pip compares the names as they are."""
+WHEELS: Final = (
+    *("msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "pyzmq"),
+    *("fastapi", "starlette", "anyio", "idna", "annotated-doc", "opentelemetry-api", "uvicorn", "click", "h11"),
+    *("httptools", "jinja2", "markupsafe", "prometheus-client", "tqdm", "gguf", "llguidance"),
+)
+"""Packages of the base install and of structured output, at the versions that are installed here."""
+PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")
+"""What the machine has: torch and transformers, and what comes with them."""
+STAGES: Final = ("smoke", "decode", "prefill", "throughput", "peers", "kernels")
+LAUNCHER, UTILS = "__triton_launcher", "cuda_utils"
+SUFFIX: Final = ".cpython-312-x86_64-linux-gnu.so"
+MACHINES: Final = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
+"""What Triton names the machine in its cache: with the program `file` installed, and without."""
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct, a GGUF file")
+    parser.add_argument("--cache", type=Path, help="Triton's cache as a GPU run has left it")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    store = args.folder.with_name(f"{args.folder.name}-store")
+    store.mkdir(exist_ok=True)
+    wheels(args.folder / "wheels")
+    pack_model(args.model, args.folder / "model.bin", store)
+    about = cache(args.folder / "triton-cache.tar.xz", store, args.cache, args.processes)
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    (args.folder / "carry.json").write_text(json.dumps({"commit": commit, **about}, indent=1) + "\n")
+    sys.exit(check_size(args.folder))
+
+
+def wheels(folder: Path) -> None:
+    """The packages for the machine, in place of what the folder holds. Exits where pip cannot get them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    command = [*_pip(folder), *platforms, *(f"{name}=={_installed(name)}" for name in WHEELS)]
+    if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        sys.exit(f"error: pip cannot download the wheels: {done.stderr.strip().splitlines()[-1]}")
+    for wheel in folder.glob("*.whl"):
+        for needed in missing(wheel):
+            sys.exit(f"error: {wheel.name} needs {needed}, which is not carried; add it to WHEELS in {__file__}")
+
+
+def missing(wheel: Path) -> Iterator[str]:
+    """Packages that a wheel needs on the machine and that neither are carried nor are there."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    known = {canonicalize_name(name) for name in (*WHEELS, *PRESENT)}
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
+    where = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "sys_platform": "linux", "extra": ""}
+    for line in lines:
+        if line.startswith("Requires-Dist: "):
+            needed = Requirement(line.removeprefix("Requires-Dist: "))
+            wanted = needed.marker is None or needed.marker.evaluate(where)
+            if wanted and canonicalize_name(needed.name) not in known:
+                yield needed.name
+
+
+def pack_model(source: Path, target: Path, store: Path) -> None:
+    """The small model; made again only when it or its packing has changed."""
+    from pagoda.benchmarks.gpu import small_model
+
+    code = Path(small_model.__file__).read_bytes()
+    stamp = hashlib.sha256(code + hashlib.sha256(source.read_bytes()).digest()).hexdigest()
+    known = store / "model.stamp"
+    if target.is_file() and known.is_file() and known.read_text() == stamp:
+        return
+    print("packing the model", flush=True)
+    small_model.pack(source, target)
+    check_answer(target, store / "model.gguf")
+    known.write_text(stamp)
+
+
+def check_answer(packed: Path, unpacked: Path) -> None:
+    """Exits where the small model does not answer a question, by the reference backend."""
+    import pagoda
+    from pagoda.benchmarks.gpu import parity, small_model
+
+    small_model.unpack(packed, unpacked)
+    llm = pagoda.LLM(str(unpacked), backend="reference", dtype="float32", max_model_len=256, max_num_seqs=1)
+    rules = pagoda.SamplingParams(temperature=0.0, max_tokens=24)
+    text = llm.chat([{"role": "user", "content": parity.QUESTION}], rules, use_tqdm=False)[0].outputs[0].text
+    llm.shutdown()
+    if parity.ANSWER not in text:
+        sys.exit(f"error: the small model answers {parity.QUESTION} with {text}; make its steps finer")
+
+
+def cache(target: Path, store: Path, more: Path | None, processes: int) -> dict[str, object]:
+    """Triton's cache for the GPU, packed; what is in it."""
+    key = triton_key(store)
+    folder = store / hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder.mkdir(exist_ok=True)
+    if more is not None:
+        with tarfile.open(more) as archive:
+            archive.extractall(folder, filter="data")
+    sources = compile_kernels(folder, key, processes)
+    headers = python_headers()
+    if headers is not None:
+        build_launchers(sources, headers, folder)
+    used = sorted(path for path in folder.iterdir() if path.is_dir())
+    with tarfile.open(target, "w:xz", preset=9) as archive:
+        for path in used:
+            archive.add(path, path.name)
+    return {"triton": TRITON, "capability": CAPABILITY, "cache_entries": len(used), "launchers": headers is not None}
+
+
+def compile_kernels(folder: Path, key: str, processes: int) -> list[str]:
+    """Every kernel of the stages, by processes that share the work; the C sources of their launchers."""
+    print("compiling kernels", flush=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
+    command = [sys.executable, "-m", "pagoda.benchmarks.gpu.precompile", "--key", key, "--processes", str(processes)]
+    with tempfile.TemporaryDirectory() as scratch:
+        sources = Path(scratch, "launchers.json")
+        if subprocess.run([*command, "--launchers", str(sources), *STAGES], env=environment).returncode:
+            sys.exit("error: kernels do not compile, see above")
+        found: list[str] = json.loads(sources.read_text())
+        return found
+
+
+def triton_key(store: Path) -> str:
+    """What Triton for the GPU machine's Python calls itself in its cache: its version and hashes of its files.
+
+    As triton.runtime.cache.triton_key has it. Only the compiled library differs between wheels of one version, so the
+    names of the files are those of the Triton that is installed here. Exits where that is another version.
+    """
+    import triton
+
+    if triton.__version__ != TRITON:
+        sys.exit(f"error: the cache is for Triton {TRITON}, installed is {triton.__version__}")
+    if (known := store / "triton-key").is_file():
+        return known.read_text()
+    print(f"reading Triton {TRITON} for Python {PYTHON}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [*_pip(Path(scratch)), *(word for name in PLATFORMS for word in ("--platform", name))]
+        if (done := subprocess.run([*command, f"triton=={TRITON}"], capture_output=True, text=True)).returncode:
+            sys.exit(f"error: pip cannot download Triton: {done.stderr.strip().splitlines()[-1]}")
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            hashes = [
+                hashlib.sha256(wheel.read(name)).hexdigest() for name in _hashed_files(Path(triton.__file__).parent)
+            ]
+    known.write_text(TRITON + "-".join(hashes))
+    return known.read_text()
+
+
+def _hashed_files(triton: Path) -> Iterator[str]:
+    """The files that triton_key hashes, in its order, as a wheel names them."""
+    yield "triton/runtime/cache.py"
+    for part in ("compiler", "backends"):
+        yield from _modules(triton, part)
+    yield "triton/_C/libtriton.so"
+    yield from _modules(triton, "language")
+
+
+def _modules(triton: Path, part: str) -> Iterator[str]:
+    for module in pkgutil.walk_packages([str(triton / part)], prefix=f"triton.{part}."):
+        spec = module.module_finder.find_spec(module.name, None)
+        assert spec is not None and spec.origin is not None  # noqa: PT018
+        yield str(Path("triton") / Path(spec.origin).relative_to(triton))
+
+
+def python_headers() -> Path | None:
+    """Those of a Python of the machine's version, if one is here."""
+    found = [shutil.which(f"python{PYTHON}"), *Path.home().glob(f".pyenv/versions/{PYTHON}.*/bin/python{PYTHON}")]
+    for python in filter(None, found):
+        folder = _output(str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['include'])")
+        if folder and Path(folder, "Python.h").is_file():
+            return Path(folder)
+    return None
+
+
+def build_launchers(sources: list[str], headers: Path, folder: Path) -> None:
+    """Shared libraries as Triton builds them, under the names by which it looks for them."""
+    import triton
+    from triton.runtime.cache import _base32
+
+    nvidia = Path(triton.__file__).parent / "backends" / "nvidia"
+    every = [(UTILS, (nvidia / "driver.c").read_text()), *((LAUNCHER, source) for source in sources)]
+    print(f"building {len(every)} launchers", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        libcuda = Path(scratch, "libcuda.so.1")
+        _build("int pagoda_none;", libcuda, "-Wl,-soname,libcuda.so.1")  # the driver's own is on the GPU machine
+        for name, source in every:
+            keys = [_base32(hashlib.sha256((source + machine).encode()).hexdigest()) for machine in MACHINES]
+            targets = [folder / key / f"{name}{SUFFIX}" for key in keys]
+            if all(target.is_file() for target in targets):
+                continue
+            built = Path(scratch, "built.so")
+            include = f"-I{nvidia / 'include'}", f"-I{headers}"
+            _build(source, built, *include, "-Wl,--no-as-needed", f"-L{scratch}", "-l:libcuda.so.1")
+            for target in targets:
+                target.parent.mkdir(exist_ok=True)
+                shutil.copy(built, target)
+
+
+def _build(source: str, target: Path, *flags: str) -> None:
+    """A shared library of C. Exits with the compiler's words."""
+    compiler = os.environ.get("CC", sysconfig.get_config_var("CC") or "cc").split()
+    command = [*compiler, "-x", "c", "-", "-x", "none", "-O3", "-shared", "-fPIC", "-Wno-psabi", "-s", *flags]
+    done = subprocess.run([*command, "-o", str(target)], input=source, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: a launcher cannot be built: {done.stderr[-2000:]}")
+
+
+def check_size(folder: Path) -> int:
+    """Print what the folder takes; 1 where it and the checkout take more than the limit."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    sizes["wheels"] = sum(path.stat().st_size for path in (folder / "wheels").iterdir())
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True
+    ).stdout.decode()
+    sizes["checkout"] = sum(
+        (ROOT / name).stat().st_size for name in tracked.split("\0") if name and (ROOT / name).is_file()
+    )
+    for name, size in sizes.items():
+        print(f"{size / (1 << 20):6.1f} MiB  {name}")
+    total = sum(sizes.values())
+    print(f"{total / (1 << 20):6.1f} MiB of {LIMIT >> 20}: {folder}")
+    if total > LIMIT:
+        print("error: too large to carry", file=sys.stderr)
+    return int(total > LIMIT)
+
+
+def _pip(folder: Path) -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
+    return [*command, "--python-version", PYTHON, "--implementation", "cp"]
+
+
+def _installed(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def _output(*command: str) -> str:
+    """What a program prints, or nothing where it is not here or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    main()
