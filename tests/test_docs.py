@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from itertools import dropwhile
@@ -45,6 +46,17 @@ def test_files_named_in_the_build_guide_exist() -> None:
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / document).read_text()):
         assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
+
+
+def test_the_readme_says_how_often_tokens_are_the_same_in_a_batch() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (name,) = re.findall(r"benchmarks/results/[\w-]+-batch-invariance\.json", text)
+    found = json.loads((ROOT / name).read_text())
+    same = found["bfloat16"]["greedy"]["same_first_tokens"]
+    assert (
+        f"{same['16']} of 20 greedy prompts had the same first 16 tokens, {same['64']} of 20 the same first 64" in text
+    )
+    assert all(number == 20 for kind in found["float32"].values() for number in kind["same_first_tokens"].values())
 
 
 def test_generated_pages_are_current() -> None:

@@ -5,7 +5,8 @@ presence penalties -> logit_bias -> masks (allowed ids, bad words, min_tokens) -
 -> top-k -> top-p -> min-p -> argmax(logits + gumbel). LogprobsMode says at which end of it logprobs are taken.
 
 The noise is counter-based: a 32-bit hash of (seed, position, token id). The same integers come out in numpy,
-torch, Triton and JAX, so one seed gives one answer in any batch. Greedy rows draw none.
+torch, Triton and JAX, whatever the batch: two runs with one seed differ only where their logits do. In float32 that
+changes no token in practice; in bfloat16 the rounding of a batch tips near-ties. Greedy rows draw none.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ MIB = 1 << 20
         ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),
         ("full norms", "int4", {"max_num_seqs": 8, "max_model_len": 48}),
         ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
-        ("experts", None, {"max_num_seqs": 6, "max_model_len": 40}),
     ],
 )
 def test_serving_compiles_nothing(model: str, quantization: str | None, limits: dict[str, int]) -> None:

@@ -1,0 +1,105 @@
+"""How many prompts get the same tokens alone and in a batch?
+
+usage: python batch_invariance.py MODEL [--dtype float32 bfloat16] [--backend reference] [--max-tokens 64]
+
+Twenty prompts of several lengths run one by one, then all in one batch, greedy and with a seed each. Prints one JSON
+object: for each dtype and kind of sampling, of how many prompts the first 16, 32 and so on tokens were the same, and
+after how many tokens the others parted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from readme import machine
+
+from pagoda import LLM, SamplingParams
+
+PROMPTS = (
+    "The future of AI is",
+    "Once upon a time, in a village by the sea,",
+    "The capital of France is Paris, and the capital of Japan is",
+    "To bake bread, you need flour, water, salt and",
+    "A list of prime numbers: 2, 3, 5, 7, 11,",
+    "def fibonacci(n):\n    ",
+    "The most important thing about friendship is",
+    "Water boils at 100 degrees because",
+    "In 1969, people first walked on the moon. The mission was",
+    "My favourite season is autumn, for",
+    "The three laws of motion say that",
+    "Dear Sir or Madam, I am writing to",
+    "Photosynthesis is the process by which",
+    "Q: What is the largest planet of the solar system?\nA:",
+    "She opened the old wooden box and found",
+    "Computers store numbers in binary, which means",
+    "The recipe calls for two eggs, but if you have none,",
+    "Economists disagree about inflation. Some say",
+    "A haiku about snow:\n",
+    "The train left the station at noon, and by evening it had",
+)
+
+
+def parted_after(alone: list[int], together: list[int]) -> int | None:
+    """Tokens that both begin with; None where they are the same to the end."""
+    if alone == together:
+        return None
+    return next(
+        (at for at, pair in enumerate(zip(alone, together)) if pair[0] != pair[1]), min(map(len, (alone, together)))
+    )
+
+
+def compare(llm: LLM, temperature: float, max_tokens: int) -> dict[str, Any]:
+    """The prompts one by one and in one batch."""
+    params = [
+        SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens, ignore_eos=True)
+        for number in range(len(PROMPTS))
+    ]
+
+    def tokens(prompts: list[str], asked: list[SamplingParams]) -> list[list[int]]:
+        return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, asked, use_tqdm=False)]
+
+    alone = [tokens([prompt], [asked])[0] for prompt, asked in zip(PROMPTS, params)]
+    together = tokens(list(PROMPTS), params)
+    parted = [at for pair in zip(alone, together) if (at := parted_after(*pair)) is not None]
+    return {
+        "prompts": len(PROMPTS),
+        "same_first_tokens": {count: same_first(parted, count) for count in lengths(max_tokens)},
+        "parted_after_tokens": sorted(parted),
+    }
+
+
+def lengths(max_tokens: int) -> list[int]:
+    """16, 32, 64 and so on up to `max_tokens`, which is the last."""
+    return [*(16 << power for power in range(20) if 16 << power < max_tokens), max_tokens]
+
+
+def same_first(parted: list[int], count: int) -> int:
+    """Of all prompts, those whose first `count` tokens are the same."""
+    return len(PROMPTS) - sum(at < count for at in parted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--backend", default="reference")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    args = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "model": Path(args.model).name}
+    found |= {"backend": args.backend, "max_tokens": args.max_tokens}
+    for dtype in args.dtype:
+        # Without a prefix cache, or the batch would read what the prompts left behind when they ran alone.
+        llm = LLM(args.model, dtype=dtype, backend=args.backend, max_model_len=512, enable_prefix_caching=False, seed=0)
+        found[dtype] = {
+            "greedy": compare(llm, 0.0, args.max_tokens),
+            "seeded, temperature 1": compare(llm, 1.0, args.max_tokens),
+        }
+        llm.shutdown()
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
