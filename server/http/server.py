@@ -7,12 +7,14 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.server.http import tls
+from pagoda.server.http.connection import BoundedProtocol
 
 FLUSH_SECONDS: Final = 2
 """How long the last answers may take to reach their clients."""
@@ -26,7 +28,7 @@ def http_server(app: Any, config: ServerConfig) -> HttpServer:
     settings = uvicorn.Config(
         app,
         loop="auto",
-        http="httptools",
+        http=partial(BoundedProtocol, config),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -35,6 +37,7 @@ def http_server(app: Any, config: ServerConfig) -> HttpServer:
         root_path=config.root_path,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         ssl_ca_certs=config.ssl_ca_certs,
