@@ -50,6 +50,7 @@ _MESSAGE = '{"role":"user","content":"a"}'
 _TOOL = '{"type":"function","function":{"name":"f","parameters":{}}}'
 
 BODIES: dict[str, Hostile] = {
+    "a plain request": Hostile(COMPLETIONS, lambda: b'{"prompt":"a","max_tokens":1}'),
     "wrong stop_token_ids": Hostile(COMPLETIONS, _filled('{"prompt":"a","stop_token_ids":[', '""', "]}", 6 * MIB)),
     "wrong stop_token_ids, chat": Hostile(CHAT, _filled("{" + _SAID + ',"stop_token_ids":[', '""', "]}", 6 * MIB)),
     "wrong logit_bias": Hostile(COMPLETIONS, _keys('{"prompt":"a","logit_bias":{', '""', "}}", 500_000)),

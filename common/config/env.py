@@ -97,6 +97,11 @@ ENGINE_ITERATION_TIMEOUT_S: Final = _ours(
 KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
     "KEEP_ALIVE_ON_ENGINE_DEATH", "1: `serve` stays up when its engine dies.", "keep_alive_on_engine_death"
 )
+HTTP_TIMEOUT_KEEP_ALIVE: Final = _ours(
+    "HTTP_TIMEOUT_KEEP_ALIVE",
+    "Seconds that a connection of `serve` stays open without a request.",
+    "timeout_keep_alive",
+)
 SERVER_DEV_MODE: Final = _ours(
     "SERVER_DEV_MODE", "1: answer /sleep, /pause, /server_info and their like.", "server_dev_mode"
 )
@@ -107,6 +112,7 @@ VARIABLES: Final = (
     *(ATTENTION_BACKEND, CPU_KVCACHE_SPACE, CPU_OMP_THREADS_BIND, OMP_NUM_THREADS),
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),
+    HTTP_TIMEOUT_KEEP_ALIVE,
     *UNUSED,
 )
 

@@ -99,10 +99,16 @@ class ServerConfig:
         None, "Server of built-in tools.", refused="only the client's own tools are called; give them in its requests"
     )
     exclude_tools_when_tool_choice_none: bool = option(False, "Show the template no tools when none may be called.")
-    h11_max_incomplete_event_size: int = option(
-        4194304, "Largest header, for h11.", no_effect="another HTTP parser is used; --max-body-bytes bounds requests"
+    h11_max_incomplete_event_size: int = option(65536, "Most bytes of a request's head: its line and headers together.")
+    h11_max_header_count: int = option(256, "Most headers of a request.")
+    timeout_headers: float = option(
+        10.0, "Seconds from a connection, or a request's first byte, to the end of its head."
     )
-    h11_max_header_count: int = option(256, "Most headers, for h11.", no_effect="another HTTP parser is used")
+    timeout_body: float = option(
+        30.0, "Seconds that a request's body may stand still; after them it must also come at 1 KiB/s on average."
+    )
+    timeout_keep_alive: float = option(5.0, "Seconds that a connection stays open without a request.")
+    max_connections: int = option(8192, "Most connections at once; others are answered 503.")
     sse_keep_alive_interval: float = option(
         0.0, "Seconds without a message after which a stream says that it is alive, for proxies; 0: never."
     )
@@ -146,8 +152,21 @@ class ServerConfig:
         ):
             if not 0.0 <= seconds < float("inf"):
                 raise ConfigError(flag, f"{seconds} is not a number of seconds")
-        if self.max_body_bytes < 1:
-            raise ConfigError("--max-body-bytes", f"{self.max_body_bytes} is not positive; use 1 or more")
+        for flag, seconds in (
+            ("--timeout-headers", self.timeout_headers),
+            ("--timeout-body", self.timeout_body),
+            ("--timeout-keep-alive", self.timeout_keep_alive),
+        ):
+            if not 0.0 < seconds < float("inf"):
+                raise ConfigError(flag, f"{seconds} is not a number of seconds above 0")
+        for flag, most in (
+            ("--max-body-bytes", self.max_body_bytes),
+            ("--max-connections", self.max_connections),
+            ("--h11-max-incomplete-event-size", self.h11_max_incomplete_event_size),
+            ("--h11-max-header-count", self.h11_max_header_count),
+        ):
+            if most < 1:
+                raise ConfigError(flag, f"{most} is not positive; use 1 or more")
         for flag, most in (
             ("--max-stored-responses", self.max_stored_responses),
             ("--max-stored-response-bytes", self.max_stored_response_bytes),

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.common.config.server import ServerConfig
 from pagoda.server.http import tls
+from pagoda.server.http.connection import BoundedProtocol
 
 FLUSH_SECONDS: Final = 2
 """How long the last answers may take to reach their clients."""
@@ -29,7 +31,7 @@ def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
     settings = uvicorn.Config(
         RootPath(app, config.prefix) if config.prefix else app,
         loop="auto",
-        http="httptools",
+        http=partial(BoundedProtocol, config),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -37,6 +39,7 @@ def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
         access_log=not config.disable_uvicorn_access_log,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         ssl_ca_certs=config.ssl_ca_certs,

@@ -12,9 +12,11 @@ _TYPES: Final = {
     401: "UnauthorizedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "TooManyRequestsError",
+    431: "RequestHeaderFieldsTooLargeError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }

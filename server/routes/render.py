@@ -104,10 +104,10 @@ def _offsets(state: ServerState, prompt: Prompt, params: SamplingParams, special
         return None
     if params.truncate_prompt_tokens is None:
         return tokenizer.offsets(text, special)
-    side = params.truncation_side or "left"
-    end = tokenizer.end_with(text, kept, side)
+    first = params.truncation_side == "right"
+    end = tokenizer.end_with(text, kept, "right" if first else "left")
     offsets = tokenizer.offsets(end, special)
-    if side == "right":
+    if first:
         return offsets[:kept]
     before = len(text) - len(end)
-    return [(before + first, before + last) for first, last in offsets[len(offsets) - kept :]]
+    return [(before + begin, before + stop) for begin, stop in offsets[len(offsets) - kept :]]

@@ -1,0 +1,330 @@
+"""Raw sockets of clients that send too much, too slowly or nothing: each is refused, and the next is served."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from typing import Any
+
+import pytest
+from support.live_server import LiveServer, live_server
+from support.watching import eventually
+
+from pagoda.common.config.server import ServerConfig
+from pagoda.common.errors import ConfigError
+from pagoda.server.http import connection as connections
+from pagoda.server.http.connection import MAX_PIPELINED
+
+GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+HEAD = 2_000
+QUICK: dict[str, Any] = {
+    "h11_max_incomplete_event_size": HEAD,
+    "h11_max_header_count": 20,
+    "timeout_headers": 0.6,
+    "timeout_body": 0.6,
+    "timeout_keep_alive": 0.3,
+    "max_connections": 20,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(**QUICK) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[LiveServer]:
+    with live_server("fake:slow", **QUICK) as server:
+        yield server
+
+
+def connected(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def sent(client: socket.socket, data: bytes) -> bool:
+    """Whether all of it could be sent."""
+    try:
+        client.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def answer(client: socket.socket, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
+    """What comes until the connection ends, or is `until`."""
+    found = b""
+    with suppress(ConnectionError):
+        while not until(found) and (part := client.recv(65536)):
+            found += part
+    return found
+
+
+def refused(client: socket.socket, status: int, word: str) -> None:
+    head, _, body = answer(client).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()), head
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert error["code"] == status
+    assert word in error["message"]
+
+
+def serves(server: LiveServer) -> None:
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+    eventually(lambda: not server._server.server_state.connections)
+
+
+# --- heads ---
+
+
+@pytest.mark.setting("--h11-max-incomplete-event-size")
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"x-a: " + b"a" * HEAD,
+        GET + b"x-a: " + b"a" * HEAD + b"\r\n\r\n",
+        GET + b"".join(b"x-%d: %b\r\n" % (n, b"a" * 300) for n in range(8)) + b"\r\n",
+        b"GET /" + b"a" * HEAD,
+        b"GET /" + b"a" * HEAD + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        GET + b"a" * HEAD,
+        POST + b"content-length: 2\r\nx-a: " + b"a" * HEAD + b"\r\n\r\n{}",
+        CHUNKED + b"1\r\n{\r\n0\r\nx-a: " + b"a" * 70_000,
+        CHUNKED + b"1;" + b"a" * 70_000,
+    ],
+)
+def test_a_large_head_is_refused(server: LiveServer, head: bytes) -> None:
+    with closing(connected(server)) as client:
+        for start in range(0, len(head), 700):  # in pieces, as it comes
+            if not sent(client, head[start : start + 700]):
+                break
+            time.sleep(0.002)
+        refused(client, 431, "--h11-max-incomplete-event-size")
+    serves(server)
+
+
+def test_a_head_of_the_greatest_size_is_taken(server: LiveServer) -> None:
+    head = GET + b"x-a: "
+    with closing(connected(server)) as client:
+        client.sendall(head + b"a" * (HEAD - len(head) - 20) + b"\r\nconnection: close\r\n\r\n"[-4:])
+        assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.setting("--h11-max-header-count")
+@pytest.mark.parametrize("end", [b"", b"\r\n"])
+def test_many_headers_are_refused(server: LiveServer, end: bytes) -> None:
+    with closing(connected(server)) as client:
+        client.sendall(GET + b"a: b\r\n" * 21 + end)
+        refused(client, 431, "--h11-max-header-count")
+    with closing(connected(server)) as client:
+        client.sendall(CHUNKED + b"1\r\n{\r\n0\r\n" + b"a: b\r\n" * 20)
+        refused(client, 431, "--h11-max-header-count")
+    serves(server)
+
+
+def test_heads_take_little_memory(server: LiveServer) -> None:
+    head = GET + b"x-a: " + b"a" * (8 << 20)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(connected(server))) for _ in range(15)]
+        tracemalloc.start()
+        try:
+            for client in clients:
+                sent(client, head)
+            assert tracemalloc.get_traced_memory()[1] < len(head)
+        finally:
+            tracemalloc.stop()
+    serves(server)
+
+
+def test_what_is_no_http_is_refused(server: LiveServer) -> None:
+    with closing(connected(server)) as client:
+        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        refused(client, 400, "HTTP")
+    serves(server)
+
+
+# --- time ---
+
+
+@pytest.mark.setting("--timeout-headers")
+@pytest.mark.parametrize("start", [b"", b"\r\n", b"G", GET, GET + b"x-a: a\r\n"])
+def test_a_late_head_is_refused(server: LiveServer, start: bytes) -> None:
+    with closing(connected(server)) as client:
+        client.sendall(start)
+        if start.strip():
+            refused(client, 408, "--timeout-headers")
+        else:
+            assert answer(client)[:12] in (b"", b"HTTP/1.1 408")
+    serves(server)
+
+
+def test_a_head_that_drips_is_late(server: LiveServer) -> None:
+    with closing(connected(server)) as client:
+        client.sendall(GET)
+        began = time.monotonic()
+        while sent(client, b"x: a\r\n"[:3]) and time.monotonic() - began < 8:
+            time.sleep(0.05)
+        assert time.monotonic() - began < 8
+    serves(server)
+
+
+@pytest.mark.setting("--timeout-keep-alive")
+@pytest.mark.variable("PAGODA_HTTP_TIMEOUT_KEEP_ALIVE")
+def test_an_idle_connection_is_closed(server: LiveServer) -> None:
+    with closing(connected(server)) as client:
+        for _ in range(2):
+            client.sendall(GET + b"\r\n")
+            assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client) == b""
+        client.settimeout(1)
+    with closing(connected(server)) as client:  # and one whose next request stops short
+        client.sendall(GET + b"\r\n")
+        answer(client, lambda found: b"}" in found)
+        client.sendall(GET)
+        refused(client, 408, "--timeout-headers")
+    serves(server)
+
+
+@pytest.mark.setting("--timeout-body")
+@pytest.mark.parametrize("start", [POST + b"content-length: 900\r\n\r\n", CHUNKED])
+@pytest.mark.parametrize("body", [b"", b"5\r\n{    \r\n"])
+def test_a_body_that_stands_still_is_refused(server: LiveServer, start: bytes, body: bytes) -> None:
+    with closing(connected(server)) as client:
+        client.sendall(start + body)
+        refused(client, 408, "stood still")
+    serves(server)
+    assert not server.state.running
+
+
+def test_a_body_that_drips_is_refused(server: LiveServer) -> None:
+    with closing(connected(server)) as client:
+        client.sendall(POST + b"content-length: 100000\r\n\r\n")
+        began = time.monotonic()
+        while time.monotonic() - began < 8 and sent(client, b" "):
+            time.sleep(0.05)
+        assert time.monotonic() - began < 8
+        assert b"bytes a second" in answer(client)
+    serves(server)
+
+
+def test_a_body_that_takes_its_time_is_taken(server: LiveServer) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode() + b" " * 4000
+    with closing(connected(server)) as client:
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 200):
+            client.sendall(body[start : start + 200])
+            time.sleep(0.06)
+        assert answer(client, lambda found: b"}}" in found).startswith(b"HTTP/1.1 200")
+
+
+def test_a_long_answer_is_not_cut() -> None:
+    asked = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
+    bounds = {"timeout_headers": 0.1, "timeout_body": 0.1, "timeout_keep_alive": 0.1}
+    with live_server("fake:slow", **bounds) as server, closing(connected(server)) as client:
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked + b"\r\n")  # as old clients do
+        began = time.monotonic()
+        assert b"[DONE]" in answer(client, lambda found: b"[DONE]" in found)
+        assert time.monotonic() - began > 0.3
+
+
+def test_a_client_that_reads_nothing_is_left(slow: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.3)
+    asked = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    with closing(connected(slow)) as client:
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
+        answer(client, lambda found: b"data:" in found)
+
+        async def fill() -> None:
+            for each in slow._server.server_state.connections:
+                each.pause_writing()  # as the transport does when its buffer is full
+
+        slow.call(fill())
+        answer(client)  # ends
+    eventually(lambda: slow.state.running == 0 and not slow.llm.num_unfinished)
+    serves(slow)
+
+
+# --- early answers ---
+
+
+def test_a_stranger_is_refused_at_the_head() -> None:
+    with live_server(api_key=("k",), **QUICK) as server:
+        for start in (
+            POST + b"content-length: 30000000\r\n\r\n",
+            CHUNKED,
+            POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n",
+        ):
+            with closing(connected(server)) as client:
+                client.sendall(start)
+                found = answer(client, lambda found: b"}}" in found)
+                assert found.startswith(b"HTTP/1.1 401")
+                began = time.monotonic()
+                while time.monotonic() - began < 8 and sent(client, b"5\r\nabcde\r\n"):  # it is not read for ever
+                    time.sleep(0.01)
+                assert time.monotonic() - began < 8
+        eventually(lambda: not server._server.server_state.connections)
+
+
+def test_a_connection_goes_on_after_an_early_answer() -> None:
+    with live_server(api_key=("k",), **QUICK) as server, closing(connected(server)) as client:
+        client.sendall(POST + b"content-length: 9\r\n\r\n12345")
+        assert answer(client, lambda found: b"}}" in found).startswith(b"HTTP/1.1 401")
+        client.sendall(b"6789" + GET + b"\r\n")
+        assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+
+
+def test_a_chunked_body_is_bounded_while_it_comes() -> None:
+    with live_server(max_body_bytes=1000, **QUICK) as server, closing(connected(server)) as client:
+        client.sendall(CHUNKED + b"400\r\n" + b" " * 1024 + b"\r\n")
+        found = answer(client, lambda found: b"}}" in found)
+        assert found.startswith(b"HTTP/1.1 413")
+        assert b"--max-body-bytes" in found
+
+
+# --- many ---
+
+
+@pytest.mark.setting("--max-connections")
+def test_connections_are_as_many_at_most(server: LiveServer) -> None:
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(connected(server))) for _ in range(QUICK["max_connections"])]
+        eventually(lambda: len(server._server.server_state.connections) == len(clients))
+        with closing(connected(server)) as client:
+            refused(client, 503, "--max-connections")
+        clients[0].sendall(GET + b"\r\n")
+        assert answer(clients[0], lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+    serves(server)
+
+
+def test_requests_that_wait_on_a_connection_are_as_many_at_most(slow: LiveServer) -> None:
+    asked = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
+    first = POST + b"content-length: %d\r\n\r\n" % len(asked) + asked
+    with closing(connected(slow)) as client:
+        client.sendall(first + (GET + b"\r\n") * (MAX_PIPELINED + 2))
+        assert answer(client).count(b"HTTP/1.1 200") == 0
+    with closing(connected(slow)) as client:
+        client.sendall(first + (GET + b"\r\n") * 5)
+        assert answer(client).count(b"HTTP/1.1 200") == 6
+    serves(slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout_headers", 0.0),
+        ("timeout_body", float("nan")),
+        ("timeout_keep_alive", float("inf")),
+        ("max_connections", 0),
+        ("h11_max_incomplete_event_size", 0),
+        ("h11_max_header_count", -1),
+    ],
+)
+def test_impossible_bounds(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        ServerConfig(**{name: value})
