@@ -1,8 +1,10 @@
-"""Regenerates the figures of the README: runs the benchmarks in turn, writes one JSON file and from it the table.
+"""Regenerates the figures of the README: runs the benchmarks in turn, keeps what they print, and writes the table.
 
-With --only the table is left as it is, for some of its figures would be missing.
+A row is of the newest file that has it. What vLLM is measured beside depends on the processor: one with bfloat16
+instructions and one without have rows of their own. --table measures nothing and writes the table alone.
 
 usage: python readme.py --model MODEL.gguf [--peer-python VENV/bin/python --peer-model FOLDER] [--only NAME ...]
+       python readme.py --table
 """
 
 from __future__ import annotations
@@ -46,11 +48,21 @@ def machine() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--model")
+    asked.add_argument("--table", action="store_true")
     parser.add_argument("--peer-python")
     parser.add_argument("--peer-model")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     args = parser.parse_args()
+    if not args.table:
+        measure(args)
+    readme = HERE.parent / "README.md"
+    readme.write_text(with_table(readme.read_text()))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run the benchmarks and keep what they print."""
     peer = [f"--{k.replace('_', '-')}={v}" for k in ("peer_python", "peer_model") if (v := getattr(args, k))]
     results: dict = {"machine": machine()}
     if "offline" in args.only:
@@ -66,48 +78,104 @@ def main() -> None:
     path = HERE / "results" / f"{results['machine']['date']}-{results['machine']['commit']}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
-    if set(args.only) == set(PARTS):
-        write_table(results, path)
 
 
-def write_table(results: dict, source: Path) -> None:
-    """Put the figures between the README's fences."""
-    readme = HERE.parent / "README.md"
-    text = readme.read_text()
+def with_table(text: str) -> str:
+    """The README's text with the figures of today's files between its fences."""
     head, rest = text.split(FENCE[0])
     tail = rest.split(FENCE[1])[1]
-    readme.write_text(f"{head}{FENCE[0]}\n{table(results, source)}\n{FENCE[1]}{tail}")
+    return f"{head}{FENCE[0]}\n{table(results_by_age())}\n{FENCE[1]}{tail}"
 
 
-def table(results: dict, source: Path) -> str:
-    """The README's table in Markdown, with the conditions it was measured under."""
-    where = results["machine"]
-    bf16 = "with" if where["bf16_instructions"] else "without"
-    lines = [
-        f"Measured on {where['cores']} cores ({where['cpu']}, {bf16} bfloat16 instructions), torch {where['torch']}, "
-        f"on {where['date']} at commit {where['commit']}; medians, all rounds in",
-        f"[{source.name}](benchmarks/results/{source.name}). The machine is shared, so ratios count.",
-        "",
-        "| figure | pagoda | vLLM (CPU) 0.32 | ratio | asked for |",
-        "|---|---|---|---|---|",
-    ]
-    names = {
-        "throughput_64x128_128": "SmolLM2 bf16, 64 requests of 128 in / 128 out, offline, output tokens/s",
-        "single_stream_128_128": "one stream, 128 in / 128 out, tokens/s",
-    }
-    for case, name in names.items():
-        found = results["offline"][case]
-        theirs = found.get("vllm", {}).get("median", "not measured")
-        ratio = found.get("ratio", {}).get("median", "")
-        lines.append(f"| {name} | {found['pagoda']['median']} | {theirs} | {ratio} | >= 1.5 |")
-    scheduler, install, tests = results["scheduler"], results["install"], results["tests"]
-    lines += [
-        f"| `pagoda serve`, from command to first streamed token | {results['startup']['median']} s | | | <= 8 s |",
-        f"| schedule + update per decode step, 256 running, no model | {scheduler['sum_ms']} ms | | | <= 1.0 ms |",
-        f"| base install, no extras | {install['base_install_mb']} MB | | | <= 150 MB |",
-        f"| `make test` in a fresh clone ({tests['passed']} tests) | {tests['seconds'] / 60:.1f} min | | | <= 20 min |",
-    ]
-    return "\n".join(lines)
+def results_by_age() -> dict[str, dict]:
+    """File name -> what `measure` kept in it, the newest first."""
+    found = {path.name: json.loads(path.read_text()) for path in (HERE / "results").glob("*.json")}
+    mine = {name: result for name, result in found.items() if isinstance(result, dict) and _is_ours(result)}
+    return dict(sorted(mine.items(), key=lambda item: (item[1]["machine"]["date"], item[0]), reverse=True))
+
+
+def _is_ours(result: dict) -> bool:
+    return "bf16_instructions" in result.get("machine", {}) and any(part in result for part in PARTS)
+
+
+def table(results: dict[str, dict]) -> str:
+    """The README's table in Markdown, with the conditions it was measured under. `results`: the newest first."""
+    used: dict[str, dict] = {}
+    rows: list[str] = []
+    beside = {name: result for name, result in results.items() if "offline" in result}
+    kinds = [kind for kind in (False, True) if kind in map(has_bf16, beside.values())]
+    for kind in kinds:
+        name, result = next(item for item in beside.items() if has_bf16(item[1]) == kind)
+        used[name] = result
+        rows += offline_rows(result)
+    for part, row in ROWS.items():
+        name, result = next(((n, r) for n, r in results.items() if part in r), (None, None))
+        if name is not None:
+            used[name] = result
+            rows.append(f"| {row(result[part])} | {processor(result)} |")
+    missing = "" if len(kinds) == 2 else MISSING[kinds[0]]
+    return "\n".join([*map(source_line, used.items()), "", f"{PATHS}{missing}", "", *HEAD, *rows])
+
+
+def source_line(item: tuple[str, dict]) -> str:
+    """Where and when a file was measured."""
+    name, where = item[0], item[1]["machine"]
+    kind = f"A processor **{processor(item[1])} bfloat16 instructions**"
+    return (
+        f"- {kind}: {where['cpu'].strip()}, {where['cores']} cores,\n"
+        f"  torch {where['torch']}, {where['date']}, commit {where['commit']}; [all rounds](benchmarks/results/{name})."
+    )
+
+
+def has_bf16(result: dict) -> bool:
+    """Whether the processor has bfloat16 instructions."""
+    return result["machine"]["bf16_instructions"]
+
+
+def processor(result: dict) -> str:
+    """The same as a word."""
+    return "with" if has_bf16(result) else "without"
+
+
+def offline_rows(result: dict) -> list[str]:
+    """Rows beside the peer."""
+    rows = []
+    for case, found in result["offline"].items():
+        theirs, ratio = found.get("vllm", {}).get("median", "not measured"), found.get("ratio", {}).get("median", "")
+        asked = ">= 1.5" if case in ASKED else ""
+        rows.append(
+            f"| {CASES[case]} | {found['pagoda']['median']} | {theirs} | {ratio} | {asked} | {processor(result)} |"
+        )
+    return rows
+
+
+PATHS = (
+    "Medians; the machines are shared, so ratios count. bfloat16 models take another path on each kind of processor: "
+    "with the\ninstructions (AVX512-BF16, AMX) products are bfloat16's own, without them pagoda computes in float32."
+)
+MISSING = {
+    False: " A processor\nwith them is not in this table yet: expect about vLLM's speed there, not the ratios below.",
+    True: " A processor\nwithout them is not in this table yet.",
+}
+HEAD = (
+    "| figure | pagoda | vLLM (CPU) 0.32 | ratio | asked for | bfloat16 instructions |",
+    "|---|---|---|---|---|---|",
+)
+CASES = {
+    "throughput_64x128_128": "SmolLM2 bf16, 64 requests of 128 in / 128 out, offline, output tokens/s",
+    "single_stream_128_128": "one stream, 128 in / 128 out, tokens/s",
+}
+ASKED = tuple(CASES)
+ROWS = {
+    "startup": lambda it: f"`pagoda serve`, from command to first streamed token | {it['median']} s | | | <= 8 s",
+    "scheduler": lambda it: (
+        f"schedule + update per decode step, 256 running, no model | {it['sum_ms']} ms | | | <= 1.0 ms"
+    ),
+    "install": lambda it: f"base install, no extras | {it['base_install_mb']} MB | | | <= 150 MB",
+    "tests": lambda it: (
+        f"`make test` in a fresh clone ({it['passed']} tests) | {it['seconds'] / 60:.1f} min | | | <= 20 min"
+    ),
+}
 
 
 if __name__ == "__main__":

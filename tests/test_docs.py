@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from itertools import dropwhile
 from pathlib import Path
 
+import httpx
 import interface
 import pytest
+from support.served import REAL, environment, served, wait_ready
 
 import docs
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.server.settings.flags import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
@@ -81,10 +87,16 @@ def test_the_check_says_which_page_is_stale(
     assert docs.main() == 0
 
 
+def blocks(document: str, language: str) -> list[str]:
+    """The blocks of a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+
+
 def command_lines(document: str) -> list[str]:
-    """What follows the prompt in the console blocks."""
-    blocks = re.findall(r"^```console\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
-    return [line[2:] for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
+    """The lines of the blocks that are shell commands alone, and what follows the prompt in the others."""
+    prompted = [line for block in blocks(document, "console") for line in block.replace("\\\n", " ").splitlines()]
+    plain = [line for block in blocks(document, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    return [*plain, *(line[2:] for line in prompted if line.startswith("$ "))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -107,3 +119,42 @@ def parse(words: list[str]) -> None:
         assert ended.value.code == 0
     else:
         parser.parse_args(rest)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_installs_name_the_clone_and_an_extra_that_there_is(document: str) -> None:
+    """The name on PyPI is another project's; `pagoda[extra]` adds to an installation, as error messages say it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for line in command_lines(document):
+        if "pip install" in line:
+            assert not re.search(r"install (-\S+ )*'?pagoda", line), line
+            assert set(",".join(re.findall(r"\.\[([\w,-]+)\]", line)).split(",")) <= {*extras, ""}, line
+
+
+@pytest.mark.model
+def test_the_first_example_of_the_readme_runs(model_file: Path) -> None:
+    example = blocks("README.md", "python")[0]
+    assert example.count(EXAMPLE_MODEL) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace(EXAMPLE_MODEL, str(model_file))],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == example.rpartition("# ")[2].strip()
+
+
+@pytest.mark.model
+def test_the_first_request_of_the_readme_is_answered(model_file: Path) -> None:
+    lines = command_lines("README.md")
+    serve = next(line for line in lines if line.startswith("pagoda serve"))
+    assert shlex.split(serve)[2:] == [EXAMPLE_MODEL]
+    curl = shlex.split(next(line for line in lines if line.startswith("curl")))
+    path, header, body = curl[1].removeprefix("localhost:8000"), curl[3], curl[5]
+    with served(str(model_file), program=REAL) as (process, url):
+        wait_ready(process)
+        answer = httpx.post(url + path, headers=dict([header.split(": ")]), content=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
