@@ -53,8 +53,9 @@ class LLMEngine:
         with ThreadPoolExecutor(1, "pagoda-tokenizer") as reader:
             reading = reader.submit(open_text, config)
             self._built = build(config, usage)
-            self.tokenizer = reading.result()
+            tokenizer = reading.result()
         self.info: EngineInfo = self._built.info
+        self.tokenizer = None if tokenizer is None else tokenizer.within(self.info.vocab_size)
         self._core = self._built.core
         self._sleeper = self._built.sleeper
         self.inputs = InputProcessor(config.model, self.info, self.tokenizer, config.structured_outputs)
