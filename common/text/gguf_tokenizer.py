@@ -8,14 +8,16 @@ reading of the keys defines their meaning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from pagoda.common.errors import ModelError
+from pagoda.common.text.score_merges import merges_of_scores
 from pagoda.common.text.token_bytes import SPACE_MARK, byte_alphabet
 from pagoda.common.text.tokenizer_parts import TokenizerParts, add_ends
 
@@ -30,6 +32,8 @@ class TokenType(IntEnum):
     UNUSED = 5
     BYTE = 6
 
+
+_MATCHED_WHOLE: Final = frozenset({int(TokenType.CONTROL), int(TokenType.USER_DEFINED)})
 
 ROLE_KEYS: Final = {
     "bos_token": "bos_token_id",
@@ -89,11 +93,15 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
             "name the original model's folder with --tokenizer"
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
     rule = str(metadata.get("tokenizer.ggml.pre", "default"))
-    special = _special_tokens(metadata, tokens)
     byte_level = kind == "gpt2"
-    backend = _byte_level(metadata, tokens, rule) if byte_level else _sentencepiece(metadata, tokens, special)
-    _add_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or (), special, byte_level)
+    if not byte_level:
+        types = types or [TokenType.NORMAL] * len(tokens)
+        tokens = _with_marked_spaces(tokens, types)
+    special = _special_tokens(metadata, tokens)
+    backend = _byte_level(metadata, tokens, rule) if byte_level else _sentencepiece(metadata, tokens, types, special)
+    _add_tokens(backend, tokens, types, set(special.values()), byte_level)
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", not byte_level or rule in WHOLE_WORDS_FIRST)
     add_ends(
         backend,
@@ -134,19 +142,22 @@ def _splitter(split: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], special: Mapping[str, str]
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
-    tokens = _with_marked_spaces(tokens)
-    vocab = {token: i for i, token in enumerate(tokens)}
-    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    kinds = np.asarray(types)
     try:
+        merges = merges_of_scores(
+            tokens, _need(metadata, "scores"), (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED)
+        )
         model = models.BPE(
-            vocab=vocab,
-            merges=_merges_of_scores(vocab, _need(metadata, "scores"), types),
+            vocab=dict(zip(tokens, range(len(tokens)))),
+            merges=merges,
             unk_token=special.get("unk_token"),
             fuse_unk=True,
             byte_fallback=True,
         )
+    except ModelError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise _broken(error) from None
     backend = tokenizers.Tokenizer(model)
@@ -160,52 +171,41 @@ def _sentencepiece(
     return backend
 
 
-def _with_marked_spaces(tokens: Sequence[str]) -> list[str]:
-    """Some files spell tokens that are runs of spaces with real spaces; texts have marks by the time of the lookup."""
-    return [SPACE_MARK * len(token) if token and not token.strip(" ") else token for token in tokens]
+def _with_marked_spaces(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+    """The tokens as they are spelled where they are looked up.
 
-
-def _merges_of_scores(vocab: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges that sentencepiece's rule "the pair whose union scores best merges first" implies, best first.
-
-    Every split of a token into two tokens is a merge. Source: Kudo and Richardson, "SentencePiece" (2018), section 3.
+    A user-defined token is matched in the text as written, so it has real spaces. Any other is looked up after the
+    text's spaces became marks; some files spell those that are runs of spaces with real ones.
     """
-    mergeable = (TokenType.NORMAL, TokenType.UNUSED)
-    ranked: list[tuple[float, int, int, int, str, str]] = []
-    for token, token_id in vocab.items():
-        if len(token) < 2 or types[token_id] not in mergeable:
-            continue
-        rank = -scores[token_id]
-        for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-            if left is not None and right is not None:
-                ranked.append((rank, token_id, left, right, token[:cut], token[cut:]))
-    ranked.sort()
-    return [merge[4:] for merge in ranked]
+    spelled = [SPACE_MARK * len(token) if token[:1] == " " and not token.strip(" ") else token for token in tokens]
+    for i in np.flatnonzero(np.asarray(types) == TokenType.USER_DEFINED).tolist():
+        spelled[i] = tokens[i].replace(SPACE_MARK, " ")
+    return spelled
 
 
 def _add_tokens(
     backend: tokenizers.Tokenizer,
     tokens: Sequence[str],
     types: Sequence[int],
-    special: Mapping[str, str],
+    roles: Collection[str],
     byte_level: bool,
 ) -> None:
     """Control tokens and those with a role are special; user-defined ones are only matched whole.
 
+    All are entries of the vocabulary and keep their ids: the library numbers only tokens that the vocabulary lacks.
     In a byte-level vocabulary a control token with a character outside the alphabet cannot be told from text by the
     model's own tokenizer, so it stays as it is.
     """
     alphabet = set(byte_alphabet()) if byte_level else None
-    roles = set(special.values())
+    added: list[AddedToken] = []
     for token, kind in zip(tokens, types):
-        if token in roles or kind == TokenType.CONTROL:
-            if alphabet is None or alphabet.issuperset(token):
-                backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == TokenType.USER_DEFINED:
-            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+        if kind in _MATCHED_WHOLE or token in roles:
+            special = kind != TokenType.USER_DEFINED or token in roles
+            if not special or alphabet is None or alphabet.issuperset(token):
+                added.append(AddedToken(token, special=special, normalized=False))
     if not types:
-        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(roles)])
+        added = [AddedToken(token, special=True, normalized=False) for token in sorted(roles)]
+    backend.add_tokens(added)  # in one call: every call makes the matcher of all of them again
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:

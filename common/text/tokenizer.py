@@ -6,7 +6,7 @@ No transformers: a tokenizer.json, a vocab.json with merges.txt, or a GGUF file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ class Tokenizer:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int | None = None
 
-    def within(self, max_tokens: int) -> Tokenizer:
+    def with_context(self, max_tokens: int) -> Tokenizer:
         """The same for a context of `max_tokens` tokens."""
         return replace(self, max_tokens=max_tokens)
 
@@ -166,6 +166,24 @@ class Tokenizer:
         """Token id -> bytes, where decoding is the concatenation of bytes; None for any other kind of decoder."""
         return token_bytes_of(self.backend)
 
+    def with_vocab(self, vocab: int) -> Tokenizer:
+        """The tokenizer for a model with `vocab` tokens: no text yields an id beyond them.
+
+        Added tokens beyond them, such as the placeholder of an image, are left out, and their text is ordinary text.
+        Raises ModelError when the tokenizer's own vocabulary goes beyond, or a token that it puts around every text.
+        """
+        highest = max(self.backend.get_vocab(with_added_tokens=False).values(), default=-1)
+        added = self.backend.get_added_tokens_decoder()
+        inside = {id for id in added if id < vocab}
+        fitted = self if len(inside) == len(added) else replace(self, backend=_with_added(self.backend, inside))
+        highest = max([highest, *fitted.encode(""), *fitted.encode_pair("", "")[0]])
+        if highest >= vocab:
+            raise ModelError(
+                f"the tokenizer has ids up to {highest}, but the model's vocabulary has {vocab} entries; name the "
+                "tokenizer of this model with --tokenizer"
+            )
+        return fitted
+
     def save(self, folder: Path) -> None:
         """Write it into a model folder, from which `load_tokenizer` reads the same one. Raises OSError."""
         write_folder(folder, TokenizerParts(self.backend, self.special_tokens, self.chat_templates))
@@ -184,7 +202,7 @@ class Tokenizer:
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """A twin, because parsing of special tokens is a switch on the object, and threads share the object."""
-        twin = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        twin = _with_added(self.backend, self.backend.get_added_tokens_decoder())
         twin.encode_special_tokens = True
         return twin
 
@@ -230,6 +248,20 @@ def _read(source: str | Path, revision: str | None, token: str | None, download_
             raise ModelError(f"{path}: not a tokenizer; give a folder, a tokenizer.json or a .gguf file")
         path = path.parent
     return read_folder(path)
+
+
+def _with_added(backend: tokenizers.Tokenizer, kept: Collection[int]) -> tokenizers.Tokenizer:
+    """A tokenizer with the same model and steps, and of the added tokens only those whose ids are `kept`."""
+    twin = tokenizers.Tokenizer(backend.model)
+    for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(backend, step)) is not None:
+            setattr(twin, step, value)
+    tokens = [token for id, token in sorted(backend.get_added_tokens_decoder().items()) if id in kept]
+    twin.add_tokens(tokens)
+    moved = [token.content for token in tokens if twin.token_to_id(token.content) != backend.token_to_id(token.content)]
+    if moved:
+        raise ModelError(f"the tokenizer's added tokens have gaps between their ids ({', '.join(moved[:3])} moved)")
+    return twin
 
 
 def _shares(room: int, lengths: list[int]) -> list[int]:

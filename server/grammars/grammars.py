@@ -16,7 +16,12 @@ def structured_of(config: EngineConfig, info: EngineInfo) -> Structured | None:
     """For the engine; it opens the tokenizer when the first grammar comes. None without a tokenizer."""
     if config.model.skip_tokenizer_init:
         return None
-    return Structured(lambda: _vocabulary(open_tokenizer(config), info))
+
+    def vocabulary() -> Vocabulary:
+        tokenizer = open_tokenizer(config)
+        return _vocabulary(tokenizer and tokenizer.with_vocab(info.vocab_size), info)
+
+    return Structured(vocabulary)
 
 
 def check_of(tokenizer: Tokenizer | None, info: EngineInfo) -> GrammarCheck:

@@ -55,7 +55,9 @@ class LLMEngine:
             self._built = build(config, usage)
             tokenizer = reading.result()
         self.info: EngineInfo = self._built.info
-        self.tokenizer = None if tokenizer is None else tokenizer.within(self.info.max_model_len)
+        if tokenizer is not None:
+            tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(self.info.max_model_len)
+        self.tokenizer = tokenizer
         self._core = self._built.core
         self._sleeper = self._built.sleeper
         self.inputs = InputProcessor(config.model, self.info, self.tokenizer, config.structured_outputs)

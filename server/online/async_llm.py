@@ -86,6 +86,8 @@ class AsyncLLM:
         try:
             tokenizer = self._open_text(self.config)
             info = self._engine.wait_ready()
+            if tokenizer is not None:
+                tokenizer = tokenizer.with_vocab(info.vocab_size)
         except BaseException:
             self._engine.close()
             raise

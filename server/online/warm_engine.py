@@ -29,7 +29,7 @@ class WarmEngine:
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
         """Built from what the engine says about itself. `tokenizer`: None with skip_tokenizer_init."""
-        tokenizer = None if tokenizer is None else tokenizer.within(info.max_model_len)
+        tokenizer = None if tokenizer is None else tokenizer.with_context(info.max_model_len)
         processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
         return cls(
             info=info,

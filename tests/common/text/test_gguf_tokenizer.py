@@ -1,11 +1,15 @@
 import random
 import string
+import time
 from itertools import pairwise
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from pagoda.common.errors import ModelError
 from pagoda.common.text.gguf_tokenizer import SPLITS, TokenType, read_gguf
+from pagoda.common.text.score_merges import merges_of_scores
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 from pagoda.common.weights.gguf import GgufFile
 
@@ -198,6 +202,153 @@ def test_sentencepiece_bytes_spaces_and_ends():
     assert bare.decode(bare.encode(" hello")) == " hello"
 
 
+SPACE = "\u2581"
+
+
+def gemma(space=" ", merged=(), letters=string.ascii_letters + string.digits + string.punctuation + SPACE + "é日"):
+    """A vocabulary laid out as Gemma 3's, written as llama.cpp's converter writes one: user-defined runs of spaces."""
+    pieces = [(token, TokenType.CONTROL) for token in ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>")]
+    pieces += [("\n" * run, TokenType.USER_DEFINED) for run in range(1, 32)]
+    pieces += [(space * run, TokenType.USER_DEFINED) for run in range(2, 32)]
+    pieces += [("\t" * run, TokenType.USER_DEFINED) for run in range(2, 32)]
+    pieces += [(tag, TokenType.USER_DEFINED) for tag in ("<table>", "</table>", "<h1>", "</h1>")]
+    pieces += [(f"<0x{byte:02X}>", TokenType.BYTE) for byte in range(256)]
+    plain = len(pieces)
+    pieces += [(token, TokenType.NORMAL) for token in (*merged, *letters)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [token for token, _ in pieces],
+        "tokenizer.ggml.scores": [-1000.0] * plain + [-float(i) for i in range(len(pieces) - plain)],
+        "tokenizer.ggml.token_type": [int(kind) for _, kind in pieces],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def as_on_the_hub(metadata):
+    """The same vocabulary as transformers converts it into a tokenizer.json: runs are merges of marked spaces."""
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    types = metadata["tokenizer.ggml.token_type"]
+    runs = [kind == TokenType.USER_DEFINED for kind in types]
+    pieces = [t.replace(" ", SPACE) if run else t for t, run in zip(metadata["tokenizer.ggml.tokens"], runs)]
+    scores = [0.0 if run else score for score, run in zip(metadata["tokenizer.ggml.scores"], runs)]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = generate_merges(vocab, dict(zip(pieces, scores)))
+    hub = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    hub.normalizer = normalizers.Replace(" ", SPACE)
+    hub.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    kinds = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
+    hub.add_tokens(
+        [AddedToken(t, special=kinds[k], normalized=False) for t, k in zip(pieces, types) if TokenType(k) in kinds]
+    )
+    return hub
+
+
+MERGED = ["th", "the", f"{SPACE}the", f"{SPACE}t", "he", "re", "there", f"{SPACE}x", "ab", "<h", "h1", "ta", "ble>"]
+SPACED = [
+    "two  spaces",
+    "  lead and trail   ",
+    " " * 31 + "x",
+    " " * 32 + "x" + " " * 100,
+    "\n\n\n \n  \n\t\t\tthe\t",
+    "<table>  <h1> the </h1></table><tab le>",
+    "<start_of_turn>user\nthere  you<bos>",
+    "é  日\u00a0 \u3000 x",
+]
+
+
+@pytest.mark.parametrize("space", [" ", SPACE], ids=["raw", "marked"])
+def test_runs_of_spaces_are_the_vocabularys_own(space):
+    """llama.cpp's converter spells them with real spaces, other files with marks."""
+    metadata = gemma(space, MERGED)
+    tokenizer, hub = Tokenizer(read_gguf(metadata).backend), as_on_the_hub(gemma(merged=MERGED))
+    choose = random.Random(2)
+    texts = [
+        *SPACED,
+        *("".join(choose.choices("theabrx1<>/\n\t é" + " " * 20, k=choose.randrange(60))) for _ in range(300)),
+    ]
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == hub.encode(text, add_special_tokens=False).ids, text
+        assert tokenizer.decode(ids, False) == hub.decode(ids, skip_special_tokens=False) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert tokenizer.encode("a  b", False) == [
+        metadata["tokenizer.ggml.tokens"].index(token) for token in ("a", space * 2, "b")
+    ]
+
+
+def awkward():
+    """Vocabularies whose tokens the library could number again: runs of spaces, odd spellings, twice the same."""
+    yield from (gemma(), gemma(SPACE), sentencepiece(), byte_level(), byte_level("llama-bpe"))
+    for metadata in (gemma(), gemma(SPACE), byte_level()):
+        tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+        more = ["  ", f"{SPACE}x", " x", "  ", "", "[PAD9]", "a b"]
+        for kind in TokenType:
+            scores = [*metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens)), *(-1e4 for _ in more)]
+            extra = {"tokens": [*tokens, *more], "token_type": [*types, *(int(kind) for _ in more)], "scores": scores}
+            yield {**metadata, **{f"tokenizer.ggml.{key}": value for key, value in extra.items()}}
+
+
+@pytest.mark.parametrize("metadata", list(awkward()))
+def test_no_id_is_beyond_the_vocabulary(metadata):
+    backend = read_gguf(metadata).backend
+    size = len(metadata["tokenizer.ggml.tokens"])
+    assert max(backend.get_vocab(with_added_tokens=True).values()) < size
+    for text in [*CORPUS, *SPACED, *random_texts(50)]:
+        assert max(backend.encode(text).ids, default=0) < size, text
+
+
+def large(count):
+    """A vocabulary of Gemma 3's size: 6,242 reserved tokens, and unions of earlier tokens."""
+    letters = string.ascii_letters + "".join(map(chr, range(0x4E00, 0x4E00 + 4000))) + SPACE
+    twos = [a + b for a in string.ascii_letters + SPACE for b in string.ascii_lowercase]
+    fours = [a + b for a in twos[:90] for b in twos]
+    sixes = [a + b for a in fours[:120] for b in twos]
+    metadata = gemma(merged=[*twos, *fours, *sixes][: count - 6242 - len(letters) - 400], letters=letters)
+    for key, value in (("tokens", None), ("scores", -1000.0), ("token_type", int(TokenType.CONTROL))):
+        values = metadata[f"tokenizer.ggml.{key}"]
+        values += [f"<unused{i}>" if value is None else value for i in range(count - len(values))]
+    return metadata
+
+
+def test_a_large_vocabulary_is_read_in_a_second():
+    """As fast as the library reads the same tokenizer from JSON, give or take; one call per added token was 10 times.
+
+    Measured against the library, because a processor may be slow or shared.
+    """
+    metadata = large(262_144)
+    start = time.process_time()
+    backend = read_gguf(metadata).backend
+    ours = time.process_time() - start
+    written = backend.to_str()
+    start = time.process_time()
+    again = tokenizers.Tokenizer.from_str(written)
+    theirs = time.process_time() - start
+    assert backend.get_vocab_size() == again.get_vocab_size() == 262_144
+    assert ours < 2.5 * theirs, f"{ours:.2f} s of CPU, the library {theirs:.2f} s"
+
+
+def test_merges_are_every_split_into_two_tokens():
+    choose = random.Random(5)
+    tokens = list(dict.fromkeys("".join(choose.choices("abcé\x00日", k=choose.randrange(1, 7))) for _ in range(900)))
+    scores = [float(choose.randrange(-40, 40)) for _ in tokens]
+    mergeable = [choose.random() < 0.8 for _ in tokens]
+    known = set(tokens)
+    by_score = sorted((i for i, able in enumerate(mergeable) if able), key=lambda i: -scores[i])
+    splits = [(tokens[i][:cut], tokens[i][cut:]) for i in by_score for cut in range(1, len(tokens[i]))]
+    assert merges_of_scores(tokens, scores, mergeable) == [pair for pair in splits if known.issuperset(pair)]
+
+
+def test_merges_of_nothing():
+    assert merges_of_scores(["a"], [0.0], [True]) == []
+    assert merges_of_scores(["a", "b", "ab"], [0.0] * 3, [True, True, False]) == []
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -208,6 +359,8 @@ def test_sentencepiece_bytes_spaces_and_ends():
         ({k: v for k, v in byte_level().items() if not k.endswith("merges")}, "lacks tokenizer.ggml.merges"),
         ({k: v for k, v in sentencepiece().items() if not k.endswith("scores")}, "lacks tokenizer.ggml.scores"),
         ({**byte_level(), "tokenizer.ggml.merges": ["x nowhere"]}, "does not hold together"),
+        ({**sentencepiece(), "tokenizer.ggml.scores": [0.0]}, "279 tokens, 1 scores and 279 types"),
+        ({**sentencepiece(), "tokenizer.ggml.token_type": [1, 1]}, "279 tokens, 279 scores and 2 types"),
     ],
 )
 def test_unusable_metadata_says_why(metadata, message):

@@ -95,7 +95,7 @@ def test_what_is_kept_is_what_the_whole_text_ends_with(
 
 
 def test_every_way_to_tokens_is_bounded(tokenizer: Tokenizer) -> None:
-    bound, text = tokenizer.within(64), "a cat, " * 200_000
+    bound, text = tokenizer.with_context(64), "a cat, " * 200_000
     for encode in (
         bound.encode,
         bound.encode_ordinary,

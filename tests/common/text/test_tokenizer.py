@@ -143,6 +143,40 @@ def test_ordinary_encoding_does_not_parse_special_tokens(folder):
     assert ours.eos_token_id in ours.encode(text)
 
 
+def test_added_tokens_beyond_the_models_vocabulary_are_ordinary_text(folder):
+    """Gemma 3's tokenizer.json adds the placeholder of an image one past the vocabulary of its text models."""
+    wide = load_tokenizer(configure(with_ends(folder), additional_special_tokens=["<inside>", "<image_soft_token>"]))
+    size = wide.vocab_size - 1
+    text = "a<image_soft_token> <inside>b"
+    assert max(wide.encode(text)) == size
+    fitted = wide.with_vocab(size)
+    ids = fitted.encode(text)
+    assert max(ids) < size
+    assert wide.backend.token_to_id("<inside>") in ids
+    assert (ids[0], ids[-1]) == (wide.bos_token_id, wide.eos_token_id) == (fitted.bos_token_id, fitted.eos_token_id)
+    assert fitted.decode(ids) == "a<image_soft_token> b"
+    assert max(fitted.encode_ordinary(text)) < size
+    assert max(fitted.encode_pair(text, text)[0]) < size
+    assert fitted.vocab_size == size
+    for plain in TEXTS:
+        assert fitted.encode(plain) == wide.encode(plain)
+    assert wide.with_vocab(size + 1) is wide
+    assert wide.with_vocab(10**6) is wide
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder):
+    ours = load_tokenizer(with_ends(folder))
+    size = ours.vocab_size
+    with pytest.raises(ModelError, match=f"has ids up to {size - 1}, .* {size - 1} entries; name .* --tokenizer"):
+        ours.with_vocab(size - 1)
+    ends = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends.add_special_tokens(["<end>"])
+    ends.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", size)])
+    ends.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match=f"has ids up to {size}"):
+        load_tokenizer(folder).with_vocab(size)
+
+
 def test_tokens_one_by_one(folder):
     ours = load_tokenizer(folder)
     ids = ours.encode("Grüße 日本 👩‍👩‍👧")

@@ -2,9 +2,11 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 from fakes import FakeBackend
 from support.byte_text import byte_tokenizer
 from support.fake_engine import alphabet, build
@@ -13,6 +15,7 @@ from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.errors import RequestError
 from pagoda.common.repetition import RepetitionDetectionParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.offline.llm import LLM
 from pagoda.server.offline.llm_engine import LLMEngine
 from pagoda.server.settings.args import EngineArgs
@@ -56,6 +59,22 @@ def test_quick_start(llm: LLM) -> None:
 def test_one_prompt_gives_one_answer(llm: LLM, prompt: Any) -> None:
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
     assert output.outputs[0].text == "de"
+
+
+def with_beyond(vocab: int) -> Tokenizer:
+    """A tokenizer whose last added token is the first id that the model lacks."""
+    backend = tokenizers.Tokenizer.from_str(TEXT.backend.to_str())
+    backend.add_special_tokens([f"<extra{i}>" for i in range(TEXT.vocab_size, vocab)] + ["<beyond>"])
+    return replace(TEXT, backend=backend)
+
+
+def test_text_of_a_token_beyond_the_vocabulary_is_ordinary(llm: LLM) -> None:
+    vocab = llm.llm_engine.info.vocab_size
+    assert with_beyond(vocab).encode("<beyond>") == [vocab]
+    config = EngineArgs(model="fake").create_engine_config()
+    wide = LLM.from_engine(LLMEngine(config, build=build, open_text=lambda _: with_beyond(vocab)))
+    (output,) = wide.generate("<beyond>", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt_token_ids == TEXT.encode("<beyond>")
 
 
 def test_params_are_paired_with_prompts(llm: LLM) -> None:

@@ -2,15 +2,18 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from support.byte_text import byte_tokenizer
 from support.fake_engine import WIDTH, build
 
-from pagoda.common.errors import ConfigError, EngineDeadError, RequestError
+from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.link.thread_client import ThreadClient
 from pagoda.server.online.async_llm import AsyncLLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
@@ -285,3 +288,24 @@ async def test_a_prompt_may_be_embeddings() -> None:
     with pytest.raises(RequestError, match="not finite"):
         await text_of(llm, "bad", {"prompt_embeds": rows * np.float16("inf")}, max_tokens=3)
     llm.shutdown()
+
+
+async def test_no_text_is_a_token_beyond_the_vocabulary() -> None:
+    config = AsyncEngineArgs("fake").create_engine_config()
+    vocab = make().info.vocab_size
+    backend = tokenizers.Tokenizer.from_str(TEXT.backend.to_str())
+    backend.add_special_tokens([f"<extra{i}>" for i in range(TEXT.vocab_size, vocab)] + ["<beyond>"])
+    wide = replace(TEXT, backend=backend)
+    llm = AsyncLLM(config, client=ThreadClient(config, build), open_text=lambda _: wide)
+    async for output in llm.generate("<beyond>", SamplingParams(max_tokens=1), "r"):
+        assert output.prompt_token_ids == TEXT.encode("<beyond>")
+    assert max(llm.get_tokenizer().encode("<beyond>")) < vocab
+    llm.shutdown()
+
+
+async def test_a_tokenizer_of_another_model_stops_the_start() -> None:
+    config = AsyncEngineArgs("fake").create_engine_config()
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 10**6}, unk_token="a"))
+    client = ThreadClient(config, build)
+    with pytest.raises(ModelError, match="has ids up to 1000000"):
+        AsyncLLM(config, client=client, open_text=lambda _: Tokenizer(backend))
