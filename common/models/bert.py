@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, PoolUse, classifier
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
 from pagoda.common.weights.rules import Rename, Rule, linear
 
+_POOLER: Final = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
+"""`pooler_*` of the first release's files, which its own code does not read."""
+
 
 def encoder(config: HfConfig, *, position_offset: int = 0) -> ModelSpec:
     """The layers. `position_offset`: rows of the position table before that of the first token."""
     width = config.size("hidden_size")
     config.expect("position_embedding_type", "absolute")
+    config.expect("attention_bias", True)
     config.ignore("classifier_dropout", "tie_word_embeddings")
+    config.ignore("directionality", *(f"pooler_{name}" for name in _POOLER))
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
     ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_act", "gelu"), gated=False, bias=True)
     layer = Layer(_attention(config, width), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)

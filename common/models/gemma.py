@@ -26,7 +26,9 @@ def _gemma2(config: HfConfig) -> ModelSpec:
     head_dim = config.opt_size("head_dim", 256)
     attention = _attention(config, head_dim, hf_config.rope(config, head_dim))
     attention = replace(attention, softcap=config.nullable("attn_logit_softcapping", float, 50.0))
-    windowed = replace(attention, window=config.window(4096))
+    window = config.window(4096)
+    config.expect("sliding_window_size", window)  # an older name, beside the newer one
+    windowed = replace(attention, window=window)
     alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     kinds = config.layer_types(layers, alternating)
     mixers = [windowed if kind == "sliding_attention" else attention for kind in kinds]

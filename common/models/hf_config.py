@@ -3,11 +3,12 @@
 Knows: that every key must be read, expected or ignored by name, and how keys that many families share are spelled
 (activations, rotary positions in old and new form, layer types). Does not know any family.
 
-A key nobody asked for could change the maths, so it is an error. A null counts as absent.
+A key that no reader asked for could change the maths, so it is an error. A null counts as absent.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -27,52 +28,63 @@ from pagoda.common.models.spec import (
 
 T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
 
-# Training, bookkeeping, tokenizer and generation settings: none of them changes a forward pass.
+# Training, bookkeeping, tokenizer and generation settings, in any family: none of them changes a forward pass.
 HARMLESS: Final = (
-    "_*name_or_path",
-    "*attn_implementation*",
-    "*flash_attn*",
+    # Where the file comes from, and what wrote it.
+    "*name_or_path",
+    "_commit_hash",
     "architectures",
     "model_type",
-    "torch_dtype",
-    "dtype",
     "auto_map",
     "transformers*",
     "unsloth*",
     "is_llama_config",
-    "*token_id",
-    "*_token_ids",
+    "torch_dtype",
+    "dtype",
+    "xla_device",
+    # How it is computed, not what.
+    "*attn_implementation*",
+    "*experts_implementation*",
+    "*flash_attn*",
+    "use_cache",
+    "cache_implementation",
+    "pretraining_tp",
+    "chunk_size_feed_forward",
+    "tf_legacy_loss",
+    "output_*",
+    "return_dict*",
+    "use_return_dict",
+    "keys_to_ignore_at_inference",
+    # Training.
     "*dropout",
     "*_pdrop",
     "*dropout_prob",
     "layerdrop",
     "initializer_*",
     "init_std",
-    "output_*",
-    "return_dict*",
-    "use_cache",
-    "use_return_dict",
-    "cache_implementation",
-    "gradient_checkpointing",
-    "pretraining_tp",
+    "gradient_checkpointing*",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    # The tokenizer.
+    "*token_id",
+    "*_token_ids",
+    "tokenizer_class",
     "max_sequence_length",
     "model_max_length",
-    "tokenizer_class",
     "prefix",
+    "use_sep_token",
+    # Tasks; classifiers read the labels.
     "task_specific_params",
     "finetuning_task",
     "problem_type",
     "id2label",
     "label2id",
     "num_labels",
+    "_num_labels",
     "sentence_transformers",
     "sbert_ce_default_activation_function",
     "is_matryoshka",
     "matryoshka_dimensions",
-    "use_sep_token",
-    "chunk_size_feed_forward",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
     # Generation settings that old files kept here; generation_config.json is where they count.
     "do_sample",
     "temperature",
@@ -83,31 +95,42 @@ HARMLESS: Final = (
     "num_beam_groups",
     "max_length",
     "min_length",
+    "max_new_tokens",
+    "min_new_tokens",
     "repetition_penalty",
     "length_penalty",
+    "exponential_decay_length_penalty",
+    "diversity_penalty",
+    "penalty_alpha",
     "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
     "early_stopping",
     "bad_words_ids",
     "suppress_tokens",
     "begin_suppress_tokens",
-    "diversity_penalty",
     "num_return_sequences",
     "remove_invalid_values",
 )
 
-# Flags that old files state although they are off everywhere we go.
-_ALWAYS_OFF: Final = (
-    "add_cross_attention",
-    "cross_attention_hidden_size",
-    "is_decoder",
-    "is_encoder_decoder",
-    "tie_encoder_decoder",
-    "torchscript",
-    "use_bfloat16",
-    "pruned_heads",
-    "rope_interleaved",
-    "use_mrope",
-)
+_OFF: Final[tuple[object, ...]] = (False,)
+PLAIN: Final[dict[str, tuple[object, ...]]] = {
+    **dict.fromkeys(
+        (
+            *("add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"),
+            *("torchscript", "use_bfloat16", "rope_interleaved", "use_mrope"),
+            *("attention_bias", "qkv_bias", "mlp_bias", "lm_head_bias", "use_bias", "bias"),
+            *("use_qk_norm", "qk_layernorm"),
+        ),
+        _OFF,
+    ),
+    "cross_attention_hidden_size": _OFF,
+    "pruned_heads": ({},),
+    "shared_expert_intermediate_size": (0,),
+}
+"""What configs of any family may spell out although the family has none of it: key -> the values that say so.
+
+A family that has it reads the key or expects another value, and then this table does not count.
+"""
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
@@ -126,9 +149,10 @@ class HfConfig:
     Every error is a ModelError that names the key and the model type.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, label: str | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], *, label: str | None = None, path: tuple[str, ...] = ()) -> None:
         self._values = values
         self._label = label or f"model type {values.get('model_type', 'unknown')!r}"
+        self._path = path  # of the object, from the top of the file
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -185,16 +209,28 @@ class HfConfig:
     def section(self, key: str) -> HfConfig | None:
         """A nested object, to be finished on its own; None where absent."""
         self._read.add(key)
-        return HfConfig(self._typed(key, dict), label=f"{key}, {self._label}") if key in self else None
+        if key not in self:
+            return None
+        return HfConfig(self._typed(key, dict), label=f"{key}, {self._label}", path=(*self._path, key))
 
     def finish(self) -> None:
-        """Raises ModelError naming every key that nobody read."""
-        for key in _ALWAYS_OFF:
-            self.expect(key, False, {})
-        left = [key for key in self._values if key in self and key not in self._read and not _is_harmless(key)]
+        """Raises ModelError naming every key that was not read and could matter, and how to leave it out."""
+        for key in PLAIN.keys() - self._read:
+            self.expect(key, *PLAIN[key])
+        left = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
         if left:
-            noun = "key" if len(left) == 1 else "keys"
-            raise self.error(", ".join(sorted(left)), f"unknown {noun} that could change the result")
+            noun, pronoun = ("key", "it does") if len(left) == 1 else ("keys", "they do")
+            raise ModelError(
+                f"{self.error(', '.join(left), f'unknown {noun} that could change the result')}; if {pronoun} not: "
+                f"--hf-overrides '{json.dumps(self._nulls(left), ensure_ascii=False)}'"
+            )
+
+    def _nulls(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The override that makes these keys absent."""
+        found: dict[str, Any] = dict.fromkeys(keys)
+        for name in reversed(self._path):
+            found = {name: found}
+        return found
 
     def activation(self, key: str, default: str) -> Activation:
         """An activation by its Hugging Face name."""

@@ -33,6 +33,7 @@ def _attention(config: HfConfig, width: int) -> Attention:
     heads = config.size("num_attention_heads")
     head_dim = hf_config.head_dim(config, width, heads)
     bias = config.opt("enable_bias", bool, True)
+    config.expect("attention_bias", bias)
     return Attention(
         heads=heads,
         kv_heads=heads,

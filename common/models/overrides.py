@@ -24,7 +24,8 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     base = dict(config)
     parameters = base.get("rope_parameters")
     if isinstance(parameters, Mapping) and "rope_parameters" not in changes:
-        moved: dict[str, Any] = dict(changes.pop("rope_scaling", None) or {})
+        scaling = changes.pop("rope_scaling", {})
+        moved: dict[str, Any] = {"rope_type": "default"} if scaling is None else dict(scaling)
         if "rope_theta" in changes:
             moved["rope_theta"] = changes.pop("rope_theta")
         if moved:

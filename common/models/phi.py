@@ -23,8 +23,6 @@ def _phi3(config: HfConfig) -> ModelSpec:
     config.opt_size("original_max_position_embeddings", 4096)  # counts where RoPE is scaled
     for key, plain in (("full_attn_mod", 1), ("interpolate_factor", 1)):
         config.expect(key, plain)
-    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        config.expect(key, False)
     attention = rotary_attention(config, config.size("hidden_size"))
     attention = replace(attention, window=config.window(None))
     return pre_norm_decoder(config, [attention] * layers, [gated_mlp(config)] * layers, rms_norm(config, 1e-5))

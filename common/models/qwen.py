@@ -22,6 +22,8 @@ from pagoda.common.weights.rules import Rename, Stack
 
 
 def _qwen2(config: HfConfig) -> ModelSpec:
+    config.expect("qkv_bias", True)
+    config.ignore("attention_bias")  # q, k and v have biases and o has none, whatever it says
     attention = replace(rotary_attention(config, config.size("hidden_size")), qkv_bias=True)
     return _dense(config, attention)
 
@@ -53,6 +55,7 @@ def _dense(config: HfConfig, attention: Attention) -> ModelSpec:
 
 
 def _qk_norm_attention(config: HfConfig) -> Attention:
+    config.expect("use_qk_norm", True)
     bias = config.opt("attention_bias", bool, False)
     return replace(
         rotary_attention(config, config.size("hidden_size")),

@@ -31,6 +31,11 @@ PER_LAYER = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": YARN}, {"rope_scaling": YARN}),
         # The newer one, which is where either spelling of the change must arrive.
         ({"rope_parameters": LLAMA3}, {"rope_theta": 7.0}, {"rope_parameters": {**LLAMA3, "rope_theta": 7.0}}),
+        (
+            {"rope_parameters": LLAMA3},
+            {"rope_scaling": None},
+            {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}},
+        ),
         ({"rope_parameters": LLAMA3}, {"rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5.0}}),
         (
             {"rope_parameters": LLAMA3},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from pagoda.server import cli
 from pagoda.server.offline.llm_engine import LLMEngine
 from pagoda.server.requests.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import FlagParser
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.startup.engine import build_engine
 from pagoda.server.wire import EngineInfo
@@ -208,6 +211,37 @@ def test_overrides_reach_the_model(folder: Path) -> None:
     assert info(folder, rope_scaling=scaling).max_model_len == 512
     with pytest.raises(ModelError, match=r"config.json: no_such_key unknown key that could change the result"):
         info(folder, hf_overrides={"no_such_key": 1})
+
+
+@pytest.mark.parametrize("source", ["flag", "dotted flag", "file"])
+def test_the_override_that_an_unknown_key_names(folder: Path, tmp_path: Path, source: str) -> None:
+    """The words of the error, given to the command line as they stand there, make the model load."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    plain = write_model(tmp_path / "plain", rope_parameters=rope)
+    wobbly = write_model(tmp_path / "wobbly", rope_parameters={**rope, "wobble": 3}, swirl=1)
+    expected = answer(plain)
+    flags: list[str] = []
+    for _ in range(2):
+        with pytest.raises(ModelError) as caught:
+            info(wobbly, hf_overrides=overrides(flags, source, tmp_path))
+        stated = re.search(r"--hf-overrides .*$", str(caught.value))
+        assert stated is not None
+        flags += shlex.split(stated[0])
+    assert flags[1::2] == ['{"rope_parameters": {"wobble": null}}', '{"swirl": null}']
+    assert answer(wobbly, hf_overrides=overrides(flags, source, tmp_path)) == expected
+
+
+def overrides(flags: list[str], source: str, folder: Path) -> Any:
+    """What these flags say, given as flags, as dotted flags or as a configuration file."""
+    if source == "dotted flag":
+        dotted = {"rope_parameters": "--hf-overrides.rope_parameters.wobble", "swirl": "--hf-overrides.swirl"}
+        flags = [word for said in flags[1::2] for word in (dotted[next(iter(json.loads(said)))], "null")]
+    if source == "file":
+        merged = {key: value for said in flags[1::2] for key, value in json.loads(said).items()}
+        (folder / "config.yaml").write_text(json.dumps({"hf-overrides": merged}))
+        flags = ["--config", str(folder / "config.yaml")]
+    parser = EngineArgs.add_cli_args(FlagParser())
+    return EngineArgs.from_cli_args(parser.parse_args(flags)).create_engine_config().model.hf_overrides
 
 
 @pytest.mark.setting("--hf-config-path")
