@@ -36,7 +36,9 @@ class ModelNotFoundError(PagodaError):
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error with the status it is answered with. `param`: the request field at fault, if one is.
+    """An error with the status it is answered with.
+
+    `param`: the request field at fault, if one is. `code`: what a client of the Messages API tells such errors by.
 
     Not frozen: whoever handles an exception may set its traceback.
     """
@@ -44,6 +46,7 @@ class HttpError(Exception):
     status: int
     message: str
     param: str | None = None
+    code: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The body of the answer."""

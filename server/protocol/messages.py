@@ -14,6 +14,7 @@ from pagoda.common.text.template_keywords import fault_of_keywords
 from pagoda.server.conversation.conversation import Conversation, NamedTool
 from pagoda.server.conversation.conversation import ToolChoice as Choice
 from pagoda.server.protocol.base import Body, Ignored, Int64, hint, unsupported
+from pagoda.server.protocol.errors import HttpError
 from pagoda.server.protocol.messages_input import CacheControl, Messages, Texts, continues, messages_of
 from pagoda.server.protocol.tagged import OTHER, OtherTool, by_type, refused
 
@@ -100,12 +101,16 @@ class AnthropicCountTokensRequest(Body):
     )
     mcp_servers: Any = hint(why="the server calls no tools itself")
     speed: Any = hint(harmless=("standard",), why="there is one speed")
-    thread: Any = hint(why="no threads are kept")
+    thread: Any = hint(why="no conversations are kept; one that was begun is not gone on with")
     user_profile_id: Any = hint(why="no profiles are kept")
     workspace_id: Any = hint(why="there are no workspaces")
 
     def check(self) -> None:
-        """What no single field shows. Raises RequestError."""
+        """Check what no single field shows. Raises RequestError, or HttpError for a thread to continue."""
+        if isinstance(self.thread, dict) and self.thread.get("type") == "continue":
+            # by this code clients know that they have to send the whole conversation
+            message = "thread: this server keeps no conversations; send all messages"
+            raise HttpError(404, message, "thread", code="thread_not_found")
         thinking = self.thinking
         if thinking is not None and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
             raise RequestError("thinking", 'thinking.budget_tokens goes with type "enabled", and with no other')

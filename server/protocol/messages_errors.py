@@ -41,7 +41,10 @@ def messages_error(error: HttpError, request_id: str) -> dict[str, Any]:
     if error.param and error.param not in message:
         message = f"{error.param}: {message}"
     kind = _TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    shown: dict[str, Any] = {"type": kind, "message": message}
+    if error.code is not None:
+        shown["details"] = {"error_code": error.code}
+    return {"type": "error", "error": shown, "request_id": request_id}
 
 
 def error_answer(path: str, error: HttpError) -> tuple[dict[str, Any], dict[str, str]]:

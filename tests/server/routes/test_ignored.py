@@ -207,6 +207,32 @@ def test_streams_name_them_too(server: LiveServer) -> None:
     assert answer.headers["access-control-expose-headers"] == "x-pagoda-ignored"
 
 
+def test_the_tool_runner_sends_the_whole_conversation_where_threads_are_not_kept() -> None:
+    """It continues a thread with what is new alone, so a server that ignored `thread` would lose the conversation."""
+    asked: list[bytes] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return f"[[sunny in {city}]]"
+
+    with live_server("fake:say", enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        client._client.event_hooks["request"].append(lambda request: asked.append(request.read()))
+        call = '[[<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>]]'
+        user: Any = {"role": "user", "content": call}
+        runner = client.beta.messages.tool_runner(
+            model="fake", max_tokens=400, messages=[user], tools=[weather], max_iterations=2
+        )
+        kinds = [[block.type for block in message.content] for message in runner]
+        refused = server.response("POST", MESSAGES, BODIES[MESSAGES] | {"thread": {"type": "continue"}})
+    assert [kind[0] for kind in kinds] == ["tool_use", "tool_use"], "the script of the fake model is the first text"
+    assert [json.loads(body).get("thread", {}).get("type") for body in asked] == ["create", "continue", "create"]
+    assert len(json.loads(asked[-1])["messages"]) == 3
+    assert refused.status == 404
+    assert json.loads(refused.body)["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_the_header_is_short_and_plain() -> None:
     names = [Ignored(f"é\r\n{i}" + "x" * 300, "unknown") for i in range(MAX_HEADER_NAMES + 3)]
     value = header_value(names)
