@@ -35,8 +35,8 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self._empty, self._cached, self._reserved = (num_blocks + i for i in range(3))
         # Every block but the null block in EMPTY, in order; made whole, as there may be a million of them.
-        self._next = [NULL_BLOCK, *range(2, num_blocks), self._empty, 1, self._cached, self._reserved]
-        self._prev = [NULL_BLOCK, self._empty, *range(1, num_blocks), self._cached, self._reserved]
+        self._next: list[int] = [NULL_BLOCK, *range(2, num_blocks), self._empty, 1, self._cached, self._reserved]
+        self._prev: list[int] = [NULL_BLOCK, self._empty, *range(1, num_blocks), self._cached, self._reserved]
         self._keys: list[PageKey | None] = [None] * num_blocks
         self._blocks: dict[PageKey, int] = {}
         # array and bytearray: fast one by one, and numpy sees the same memory when it looks for a run.
