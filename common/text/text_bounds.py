@@ -27,10 +27,10 @@ PIECE: Final = 1 << 16
 """Characters that are tokenised at once while a text is measured."""
 
 _USUAL: Final = 4
-"""Characters of a usual token: a text of so many for each token of the context may fit, and is not measured."""
+"""Characters of an average token: a text with at most this many per token of the context may fit, and is not measured."""
 
 _SEAM: Final = 64
-"""Tokens by which two pieces may have more than the text they are cut from."""
+"""Upper bound of the tokens by which cutting a text in two raises its token count."""
 
 _MARGIN: Final = 2048
 """Tokens beside those that are kept: where the text is cut they may be others than in the whole text."""
@@ -46,13 +46,13 @@ def check_length(text: str, max_tokens: int, count: Count) -> None:
     most = _most_characters(max_tokens)
     if len(text) > most:
         raise _too_long(max_tokens, f"{len(text)} characters, of which at most {most} can fit")
-    found = 0
+    counted = 0
     for seams, start in enumerate(range(0, len(text), PIECE)):
-        found += count(text[start : start + PIECE])
-        if found - seams * _SEAM > max_tokens:
+        counted += count(text[start : start + PIECE])
+        if counted - seams * _SEAM > max_tokens:
             raise _too_long(
                 max_tokens,
-                f"the first {min(start + PIECE, len(text))} of its {len(text)} characters are {found} tokens",
+                f"the first {min(start + PIECE, len(text))} of its {len(text)} characters are {counted} tokens",
             )
 
 

@@ -188,7 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(HttpError(408, f"the request's head took longer than {seconds:g} s (--timeout-headers)"))
 
     def _check_body(self) -> None:
-        """Refuse a body that stands still or drips; time in which nobody here wanted more of it does not count."""
+        """Refuse a body that stalls or is too slow; time during which this server paused reading does not count."""
         now, seconds = self.loop.time(), self._limits.timeout_body
         if self.flow.read_paused or self.cycle.waiting_for_100_continue:
             self._body_began, self._body_moved, self._body_bytes = now, now, 0

@@ -20,7 +20,7 @@ class StoredResponse:
     """One response. `items`: what was said up to its end, as JSON, to go on from; empty until then.
 
     `events`: of a stream that may be read again; None for others. `task`: runs it, in the background. `snapshot`: the
-    response as it stands, as JSON. `owner`: who may ask for it, see auth.owner_of.
+    response in its current state, as JSON. `owner`: digest of the key that may read it, see auth.owner_of.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ _WIDEST: Final = 36
 
 
 Check = Callable[[argparse.Namespace], tuple[Settled, Resolved]]
-"""Does all that a command does before it loads a model; what was said and what it comes to, or what `run` raises."""
+"""Runs every check that a command makes before it loads a model. Returns the settings and what they resolve to; raises
+what the command would."""
 
 
 def explain(args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage, check: Check | None = None) -> str:

@@ -1,6 +1,6 @@
-"""What a machine can do with any model: the backend, its devices, and the libraries that were asked for.
+"""Checks that need no model: the backend, its devices and the libraries that settings name are available.
 
-Asked before a model's files are; imports no framework, and little else, because the engine's process waits for it.
+They run before a model's files are read, and import no framework, because the engine's process waits for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GRAMMARS: Final = "--structured-outputs-config"
 
 
 def check_machine(config: EngineConfig) -> tuple[str, dict[str, int]]:
-    """The backend, and what its `create` is told about devices. Raises ConfigError for what cannot be had here."""
+    """Return the backend and the device arguments of its `create`. Raises ConfigError for what this machine lacks."""
     backend = choose_backend(config.model.backend)
     spread_over = spread(backend, config.parallel)
     moves_of(config, backend)
@@ -26,11 +26,11 @@ def check_machine(config: EngineConfig) -> tuple[str, dict[str, int]]:
 
 
 def moves_of(config: EngineConfig, backend: str) -> dict[str, bool]:
-    """What the backend is told about memory that goes and comes back. Raises ConfigError for one that cannot do it."""
+    """Return the backend's arguments for sleep mode and offloading. Raises ConfigError if it supports neither."""
     return check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
 
 
 def _check_grammars(config: StructuredOutputsConfig) -> None:
-    """Raises ConfigError when the library that is named is not installed; unnamed, requests that need it fail."""
+    """Raise ConfigError if the settings name a grammar library that is not installed."""
     if config.is_engine_stated and not is_installed(config.engine):
         raise ConfigError(_GRAMMARS, f"backend {config.engine}: {not_installed(config.engine)}")
