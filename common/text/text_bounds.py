@@ -27,7 +27,7 @@ PIECE: Final = 1 << 16
 """Characters that are tokenised at once while a text is measured."""
 
 _USUAL: Final = 4
-"""Characters of an average token: a text with at most this many per token of the context may fit, and is not measured."""
+"""Characters of an average token: a text with at most this many per token of the context is not measured."""
 
 _SEAM: Final = 64
 """Upper bound of the tokens by which cutting a text in two raises its token count."""
