@@ -6,6 +6,7 @@ libtpu compiles for any topology it has a name for; a machine without a TPU, or 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -90,8 +91,9 @@ def known() -> str:
 def _describe(chip: str, layout: str) -> tuple[jax.Device, ...]:
     sizes = tuple(map(int, layout.split("x")))
     options: dict[str, object] = {}
-    if len(sizes) == 2 and 4 < sizes[0] * sizes[1] <= _ONE_HOST:
-        options["chips_per_host_bounds"] = (*sizes, 1)
+    chips = math.prod(sizes)
+    if chips == 1 or (len(sizes) == 2 and 4 < chips <= _ONE_HOST):  # libtpu's own hosts have 2x2 chips
+        options["chips_per_host_bounds"] = (*sizes, 1)[:3]
     wanted = f"{_ASKED_AS.get(chip, chip)}:{layout}"
     return tuple(topologies.get_topology_desc(platform="tpu", topology_name=wanted, **options).devices)
 

@@ -17,8 +17,9 @@ Array = npt.NDArray[Any]
 
 _BASE: Final = 0x9E3779B97F4A7C15  # odd, so that powers of it have inverses modulo 2**64
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
-_SLOT_BITS: Final = 22
-_TOKENS_AT_ONCE: Final = 1 << 16  # bounds the memory of what is computed for them
+_FILTER_BITS: Final = 22
+_GUESS_BITS: Final = 20
+_TOKENS_AT_ONCE: Final = 1 << 14  # what is computed for them fits a processor's cache
 
 
 def merges_of_scores(
@@ -47,19 +48,20 @@ def _splits(tokens: Sequence[str], mergeable: Array) -> tuple[Array, Array, Arra
     ids = _Ids(text.hashes(starts, ends))
     parts: list[tuple[Array, Array, Array]] = []
     for first in range(0, len(tokens), _TOKENS_AT_ONCE):
-        some = np.arange(first, min(first + _TOKENS_AT_ONCE, len(tokens)))
-        some = some[mergeable[some] & (lengths[some] > 1)]
-        cuts = lengths[some] - 1
-        cut = np.repeat(starts[some] + 1 - np.cumsum(cuts) + cuts, cuts) + np.arange(cuts.sum())
-        left = (text.sums[cut] - np.repeat(text.sums[starts[some]], cuts)) * np.repeat(text.back[starts[some]], cuts)
-        known = ids.possible(left)
-        union, cut, left = np.repeat(some, cuts)[known], cut[known], left[known]
-        right = text.hashes(cut, ends[union])
+        some = slice(first, first + _TOKENS_AT_ONCE)
+        begin, here = starts[first], lengths[some]
+        left = text.prefixes(starts[some], here)  # of the part of a token before each of its characters
+        inside = np.repeat(mergeable[some], here) & ids.possible(left)
+        inside[starts[some][here > 0] - begin] = False  # nothing is before the first
+        at = np.flatnonzero(inside)
+        union = np.repeat(np.arange(first, first + len(here)), here)[at]
+        left, right = left[at], text.hashes(at + begin, ends[union])
         known = ids.possible(right)
-        union, two = union[known], (ids.of(left[known]), ids.of(right[known]))
-        known = (two[0] >= 0) & (two[1] >= 0)
-        parts.append((union[known], two[0][known], two[1][known]))
-    return tuple(np.concatenate(column) for column in zip(*parts))  # type: ignore[return-value]
+        union, pair = union[known], (ids.of(left[known]), ids.of(right[known]))
+        known = (pair[0] >= 0) & (pair[1] >= 0)
+        parts.append((union[known], pair[0][known], pair[1][known]))
+    union, left, right = (np.concatenate(column) for column in zip(*parts))
+    return union, left, right
 
 
 class _HashedText:
@@ -67,14 +69,21 @@ class _HashedText:
 
     def __init__(self, text: str) -> None:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        self.sums = np.zeros(len(codes) + 1, np.uint64)
+        self._sums = np.zeros(len(codes) + 1, np.uint64)
         # Counted from 1, so that no character is without weight.
-        np.cumsum((codes + np.uint64(1)) * _powers(_BASE, len(codes)), out=self.sums[1:])
-        self.back = _powers(pow(_BASE, -1, 1 << 64), len(self.sums))
+        np.cumsum((codes + np.uint64(1)) * _powers(_BASE, len(codes)), out=self._sums[1:])
+        self._back = _powers(pow(_BASE, -1, 1 << 64), len(self._sums))
 
     def hashes(self, start: Array, end: Array) -> Array:
         """Of the parts from `start` to `end`; parts of the same text have the same hash wherever they are."""
-        found: Array = (self.sums[end] - self.sums[start]) * self.back[start]
+        found: Array = (self._sums[end] - self._sums[start]) * self._back[start]
+        return found
+
+    def prefixes(self, start: Array, length: Array) -> Array:
+        """Of the parts from each start to each place within `length` of it; one part's places follow another's."""
+        places = slice(start[0], start[-1] + length[-1])
+        found: Array = self._sums[places] - np.repeat(self._sums[start], length)
+        found *= np.repeat(self._back[start], length)
         return found
 
 
@@ -84,23 +93,22 @@ class _Ids:
     def __init__(self, hashes: Array) -> None:
         self._hashes = hashes
         self._order = np.argsort(hashes)
-        slots = _slot(hashes)
-        self._used = np.zeros(1 << _SLOT_BITS, np.bool_)
-        self._used[slots] = True
-        self._guess = np.zeros(1 << _SLOT_BITS, np.int32)
-        self._guess[slots] = np.arange(len(hashes))
+        self._sorted = hashes[self._order]
+        self._used = np.zeros(1 << _FILTER_BITS, np.bool_)
+        self._used[_slot(hashes, _FILTER_BITS)] = True
+        self._guess = np.zeros(1 << _GUESS_BITS, np.int32)
+        self._guess[_slot(hashes, _GUESS_BITS)] = np.arange(len(hashes))
 
     def possible(self, hashes: Array) -> Array:
         """False for most hashes that have no position."""
-        return self._used[_slot(hashes)]
+        return self._used[_slot(hashes, _FILTER_BITS)]
 
     def of(self, hashes: Array) -> Array:
         """The position of each hash, -1 where there is no such hash."""
-        found = self._guess[_slot(hashes)]
+        found = self._guess[_slot(hashes, _GUESS_BITS)]
         missed = np.flatnonzero(self._hashes[found] != hashes)
-        at = np.searchsorted(self._hashes, hashes[missed], sorter=self._order)
-        at = self._order[np.minimum(at, len(self._hashes) - 1)]
-        found[missed] = np.where(self._hashes[at] == hashes[missed], at, -1)
+        at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
+        found[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
         return found
 
 
@@ -111,6 +119,9 @@ def _powers(base: int, count: int) -> Array:
     return np.cumprod(powers, out=powers)
 
 
-def _slot(hashes: Array) -> Array:
-    slots: Array = ((hashes ^ (hashes >> np.uint64(29))) * _MIX) >> np.uint64(64 - _SLOT_BITS)
+def _slot(hashes: Array, bits: int) -> Array:
+    slots = hashes >> np.uint64(29)
+    slots ^= hashes
+    slots *= _MIX
+    slots >>= np.uint64(64 - bits)
     return slots

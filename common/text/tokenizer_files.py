@@ -94,7 +94,7 @@ def _missing(folder: Path) -> str:
             "folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
         )
     return (
-        f"{folder}: has {', '.join(found)} but no tokenizer.json; make one with `pip install pagoda[transformers]` and "
+        f"{folder}: has {', '.join(found)} but no tokenizer.json; make one with `pip install transformers` and "
         f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`"
     )
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("flax")
 
 import support.jax_devices  # noqa: F401
+from jax.experimental import topologies
 
 from pagoda.backends.jax_tpu.ahead import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.budget import Budget, plan_blocks, with_devices
@@ -183,6 +184,22 @@ def test_a_topology_that_libtpu_does_not_know() -> None:
         find_target("v6e:3x3")
     assert "\n" not in str(found.value)
     assert find_target("v5e:1x1").hbm_bytes == int(15.75 * GIB)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v7x:1x1x1"])
+def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libtpu that jax 0.10 names divides any layout into hosts of 2x2 chips by default; newer ones do not."""
+    asked: list[object] = []
+    describe = topologies.get_topology_desc
+
+    def watched(**options: object) -> object:
+        asked.append(options.get("chips_per_host_bounds"))
+        return describe(**options)
+
+    monkeypatch.setattr(topologies, "get_topology_desc", watched)
+    assert len({device.process_index for device in find_target(name).devices}) == 1
+    assert asked == [(1, 1, 1)]
 
 
 def test_what_a_step_needs() -> None:

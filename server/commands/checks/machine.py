@@ -148,6 +148,14 @@ def _clone() -> tuple[str, list[str]]:
     return found["requires-python"], [*found["dependencies"], *listed]
 
 
+def requires(package: str) -> list[str]:
+    """What an installed package requires, extras with their markers; nothing of one that is not installed."""
+    try:
+        return metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
 def version(package: str) -> str | None:
     """A package's version; None when it is not installed."""
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from typing import Final
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
 
 from pagoda.backends.registry import choose_backend
 from pagoda.common.config import env
@@ -13,6 +14,9 @@ from pagoda.common.config.sources import from_environment
 from pagoda.common.errors import ConfigError
 from pagoda.server.commands.checks import machine
 from pagoda.server.commands.checks.finding import Finding, Findings
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}
 """Backend -> the extra that brings its packages."""
@@ -34,12 +38,13 @@ def packages(config: DoctorConfig) -> Findings:
     except ImportError:
         yield Finding("warn", "packages", "versions cannot be compared; pip install packaging")
         return
-    extras = {"gguf", "transformers", "uvloop", _EXTRAS.get(_chosen(config), "")}
+    extras = {"gguf", "uvloop", _EXTRAS.get(_chosen(config), "")}
     good = 0
-    for requirement in map(Requirement, machine.project()[1]):
-        optional = requirement.marker is not None and "extra" in str(requirement.marker)
-        if optional and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras if extra):  # type: ignore[union-attr]
-            continue
+    wanted = list(_applying(map(Requirement, machine.project()[1]), extras))
+    for requirement in list(wanted):  # "jax[tpu]" says which libtpu is meant
+        wanted += _applying(map(Requirement, machine.requires(requirement.name)), requirement.extras, base=False)
+    for requirement in wanted:
+        optional = _is_optional(requirement)
         found = machine.version(requirement.name)
         remedy = f"pip install '{requirement.name}{requirement.specifier}'"
         if found is None and not optional:
@@ -49,6 +54,20 @@ def packages(config: DoctorConfig) -> Findings:
         else:
             good += found is not None
     yield Finding("ok", "packages", f"{good} in their ranges")
+
+
+def _applying(requirements: Iterable[Requirement], extras: Collection[str], base: bool = True) -> Iterator[Requirement]:
+    """Those of the base, unless `base` is False, and those of these extras."""
+    for requirement in requirements:
+        if not _is_optional(requirement):
+            if base:
+                yield requirement
+        elif any(requirement.marker.evaluate({"extra": extra}) for extra in extras if extra):  # type: ignore[union-attr]
+            yield requirement
+
+
+def _is_optional(requirement: Requirement) -> bool:
+    return requirement.marker is not None and "extra" in str(requirement.marker)
 
 
 def environment(config: DoctorConfig) -> Findings:

@@ -82,6 +82,21 @@ def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+def test_the_libtpu_that_jax_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "project", lambda: (">=3.11", ["numpy>=2", 'jax[tpu]>=0.10.2; extra == "tpu"']))
+    named = ['libtpu==0.0.42.*; extra == "tpu"', 'nvidia-nccl-cu12>=2; extra == "cuda"', "scipy>=9"]
+    monkeypatch.setattr(machine, "requires", {"jax": named, "numpy": ["never>=1"]}.get)
+    monkeypatch.setattr(software, "choose_backend", lambda name: "jax_tpu")
+    versions = {"numpy": "2.1", "jax": "0.10.2", "libtpu": "0.0.52", "scipy": "1"}
+    monkeypatch.setattr(machine, "version", lambda name: versions.get(name))
+    assert found(software.packages) == [
+        Finding("warn", "packages", "libtpu 0.0.52 is not a version that was tried; pip install 'libtpu==0.0.42.*'"),
+        Finding("ok", "packages", "2 in their ranges"),
+    ]
+    versions["libtpu"] = "0.0.42.1"
+    assert found(software.packages) == [Finding("ok", "packages", "3 in their ranges")]
+
+
 def test_the_requirements_are_the_projects() -> None:
     python, requirements = machine.project()
     assert python.startswith((">=3.11", "<3.14"))
