@@ -36,8 +36,10 @@ def plan_memory(model: Model, limits: Limits, config: CacheConfig, room: int | N
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
     else:
-        free = free_bytes(model, limits, config, activations) if room is None else room - activations
+        free = free_bytes(model, config, activations) if room is None else room - activations
         num_blocks = free // block  # those that no running request needs cache prefixes
+        if _is_cpu(model):  # whose memory is the system's too
+            num_blocks = min(num_blocks, _needed_blocks(model, limits))
     least = 1 + len(model.layout.groups)
     if num_blocks < least:
         raise ConfigError(
@@ -47,6 +49,17 @@ def plan_memory(model: Model, limits: Limits, config: CacheConfig, room: int | N
             "devices (--tensor-parallel-size), or lower --max-num-batched-tokens",
         )
     return MemoryPlan(weights=weights, activations=activations, kv_cache=num_blocks * block, num_blocks=num_blocks)
+
+
+def _is_cpu(model: Model) -> bool:
+    platform: str = model.mesh.devices.flat[0].platform
+    return platform == "cpu"
+
+
+def _needed_blocks(model: Model, limits: Limits) -> int:
+    """Return the KV blocks of `max_num_seqs` sequences of `max_model_len` tokens, and the null block."""
+    longest = -(-limits.max_model_len // limits.block_size)
+    return 1 + limits.max_num_seqs * len(model.layout.groups) * longest
 
 
 def weight_bytes(model: Model) -> int:
@@ -67,16 +80,11 @@ def _token_bytes(model: Model) -> int:
     return widest * model.dtype.itemsize
 
 
-def free_bytes(model: Model, limits: Limits, config: CacheConfig, activations: int) -> int:
-    """Bytes for the KV cache on the fullest device. The weights are loaded already.
-
-    On a CPU, whose memory is the system's too, no more than running requests need.
-    """
+def free_bytes(model: Model, config: CacheConfig, activations: int) -> int:
+    """Bytes for the KV cache on the fullest device. The weights are loaded already."""
     devices = model.mesh.local_devices
-    if devices[0].platform == "cpu":
-        longest = -(-limits.max_model_len // limits.block_size)
-        needed = (1 + limits.max_num_seqs * len(model.layout.groups) * longest) * model.block_bytes
-        return min(CPU_KV_BYTES // len(devices), available_bytes() // 2 // len(devices), needed)
+    if _is_cpu(model):
+        return min(CPU_KV_BYTES, available_bytes() // 2) // len(devices)
     room = (device_memory(device) for device in devices)
     return min(int(total * config.gpu_memory_utilization) - used for total, used in room) - activations
 

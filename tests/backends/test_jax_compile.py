@@ -156,6 +156,13 @@ def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
     assert blocks > 1 + few.max_model_len // few.block_size
 
 
+def test_a_cpu_has_no_more_blocks_than_requests_need() -> None:
+    target, few = find_target("cpu:1"), replace(LIMITS, max_num_seqs=2)
+    model = model_on(target, LLAMA_8B | {"num_hidden_layers": 1}, 1)
+    needed = 1 + 2 * -(-few.max_model_len // few.block_size)
+    assert plan_blocks(model, target, few, CacheConfig(), stated=True) == needed
+
+
 @needs_libtpu
 def test_a_model_that_does_not_fit_is_told_what_would() -> None:
     target = find_target("v6e:2x2")
