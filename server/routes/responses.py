@@ -10,6 +10,7 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.datastructures import QueryParams
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ from pagoda.server.http.stream import KEEP_ALIVE, EventStream, EventStyle, encod
 from pagoda.server.http.truncation import prepare_fitting
 from pagoda.server.http.turn import Turn, prepare
 from pagoda.server.parsers.attribution import AnswerText
+from pagoda.server.protocol.base import MAX_IGNORED, Ignored
 from pagoda.server.protocol.errors import HttpError, http_error
 from pagoda.server.protocol.logprobs import TokenNames
 from pagoda.server.protocol.responses import ResponsesRequest
@@ -76,9 +78,10 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     """A stored response as it stands; `stream=true`: its events after number `starting_after`."""
     state = server_of(request)
     asked = request.query_params
-    for name, value in asked.items():
-        if name not in ("stream", "starting_after") and not (name == "include_obfuscation" and value == "false"):
-            raise RequestError(name[:100], f"{name[:100]} is not supported here; leave it out")
+    ignored = _ignored_parameters(asked)
+    if ignored and state.config.strict_requests:
+        raise RequestError(ignored[0].path, ignored[0].reason)
+    note_ignored(request, ignored)
     after = asked.get("starting_after", "-1")
     if not (after == "-1" or (after.isdecimal() and len(after) < 10)):
         raise RequestError("starting_after", "starting_after must be the number of an event")
@@ -110,6 +113,17 @@ async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a stored response; one that runs is ended."""
     server_of(request).responses.delete(response_id, owner_of(request.scope))
     return _json(encode_json({"id": response_id, "object": "response", "deleted": True}))
+
+
+def _ignored_parameters(query: QueryParams) -> list[Ignored]:
+    """Return the query parameters of a retrieval that have no effect."""
+    names = [name[:100] for name in query if name not in ("stream", "starting_after")]
+    no_padding = query.get("include_obfuscation") == "false"
+    return [
+        Ignored(name, "unknown", f"{name} is not supported here; leave it out")
+        for name in names[:MAX_IGNORED]
+        if not (name == "include_obfuscation" and no_padding)
+    ]
 
 
 def _stores(state: ServerState, body: ResponsesRequest) -> bool:

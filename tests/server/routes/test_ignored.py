@@ -201,6 +201,13 @@ def test_fields_of_tools_that_are_ignored_do_not_reach_the_model(server: LiveSer
     assert server.post(CHAT, asked | {"tools": [more, {"type": "web_search"}]})[1]["prompt_text"] == plain
 
 
+def test_unknown_query_parameters_of_a_retrieval(server: LiveServer, strict: LiveServer) -> None:
+    for each, status, named in ((server, 200, "include[]"), (strict, 400, None)):
+        stored = each.post(RESPONSES, BODIES[RESPONSES])[1]["id"]
+        answer = each.response("GET", f"{RESPONSES}/{stored}?include[]=x&include_obfuscation=false")
+        assert (answer.status, answer.headers.get("x-pagoda-ignored")) == (status, named)
+
+
 def test_streams_name_them_too(server: LiveServer) -> None:
     answer = server.response("POST", CHAT, BODIES[CHAT] | {"stream": True, "chat_id": "x"}, {"origin": "http://x"})
     assert answer.headers["x-pagoda-ignored"] == "chat_id"
