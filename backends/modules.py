@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pagoda.common.backend import Backend, Capabilities, PoolingBackend, Weight
-from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.parallel import ParallelConfig
-from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.distributed.messages import RankInfo
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
-from pagoda.common.hosts.place import RankPlace
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.sharded import Manifest
 
@@ -113,7 +113,7 @@ class RankRuntime(Protocol):
         ...
 
     @staticmethod
-    def join(place: RankPlace, listener: socket.socket | None) -> RankComm:
+    def join(place: RankInfo, listener: socket.socket | None) -> RankComm:
         """Meet the other ranks, which all do together. `listener`: rank 0's, bound to the place's address.
 
         Raises ConfigError or EngineDeadError.

@@ -21,7 +21,7 @@ from pagoda.backends.modules import (
     RankRuntime,
 )
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
-from pagoda.common.config.parallel import ParallelConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         _has_tpu,
         without_device=lambda: True,
         spreads=("tensor", "data"),
-        hosts="pagoda.backends.jax_tpu.hosts",
+        hosts="pagoda.backends.jax_tpu.parallel.hosts",
         checkpoints=True,
         pools="pagoda.backends.jax_tpu.pooling",
         pool_spreads=("tensor",),
@@ -105,7 +105,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         "pip install 'pagoda[cuda]'",
         _has_cuda,
         spreads=("tensor",),
-        ranks="pagoda.backends.torch_cuda.ranks",
+        ranks="pagoda.backends.torch_cuda.parallel.ranks",
         without_device=TORCH_CUDA_DEVICE.is_on,
         remedy=": install its driver, or use --backend reference",
         moves_weights=True,
@@ -250,13 +250,13 @@ def load_pooling(name: str) -> PoolingModule:
 def load_compiler() -> CompilerModule:
     """Import what compiles for a TPU. Raises ConfigError when its packages are not installed."""
     choose_backend("jax_tpu")
-    return cast(CompilerModule, importlib.import_module("pagoda.backends.jax_tpu.ahead"))
+    return cast(CompilerModule, importlib.import_module("pagoda.backends.jax_tpu.ahead_of_time.compile"))
 
 
 def load_converter() -> ConverterModule:
     """Import what converts checkpoints. Raises ConfigError when its packages are not installed."""
     choose_backend("jax_tpu")
-    return cast(ConverterModule, importlib.import_module("pagoda.backends.jax_tpu.convert"))
+    return cast(ConverterModule, importlib.import_module("pagoda.backends.jax_tpu.weights.convert"))
 
 
 def explain(chosen: str = "") -> str:

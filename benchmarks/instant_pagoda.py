@@ -21,12 +21,11 @@ from pagoda.backends.reference.backend import CAPABILITIES
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.step import StepPlan, StepResult
-from pagoda.server import cli
-from pagoda.server.commands import serve
-from pagoda.server.link import engine_proc
-from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.cli import main, serve
+from pagoda.server.core_client import engine_process
+from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.startup import engine as engine_build
-from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup.worker_group import BuiltEngine
 
 BLOCKS = 100_000
 """Pretended: none of them is allocated."""
@@ -91,7 +90,7 @@ def start(config: EngineConfig, *, in_process: bool) -> ProcessClient:
 
 if __name__ == "__main__":
     if sys.argv[1].startswith("ipc://"):
-        status = engine_proc.serve(sys.argv[1], build)
+        status = engine_process.serve(sys.argv[1], build)
         os._exit(status)
     serve.start_engine = start
-    sys.exit(cli.main(["serve", *sys.argv[1:]]))
+    sys.exit(main.main(["serve", *sys.argv[1:]]))

@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_manager import KvManager
-from pagoda.common.engine.kv_spec import FullCache, KvGroup, KvLayout
+from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.spec import FullCache, KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.scheduler import Scheduler

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    command = [sys.executable, "-m", "pagoda.server.cli", "serve", args.model]
+    command = [sys.executable, "-m", "pagoda.server.cli.main", "serve", args.model]
     seconds = [round(run(command), 2) for _ in range(args.rounds)]
     print(json.dumps({"seconds_to_first_token": seconds, "median": statistics.median(seconds)}))
 

@@ -25,14 +25,13 @@ import numpy as np
 from json_schemas import Schema, schemas
 
 from pagoda import LLM, SamplingParams
-from pagoda.common.engine.grammar import Grammar
-from pagoda.common.engine.guide import Guide, settle
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.structured import Structured
-from pagoda.common.structured.guidance_text import guidance_text
-from pagoda.common.structured.vocabulary import vocabulary_of
-from pagoda.common.structured_outputs import StructuredOutputsParams
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import Grammar, vocabulary_of
+from pagoda.common.engine.structured_output.guidance import guidance_text
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
+from pagoda.common.sampling_params import StructuredOutputsParams
 
 CONCURRENT = 64
 PROMPT = "A short value for the schema {schema} is: "
@@ -91,7 +90,7 @@ def replay(made: Structured, answers: list[Answer]) -> tuple[list[float], list[f
     count in these), of every step of all answers together, and of compiling each grammar.
     """
     alone, processor, together, compiling = [], [], [], []
-    guides: list[tuple[Guide, Answer]] = []
+    guides: list[tuple[TokenMaskState, Answer]] = []
     for answer in answers:
         held_to = Grammar(guidance_text(StructuredOutputsParams(json=answer.schema), {}))
         request = EngineRequest(

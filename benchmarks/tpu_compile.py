@@ -22,13 +22,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from tpu_roofline import LLAMA, SIZES
 
-from pagoda.backends.jax_tpu.ahead import find_target, model_for
-from pagoda.backends.jax_tpu.catalogue import Catalogue
-from pagoda.backends.jax_tpu.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.programs import Programs
-from pagoda.backends.jax_tpu.shapes import StepShapes
+from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
+from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.execution.program_keys import Catalogue
+from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
+from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.models.registry import spec_from_config
 
 CPU_LAYERS = 2
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pagoda-ladder-") as folder:
         cache = CompileCache(Path(folder))
         begin = time.perf_counter()
-        report = Programs(catalogue, cache=cache).prepare()
+        report = CompiledPrograms(catalogue, cache=cache).prepare()
         first = time.perf_counter() - begin
         begin = time.perf_counter()
         if catalogue.model.kernel.use_kernel:

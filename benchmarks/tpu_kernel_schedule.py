@@ -99,10 +99,10 @@ def measure(chip: str, heads: int, kv_heads: int, case: Case, head_dim: int = 12
 
 def work(dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str) -> dict:
     """In a process whose libtpu dumps: compiles the variants that the batch runs, and counts."""
-    from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+    from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 
     case = Case(tuple(map(tuple, seqs)))
-    layout = KvLayout(kv_heads, head_dim, dtype, PAGE)
+    layout = PagedKvLayout(kv_heads, head_dim, dtype, PAGE)
     found = [variant(Path(dump), chip, heads, layout, case, decode=True)]
     if not case.decodes:
         found.append(variant(Path(dump), chip, heads, layout, case, decode=False))
@@ -121,7 +121,7 @@ def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, 
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.ragged_paged_attention import call
     from pagoda.kernels_pallas.ragged_paged_attention.arguments import make_knobs
-    from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
+    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose
 
     sharding, chip = one_chip(chip_name), CHIPS[chip_name]
     group = heads // layout.kv_heads * layout.heads_per_row
@@ -169,7 +169,7 @@ def batch_of(case: Case) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch
+    from pagoda.kernels_pallas.ragged_paged_attention.arguments import RaggedBatch
 
     count = len(case.seqs)
     new, before = np.array([*case.seqs, *[(0, 0)] * (SEQS - count)]).T
@@ -177,7 +177,7 @@ def batch_of(case: Case) -> Any:
     table = np.arange(lengths.size * -(-int(lengths.max()) // PAGE)).reshape(lengths.size, -1) % PAGES
     counts = [count if case.decodes else 0, count]
     arrays = np.concatenate([[0], np.cumsum(new)]), lengths, table, np.array(counts)
-    return Batch(*(jnp.asarray(x, jnp.int32) for x in arrays))
+    return RaggedBatch(*(jnp.asarray(x, jnp.int32) for x in arrays))
 
 
 CASES = {

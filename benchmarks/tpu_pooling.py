@@ -19,13 +19,13 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from pagoda.backends.jax_tpu.ahead import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue
-from pagoda.backends.jax_tpu.report import estimated_cycles, key_name
+from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
+from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles, key_name
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.pooler import PoolerConfig
-from pagoda.common.engine.kv_spec import kv_layout
-from pagoda.common.models.pooling import pooling_spec
+from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.models.registry import pooling_spec
 
 MODELS: dict[str, dict[str, Any]] = {
     "all-MiniLM-L6": {

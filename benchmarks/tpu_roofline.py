@@ -6,7 +6,7 @@ A file that holds other cases, made with the same versions and settings, keeps t
 
 Per program: the cycles that XLA estimates for all its operations (loops as often as they run); the cycles and bytes of
 the attention kernel by its scheduled bundles (tpu_kernel_schedule.py, for the same heads and batch); the necessary
-bytes and FLOP of the step (backends/jax_tpu/needs.py), and the least time these take on the chip.
+bytes and FLOP of the step (backends/jax_tpu/ahead_of_time/roofline.py), and the least time these take on the chip.
 
 A time is a sum, as if nothing overlapped: XLA's cycles; for each layer the longer of the kernel's bundles and its
 bytes, and 2 us until its first fetch has come; the embedding's rows, read and written at the memory's bandwidth, since
@@ -38,18 +38,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from tpu_kernel_schedule import DMA_LATENCY_S, Figures, kernel_cycles
 from tpu_kernel_schedule import Case as Batch
 
-from pagoda.backends.jax_tpu.ahead import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.budget import plan_blocks
-from pagoda.backends.jax_tpu.catalogue import Catalogue, Forward
-from pagoda.backends.jax_tpu.layout import HeadLayout
-from pagoda.backends.jax_tpu.model import Model
-from pagoda.backends.jax_tpu.needs import Load, need
-from pagoda.backends.jax_tpu.report import Compiled, estimated_cycles, key_name
-from pagoda.backends.jax_tpu.shapes import StepShapes
-from pagoda.backends.jax_tpu.step_input import StepShape
-from pagoda.common.config.cache import CacheConfig
+from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
+from pagoda.backends.jax_tpu.ahead_of_time.report import Compiled, estimated_cycles, key_name
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
+from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
+from pagoda.backends.jax_tpu.execution.shapes import StepShapes
+from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
+from pagoda.backends.jax_tpu.memory.budget import plan_blocks
+from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -141,7 +141,7 @@ def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str,
         yield r
 
 
-def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
+def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
     """Shapes with the short page tables: 1024 tokens each."""
     short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
     if everything:
@@ -149,7 +149,7 @@ def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
     return [s for s in short if (s.decode_only and s.seqs == 64) or (s.tokens == 2048 and s.seqs == 8)]
 
 
-def batch_of(shape: StepShape, context: int) -> Batch:
+def batch_of(shape: JaxStepShape, context: int) -> Batch:
     """A batch that fills the shape."""
     if shape.decode_only:
         return Batch.decode(shape.seqs, context)
@@ -196,7 +196,7 @@ def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Fig
     }
 
 
-def exchange_seconds(model: Model, shape: StepShape) -> float:
+def exchange_seconds(model: Model, shape: JaxStepShape) -> float:
     """Two sums of hidden states per layer and one of the embedding; the logits of every device gathered once."""
     devices, spec = model.tensor, model.spec
     part = (devices - 1) / devices

@@ -129,16 +129,16 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     """Kernel and reference of top-k and top-p."""
     import jax
 
-    from pagoda.backends.jax_tpu.schedule import read_schedule
+    from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
     from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.top_k_top_p.arg_specs import ArgSpec
+    from pagoda.kernels_pallas.top_k_top_p.api import reference
+    from pagoda.kernels_pallas.top_k_top_p.arg_specs import TopKTopPArgs
     from pagoda.kernels_pallas.top_k_top_p.kernel import ROWS as BLOCK
-    from pagoda.kernels_pallas.top_k_top_p.reference import reference
 
     chip, place, measured, results = CHIPS[chip_name], one_chip(chip_name), passes(), []
     for rows in ROWS:
-        case, count = ArgSpec(rows, VOCAB), rows // BLOCK
+        case, count = TopKTopPArgs(rows, VOCAB), rows // BLOCK
         listing, vmem = compiled(dump, case, chip, place, "top_k_top_p")
         figures = searched(listing, count, measured, chip)
         core, memory = figures["kernel: cycles of the core"], figures["kernel: cycles of the memory"]
@@ -164,8 +164,7 @@ def products(chip_name: str, dump: Path) -> list[dict]:
     from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
-    from pagoda.kernels_pallas.grouped_matmul.blocks import choose
-    from pagoda.kernels_pallas.grouped_matmul.visits import FIELDS, visits
+    from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose, visits
 
     def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts
         def one(carry, weights):

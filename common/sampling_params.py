@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final
@@ -17,8 +17,95 @@ import msgspec
 
 from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
-from pagoda.common.repetition import RepetitionDetectionParams
-from pagoda.common.structured_outputs import StructuredOutputsParams
+
+# When an answer repeats itself: its end is the same few tokens again and again.
+#
+# Knows token ids. Does not know what becomes of the answer.
+
+MAX_PATTERN: Final = 1_024
+MAX_COUNT: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """End an answer of which some `min_pattern_size` to `max_pattern_size` last tokens stand there `min_count` times.
+
+    `max_pattern_size` 0: look for nothing. `min_pattern_size` 0 stands for 1.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def verify(self) -> None:
+        """Raises RequestError for sizes that make no sense."""
+        for name, value, most in (
+            ("max_pattern_size", self.max_pattern_size, MAX_PATTERN),
+            ("min_pattern_size", self.min_pattern_size, MAX_PATTERN),
+            ("min_count", self.min_count, MAX_COUNT),
+        ):
+            if type(value) is not int or not 0 <= value <= most:
+                raise RequestError(
+                    "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {most}"
+                )
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(
+                "repetition_detection", "repetition_detection.min_pattern_size is above its max_pattern_size"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError(
+                "repetition_detection", "repetition_detection.min_count must be at least 2: once is no repetition"
+            )
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest token completes a repetition."""
+        for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
+            span = size * self.min_count
+            if span > len(token_ids):
+                return False
+            if token_ids[-1] != token_ids[-1 - size]:
+                continue
+            if token_ids[-span:-size] == token_ids[len(token_ids) - span + size :]:
+                return True
+        return False
+
+
+# What an answer must look like: a JSON schema, a regular expression, choices, a grammar or structural tags.
+#
+# Knows the shape of the question, not how answers are held to it (common.engine.structured).
+
+KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Exactly one of them is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form of an answer. `json`: a JSON schema, as text or object; `grammar`: Lark or EBNF (GBNF) text.
+
+    `structural_tag`: JSON text or object of tags that switch schemas on. `whitespace_pattern`: a regular expression for
+    what may stand between the parts of JSON.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        given = [name for name in KINDS if getattr(self, name) is not None and (name == "json" or getattr(self, name))]
+        if len(given) != 1:
+            told = ", ".join(given) or "none"
+            raise RequestError(
+                "structured_outputs", f"structured_outputs must set exactly one of {', '.join(KINDS)}; set here: {told}"
+            )
+
 
 MAX_N: Final = 16_384
 MAX_INT: Final = 2**31 - 1
@@ -176,7 +263,7 @@ class SamplingParams:
         """The engine's rules for answer `index` of n.
 
         `vocab_size`: the model's; ids outside it raise RequestError. `bad_words_token_ids`: `bad_words` tokenised
-        (common/text/bad_words.py). `default_seed`: for a request without one; None draws 63 random bits.
+        (server/processing/inputs.py). `default_seed`: for a request without one; None draws 63 random bits.
         """
         self.verify()
         _need_in_vocabulary("logit_bias", self.logit_bias or (), vocab_size)

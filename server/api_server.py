@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pagoda.server import cli
+from pagoda.server.cli import main as cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,49 +7,125 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
+from pydantic.json_schema import models_json_schema
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware
 
 import pagoda
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.observe.metrics import Metrics
+from pagoda.server.admin import chat_page, dev, health, sagemaker, tokenize, unsupported_routes
+from pagoda.server.admin.dev import AbortRequest
+from pagoda.server.admin.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from pagoda.server.anthropic import messages
+from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from pagoda.server.cohere import embed
+from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.auth import ApiKeyMiddleware
+from pagoda.server.http.fields.base import RequestBody, harmless_values, is_hint, is_unsupported
+from pagoda.server.http.fields.errors import HttpError, error_answer, http_error
 from pagoda.server.http.ignored import IGNORED_HEADER, IgnoredParts
-from pagoda.server.http.openapi import described
-from pagoda.server.http.request_ids import RequestIds
+from pagoda.server.http.request_log import RequestIds
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stream import ClientLeftError, StraightParts, encode_json
+from pagoda.server.openai import chat, completion, models, render
+from pagoda.server.openai.chat_request import BatchChatCompletionRequest, ChatCompletionRequest
+from pagoda.server.openai.completion import CompletionRequest
+from pagoda.server.openai.responses import route as responses
+from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.plugins import load as load_plugin
-from pagoda.server.protocol.errors import HttpError, http_error
-from pagoda.server.protocol.messages_errors import error_answer
-from pagoda.server.routes import (
-    absent,
-    chat,
-    chat_page,
-    cohere,
-    completion,
-    dev,
-    generative_scoring,
-    health,
-    invocations,
-    load,
-    messages,
-    metrics,
-    models,
-    pooling,
-    render,
-    responses,
-    scoring,
-    server_info,
-    tokenize,
-    tokenizer_info,
+from pagoda.server.pooling import generative_scoring, scoring
+from pagoda.server.pooling import routes as embeddings
+from pagoda.server.pooling.fields import (
+    ClassificationChatRequest,
+    ClassificationCompletionRequest,
+    EmbeddingChatRequest,
+    EmbeddingCompletionRequest,
+    PoolingChatRequest,
+    PoolingCompletionRequest,
 )
+from pagoda.server.pooling.generative_scoring import GenerativeScoringRequest
+from pagoda.server.pooling.scoring import RerankRequest, ScoreRequest
+
+# The OpenAPI description: FastAPI's, with the bodies that the routes parse themselves.
+
+BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/chat/completions/batch": BatchChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": AnthropicMessagesRequest,
+    "/v1/messages/count_tokens": AnthropicCountTokensRequest,
+    "/v1/embeddings": (EmbeddingCompletionRequest, EmbeddingChatRequest),
+    "/v2/embed": CohereEmbedRequest,
+    "/classify": (ClassificationCompletionRequest, ClassificationChatRequest),
+    "/pooling": (PoolingCompletionRequest, PoolingChatRequest),
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+    "/v1/completions/render": CompletionRequest,
+    "/v1/chat/completions/render": ChatCompletionRequest,
+    "/tokenize": (TokenizeCompletionRequest, TokenizeChatRequest),
+    "/detokenize": DetokenizeRequest,
+    "/generative_scoring": GenerativeScoringRequest,
+    "/invocations": (CompletionRequest, ChatCompletionRequest),
+    "/abort_requests": AbortRequest,
+}
+"""Path -> what is posted there: a body, or one of several."""
+
+
+def bodies_of(path: str) -> tuple[type[RequestBody], ...]:
+    """The bodies that may be posted to a path."""
+    found = BODIES[path]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    """The description, made once: what a body that is taken looks like, to the values of fields that are refused."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bodies = {body.__name__: body for path in BODIES for body in bodies_of(path)}
+        models = [(body, "validation") for body in bodies.values()]
+        _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        for name, body in bodies.items():
+            _describe_fields(definitions["$defs"][name]["properties"], body, app.state.server.names)
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path in BODIES.keys() & schema["paths"].keys():
+            shapes = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in bodies_of(path)]
+            content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
+            schema["paths"][path]["post"]["requestBody"] = {"content": content, "required": True}
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _describe_fields(properties: dict[str, Any], body: type[RequestBody], names: Sequence[str]) -> None:
+    """`names`: of the model, as it is served."""
+    for name, field in body.model_fields.items():
+        if is_unsupported(field):
+            properties[name] = {
+                "enum": harmless_values(field),
+                "default": field.get_default(call_default_factory=True),
+                "description": f"Refused: {field.description or 'not in this version'}.",
+            }
+        elif is_hint(field):
+            properties[name] = {
+                "description": f"Accepted without effect: {field.description or 'not in this version'}."
+            }
+    model = properties.get("model")
+    if model is not None:
+        model |= {"enum": [*names] if model.get("type") == "string" else [None, *names]}
+
 
 CLIENT_LEFT = 499
 """Status of an answer that nobody is there to read."""
@@ -80,19 +156,20 @@ def create_app(state: ServerState) -> FastAPI:
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     """Those that every server has, and those that it was started with."""
-    spoken = (chat, completion, responses, messages, render, generative_scoring)
-    pooled = (pooling, scoring, cohere)
-    for module in (*spoken, *pooled, tokenize, invocations, models, health, metrics, absent):
-        app.include_router(module.router)
+    generating = (chat.router, completion.router, responses.router, messages.router, render.router)
+    pooling = (generative_scoring.router, embeddings.router, scoring.router, embed.router)
+    server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
+    for router in (*generating, *pooling, *server, unsupported_routes.router):
+        app.include_router(router)
     if not config.disable_chat_page:
         app.include_router(chat_page.router)
     if config.enable_server_load_tracking:
-        app.include_router(load.router)
+        app.include_router(health.load_router)
     if config.enable_tokenizer_info_endpoint:
-        app.include_router(tokenizer_info.router)
+        app.include_router(tokenize.tokenizer_info_router)
     if config.server_dev_mode:
-        for router in (dev.router, server_info.router, absent.development):
-            app.include_router(router)
+        app.include_router(dev.router)
+        app.include_router(unsupported_routes.development)
 
 
 def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pagoda.common.config.env_var import is_secret
+from pagoda.common.config.env import is_secret
 
 HIDDEN: Final = "***"
 

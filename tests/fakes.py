@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.engine.kv_spec import FullCache, KvGroup, KvLayout, StateCache, WindowCache
+from pagoda.common.engine.kv_cache.spec import FullCache, KvGroup, KvLayout, StateCache, WindowCache
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import NULL_BLOCK, PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms

@@ -22,8 +22,8 @@ from pagoda.common import pooling_params, sampling_params
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.http.openapi import BODIES, bodies_of
-from pagoda.server.protocol.base import Body, is_hint, is_unsupported, parse, parse_tolerant
+from pagoda.server.app import BODIES, bodies_of
+from pagoda.server.http.fields.base import RequestBody, is_hint, is_unsupported, parse, parse_tolerant
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = interface.rows("api_fields")
@@ -41,13 +41,13 @@ def http_rows() -> list[Any]:
     ]
 
 
-def body_of(schema: str) -> type[Body]:
+def body_of(schema: str) -> type[RequestBody]:
     found = interface.body_of(schema)
     assert found is not None
     return found
 
 
-def read(schema: str, **fields: Any) -> Body:
+def read(schema: str, **fields: Any) -> RequestBody:
     return parse(body_of(schema), json.dumps(LEAST[schema] | fields).encode())
 
 

@@ -18,11 +18,11 @@ import interface
 import pytest
 
 import pagoda
-from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
-from pagoda.common.config.table import Setting
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import Setting
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli import MODULES, main
+from pagoda.server.cli.main import MODULES, main
 from pagoda.server.settings.args import settle_all
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,21 +27,20 @@ OURS: dict[str, tuple[str, ...]] = {
 }
 # The folders of `server`, each of which knows only those before it. Modules beside them come first, entry points last.
 STORIES = (
-    ("outputs", "wire", "plugins", "redact", "child"),
+    ("outputs", "ipc_messages", "plugins", "redact", "child"),
     ("settings",),
     ("parsers",),
-    ("requests",),
-    ("grammars",),
+    ("processing",),
     ("startup",),
-    ("link",),
-    ("conversation",),
-    ("online",),
-    ("offline",),
-    ("protocol",),
+    ("core_client",),
+    ("llm_engine", "async_requests"),
+    ("llm_runs", "async_llm"),
     ("http",),
-    ("routes",),
+    ("chat",),
+    ("llm",),
+    ("openai", "anthropic", "pooling"),
+    ("cohere", "admin"),
     ("app",),
-    ("commands",),
     ("cli",),
     ("api_server",),
 )
@@ -111,4 +110,4 @@ def test_the_rules_bite(tmp_path: Path) -> None:
     source = tmp_path / "x.py"
     source.write_text("def f():\n    import torch\n    from pagoda.server import llm\n")
     assert imports(source) == ["torch", "pagoda.server", "pagoda.server.llm"]
-    assert story("pagoda.server.requests.inputs") < story("pagoda.server.http.body")
+    assert story("pagoda.server.processing.inputs") < story("pagoda.server.http.body")

@@ -11,8 +11,8 @@ ALLOWED = (
     "common/models/",
     "common/weights/gguf",
     "common/text/gguf",
-    "common/config/model.py",
-    "common/config/load.py",
+    "common/config/groups/model.py",
+    "common/config/groups/model.py",
     "server/parsers/",
 )
 

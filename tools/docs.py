@@ -19,19 +19,21 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import interface
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from pydantic_core import PydanticUndefined
 
-from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
+from pagoda import server
 from pagoda.common.config.env import VARIABLES, EnvVar
-from pagoda.common.config.numbers import human_readable_int, human_readable_int_or_auto
-from pagoda.common.config.table import Setting
+from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS, WITH_ENGINE
+from pagoda.common.config.settings import Setting
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server import routes
-from pagoda.server.http.openapi import BODIES, bodies_of
-from pagoda.server.protocol.base import Body, is_hint, is_unsupported
-from pagoda.server.protocol.sampling import SamplingFields
-from pagoda.server.protocol.usage import StreamOptions
+from pagoda.server.app import BODIES, bodies_of
+from pagoda.server.http.fields.base import RequestBody, is_hint, is_unsupported
+from pagoda.server.http.fields.sampling import SamplingFields
+from pagoda.server.http.fields.usage import StreamOptions
 from pagoda.server.settings.flags import default_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -191,9 +193,9 @@ def _models() -> str:
         families.setdefault(module, []).append(architecture)
     rows = []
     for module, architectures in sorted(families.items()):
-        about = (import_module(f"pagoda.common.models.{module}").__doc__ or "").partition("\n")[0]
+        about = (import_module(f"pagoda.common.models.families.{module}").__doc__ or "").partition("\n")[0]
         names = ", ".join(f"`{name}`" for name in architectures)
-        rows.append((names, about, f"[{module}.py](../../common/models/{module}.py)"))
+        rows.append((names, about, f"[{module}.py](../../common/models/families/{module}.py)"))
     return (
         f"{_WRITTEN}# Supported models\n\n`architectures` of `config.json` decides. A model of another architecture is "
         "refused at start, and so is a config key that nobody here reads. Each is held against transformers, logits in "
@@ -211,7 +213,7 @@ def _api() -> str:
         "that names the field.\n"
     )
     shared = set(SamplingFields.model_fields)
-    titles: dict[type[Body], str] = {SamplingFields: "Fields of every body that samples"}
+    titles: dict[type[RequestBody], str] = {SamplingFields: "Fields of every body that samples"}
     for path in sorted(BODIES):
         for body in bodies_of(path):
             titles[body] = f"{titles[body]}, `{path}`" if body in titles else f"`{body.__name__}`: `POST {path}`"
@@ -225,16 +227,24 @@ def _api() -> str:
 
 def _route_rows() -> list[tuple[str, str]]:
     found: dict[str, str] = {}
-    for module in pkgutil.iter_modules(routes.__path__):
-        router = getattr(import_module(f"{routes.__name__}.{module.name}"), "router", None)
-        for route in getattr(router, "routes", ()):
-            about = " ".join((route.endpoint.__doc__ or "").partition("\n\n")[0].split())
-            for method in sorted(route.methods):
-                found[f"`{method} {route.path.replace(':path', '')}`"] = about
+    for route in _routes():
+        about = " ".join((route.endpoint.__doc__ or "").partition("\n\n")[0].split())
+        for method in sorted(route.methods or ()):
+            found[f"`{method} {route.path.replace(':path', '')}`"] = about
     return sorted(found.items(), key=lambda row: row[0].split("/", 1)[1])
 
 
-def _field_rows(body: type[Body]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _routes() -> Iterator[APIRoute]:
+    """Every route of every API, whichever flag it needs."""
+    for package in ("openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
+        path = Path(server.__file__).parent.joinpath(*package.split("."))
+        for module in pkgutil.iter_modules([str(path)]):
+            for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():
+                if isinstance(value, APIRouter):
+                    yield from (route for route in value.routes if isinstance(route, APIRoute))
+
+
+def _field_rows(body: type[RequestBody]) -> Iterator[tuple[str, tuple[str, ...]]]:
     properties = body.model_json_schema()["properties"]
     for name, field in body.model_fields.items():
         status = "refused" if is_unsupported(field) else "ignored" if is_hint(field) else "honoured"

@@ -224,7 +224,7 @@ def _shown(case: Any) -> str:
 @contextmanager
 def served(model: str, *flags: str) -> Iterator[str]:
     """`pagoda serve MODEL` on a free port, warm; its address."""
-    words = [sys.executable, "-m", "pagoda.server.cli", "serve", model, "--port", "0", *flags]
+    words = [sys.executable, "-m", "pagoda.server.cli.main", "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         assert process.stderr is not None

@@ -9,12 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda import server
 from pagoda.common.config.env import VARIABLES
-from pagoda.common.config.table import Setting
-from pagoda.server import protocol
-from pagoda.server.cli import COMMANDS, MODULES, Command
-from pagoda.server.protocol.base import Body
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import Setting
+from pagoda.server.cli.main import COMMANDS, MODULES, Command
+from pagoda.server.http.fields.base import RequestBody
 from pagoda.server.settings.flags import FlagParser
 
 ROWS: Final = Path(__file__).resolve().parents[1] / "tests" / "data" / "interface"
@@ -103,16 +103,18 @@ ABSENT: Final = {
 """Schemas of things that are not served -> where they would be posted; what is posted there is refused by name."""
 
 
-def bodies() -> dict[str, type[Body]]:
+def bodies() -> dict[str, type[RequestBody]]:
     """Every request body there is, by the name of its class."""
-    found: dict[str, type[Body]] = {}
-    for module in pkgutil.iter_modules(protocol.__path__):
-        for value in vars(import_module(f"{protocol.__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, Body):
-                found[value.__name__] = value
+    found: dict[str, type[RequestBody]] = {}
+    for package in ("http.fields", "openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
+        path = Path(server.__file__).parent.joinpath(*package.split("."))
+        for module in pkgutil.iter_modules([str(path)]):
+            for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():
+                if isinstance(value, type) and issubclass(value, RequestBody):
+                    found[value.__name__] = value
     return found
 
 
-def body_of(schema: str) -> type[Body] | None:
+def body_of(schema: str) -> type[RequestBody] | None:
     """Our body for one of vLLM's schemas."""
     return bodies().get(SAME_BODY.get(schema, schema))

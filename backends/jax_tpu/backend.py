@@ -16,32 +16,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu import checkpoint as checkpoints
-from pagoda.backends.jax_tpu.batch import in_shard, make_batch, make_rows, writers_first
-from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
-from pagoda.backends.jax_tpu.cache_dtype import cache_dtype
-from pagoda.backends.jax_tpu.catalogue import SCORED, Catalogue, Forward, ForwardRows, Key, OnLogits, Score
-from pagoda.backends.jax_tpu.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.decoder import Caches
-from pagoda.backends.jax_tpu.kv_scales import with_kv_scales
-from pagoda.backends.jax_tpu.logprobs import BEST
-from pagoda.backends.jax_tpu.memory import plan_memory
-from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.pending import PendingOne, PendingStep, PendingSteps, Scored
-from pagoda.backends.jax_tpu.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.platform import platform
-from pagoda.backends.jax_tpu.programs import CompileReport, Programs
-from pagoda.backends.jax_tpu.quantize import matrix_dtype
-from pagoda.backends.jax_tpu.sampler import Sampler
-from pagoda.backends.jax_tpu.shapes import StepShapes, check_tables
-from pagoda.backends.jax_tpu.sharding import make_mesh
-from pagoda.backends.jax_tpu.step_input import KernelChoice
-from pagoda.backends.jax_tpu.weights import load
+from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
+from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.execution.pending import JaxPendingStep, JaxPromptScores, PendingOne, PendingSteps
+from pagoda.backends.jax_tpu.execution.program_keys import SCORED, Catalogue, Forward, ForwardRows, Key, OnLogits, Score
+from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
+from pagoda.backends.jax_tpu.execution.shapes import (
+    StepShapes,
+    check_tables,
+    in_shard,
+    make_batch,
+    make_rows,
+    writers_first,
+)
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
+from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
+from pagoda.backends.jax_tpu.model.decoder import Caches
+from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel.platform import platform
+from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.sampling.device import BEST
+from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
+from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
+from pagoda.backends.jax_tpu.weights.loading import load
+from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.platform import BLOCK_SIZES
-from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
@@ -129,8 +134,8 @@ class JaxBackend:
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
         self._leaves: Leaves = ()
         self._caches: Caches = ()
-        self._programs: Programs[Catalogue, Key] | None = None
-        self._sampler: Sampler | None = None
+        self._programs: CompiledPrograms[Catalogue, Key] | None = None
+        self._sampler: JaxSampler | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -159,8 +164,8 @@ class JaxBackend:
 
     def init_cache(self, num_blocks: int) -> None:
         """Allocate K and V for `num_blocks` blocks of each shard, on the devices."""
-        self._programs = Programs(self._catalogue(num_blocks), strict=self.strict, cache=self._compile_cache)
-        self._sampler = Sampler(self._programs, self.model.shards * self.limits.max_num_seqs)
+        self._programs = CompiledPrograms(self._catalogue(num_blocks), strict=self.strict, cache=self._compile_cache)
+        self._sampler = JaxSampler(self._programs, self.model.shards * self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
 
     def _catalogue(self, num_blocks: int) -> Catalogue:
@@ -171,7 +176,7 @@ class JaxBackend:
         """Compile every program there is, so that none is compiled while serving."""
         logger.info("%s", self.prepare())
 
-    def prepare(self) -> CompileReport:
+    def prepare(self) -> JaxCompileReport:
         """Compile all programs, or load them from the bundle; what that cost."""
         assert self._programs is not None, "init_cache comes before warmup"
         if self._bundle is not None:
@@ -205,9 +210,9 @@ class JaxBackend:
             self._caches, hidden, logits = programs[Forward(shape)](*inputs)
         scores = {shard: tuple(self._scores(shard, plan, hidden, programs, sampler)) for shard, plan in ready.items()}
         sampled = sampler.sample(logits, ready) if any(plan.samples.any() for plan in ready.values()) else None
-        steps: list[PendingStep | None] = [None] * shards
+        steps: list[JaxPendingStep | None] = [None] * shards
         for shard, (plan, order) in parts.items():
-            steps[shard] = PendingStep(plan, order, shard * shape.seqs, sampled, scores[shard])
+            steps[shard] = JaxPendingStep(plan, order, shard * shape.seqs, sampled, scores[shard])
         return PendingSteps(tuple(steps), programs.recompiles - before)
 
     def close(self) -> None:
@@ -215,8 +220,13 @@ class JaxBackend:
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
     def _scores(
-        self, shard: int, plan: StepPlan, hidden: jax.Array, programs: Programs[Catalogue, Key], sampler: Sampler
-    ) -> Iterable[Scored]:
+        self,
+        shard: int,
+        plan: StepPlan,
+        hidden: jax.Array,
+        programs: CompiledPrograms[Catalogue, Key],
+        sampler: JaxSampler,
+    ) -> Iterable[JaxPromptScores]:
         """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
         shards, first = self.model.shards, shard * SCORED
         for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
@@ -233,4 +243,4 @@ class JaxBackend:
                 logits = programs[Score(hidden.shape[0] // shards)](self._leaves, hidden, wanted)
                 found = programs[OnLogits("logprobs", SCORED)](logits, targets)
                 many = logits if not 0 <= best <= BEST else None
-                yield Scored(index, best, self.mode, rows, targets[rows], found, many)
+                yield JaxPromptScores(index, best, self.mode, rows, targets[rows], found, many)

@@ -15,22 +15,22 @@ from typing import Final
 import jax
 import numpy as np
 
+from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
-from pagoda.backends.jax_tpu.bundle import Bundle, open_bundle
-from pagoda.backends.jax_tpu.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.memory import fit_pooling, pooling_room
-from pagoda.backends.jax_tpu.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.packed_input import PackedShape, pack_prompts
-from pagoda.backends.jax_tpu.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.pool_catalogue import PoolCatalogue
-from pagoda.backends.jax_tpu.programs import CompileReport, Programs
-from pagoda.backends.jax_tpu.shapes import check_tables
-from pagoda.backends.jax_tpu.sharding import make_mesh
-from pagoda.backends.jax_tpu.step_input import KernelChoice
-from pagoda.backends.jax_tpu.weights import load
+from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
+from pagoda.backends.jax_tpu.execution.packed_input import PackedShape, pack_prompts
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue
+from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
+from pagoda.backends.jax_tpu.execution.shapes import check_tables
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
+from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, Float32, PoolingRules, PoolPlan
 from pagoda.common.models.spec import ModelSpec, Pooler
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
@@ -70,7 +70,7 @@ def create(
 
 
 @dataclass(frozen=True, slots=True)
-class PendingVectors:
+class JaxPendingVectors:
     """Implements common.backend.PendingVectors. `whole` float32 [S, n]: an answer a prompt, `each` [T, n]: one a token;
     None where no prompt asks for it.
     """
@@ -107,7 +107,7 @@ class JaxPooling:
         assert model.spec.pooler is not None, "the model pools"
         self.model, self.limits, self.pooler = model, limits, model.spec.pooler
         self.catalogue = PoolCatalogue(model, limits)
-        self.programs: Programs[PoolCatalogue, PackedShape] = Programs(
+        self.programs: CompiledPrograms[PoolCatalogue, PackedShape] = CompiledPrograms(
             self.catalogue, strict=strict, cache=compile_cache
         )
         self._bundle, self._leaves = bundle, Leaves()
@@ -139,17 +139,17 @@ class JaxPooling:
         rules = PoolingRules(task="token_embed", use_activation=False)
         self.pool(PoolPlan(np.zeros(1, np.int32), np.array([0, 1], np.int32), None, (rules,))).result()
 
-    def prepare(self) -> CompileReport:
+    def prepare(self) -> JaxCompileReport:
         """Compile all programs, or load them from the bundle; what that cost."""
         if self._bundle is not None:
             return self.programs.adopt(self._bundle.load(self.catalogue))
         return self.programs.prepare()
 
-    def pool(self, plan: PoolPlan) -> PendingVectors:
+    def pool(self, plan: PoolPlan) -> JaxPendingVectors:
         """Queue a step. One whose prompts ask for answers of both kinds is computed twice."""
         kinds = {_of_tokens(rules, self.pooler) for rules in plan.rules}
         whole, each = (self._run(plan, kind) if kind in kinds else None for kind in (False, True))
-        return PendingVectors(whole, each, plan, self.pooler)
+        return JaxPendingVectors(whole, each, plan, self.pooler)
 
     def _run(self, plan: PoolPlan, of_tokens: bool) -> jax.Array:
         shape = self.catalogue.shape_for(plan.num_tokens, of_tokens)

@@ -13,18 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.batch import Batch, Embedded, make_batch
-from pagoda.backends.reference.cache import LayerCache, allocate
-from pagoda.backends.reference.decoder import Decoder
-from pagoda.backends.reference.layout import Packer
-from pagoda.backends.reference.memory import plan_memory
-from pagoda.backends.reference.numerics import Numerics, numerics, thread_count
-from pagoda.backends.reference.sampler import Sampler, token_logprobs
+from pagoda.backends.reference.execution import Embedded, StepBatch, make_batch
+from pagoda.backends.reference.memory import LayerCache, allocate, plan_memory
+from pagoda.backends.reference.model.decoder import Decoder
+from pagoda.backends.reference.model.numerics import Numerics, numerics, thread_count
+from pagoda.backends.reference.sampling import Sampler, token_logprobs
+from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.platform import BLOCK_SIZES
-from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError
@@ -166,7 +165,7 @@ class ReferenceBackend:
             ]
         return token_ids
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, TokenLogprobs]:
+    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> dict[int, TokenLogprobs]:
         """For rows that asked: the logprob of each prompt token after a scheduled one."""
         assert self._decoder is not None
         found = {}

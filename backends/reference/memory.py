@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Final
 
-from pagoda.backends.reference.numerics import Numerics
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.backend import MemoryPlan
-from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import KvLayout
-from pagoda.common.errors import ConfigError
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import CacheSpec, FullCache, KvLayout, WindowCache
+from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.spec import ModelSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30
@@ -52,3 +57,48 @@ def available_bytes() -> int:
             return min(free, int(limit.read()) - int(used.read()))
     except (OSError, ValueError, StopIteration):
         return free
+
+
+# The paged KV cache: one pair of arrays per cache index, head-major.
+#
+# K and V are [K, P*B, H]: a run of consecutive blocks is then one zero-copy view per head, which attention reads
+# without gathering (gathering pages costs several times the attention itself).
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's K and V, each [K, P*B, H], and the view (see KvLayout) through which the layer reads them."""
+
+    keys: Tensor
+    values: Tensor
+    view: int
+
+
+def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
+    """Layer index -> cache. Layer j of every group shares array j where the shapes agree; pages map on first use."""
+    slots = num_blocks * layout.block_size
+    arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    caches: dict[int, LayerCache] = {}
+    for number, group in enumerate(layout.groups):
+        heads, dim = head_shape(group.spec)
+        for index, (layer, window) in enumerate(zip(group.layers, group.seen)):
+            key = (index, heads, dim)
+            if key not in arrays:
+                arrays[key] = _zeros((heads, slots, dim), dtype), _zeros((heads, slots, dim), dtype)
+            caches[layer] = LayerCache(*arrays[key], layout.views.index((number, window)))
+    return caches
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system maps when they are first written; torch's own would touch gigabytes at start-up."""
+    lazy = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+    return torch.from_numpy(lazy).view(dtype)
+
+
+def head_shape(spec: CacheSpec) -> tuple[int, int]:
+    """(KV heads, head dim) of a cache spec that holds keys and values."""
+    match spec:
+        case FullCache() | WindowCache():
+            return spec.kv_heads, spec.head_dim
+        case _:
+            raise ModelError(f"the reference backend has no cache for {type(spec).__name__}")

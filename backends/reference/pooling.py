@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
-from pagoda.backends.reference.encoder import Encoder
-from pagoda.backends.reference.layout import Packer
-from pagoda.backends.reference.numerics import Numerics, numerics
-from pagoda.backends.reference.packed import make_packed
-from pagoda.backends.reference.pooler import Pooler
+from pagoda.backends.reference.execution import make_packed
+from pagoda.backends.reference.model.encoder import Encoder
+from pagoda.backends.reference.model.numerics import Numerics, numerics
+from pagoda.backends.reference.model.pooler import ReferencePooler
+from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import Capabilities, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import Float32, PoolingRules, PoolPlan
@@ -32,7 +32,7 @@ class ReferencePooling:
         assert spec.pooler is not None, "the model pools"
         self.spec, self.limits, self.numerics = spec, limits, numerics
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
-        self._parts: tuple[Encoder, Pooler] | None = None
+        self._parts: tuple[Encoder, ReferencePooler] | None = None
         self.num_bytes = 0
         self.recompiles = 0  # nothing is compiled
 
@@ -51,7 +51,7 @@ class ReferencePooling:
         params = Packer(self.spec, self.numerics).pack(weights)
         self.num_bytes = params.num_bytes
         encoder = Encoder(self.spec, params, self.numerics, self.limits.max_model_len)
-        self._parts = encoder, Pooler(self.spec.pooler, params.pooler)
+        self._parts = encoder, ReferencePooler(self.spec.pooler, params.pooler)
 
     def warmup(self) -> None:
         """Pool a short prompt, so that first-call costs are paid."""

@@ -14,38 +14,33 @@ from typing import Any, Final
 
 import torch
 
-from pagoda.backends.torch_cuda import sharding
 from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
 from pagoda.backends.torch_cuda.attention_backends.registry import find as find_prefill
-from pagoda.backends.torch_cuda.cache import allocate, block_bytes
-from pagoda.backends.torch_cuda.cache_dtype import cache_dtype
-from pagoda.backends.torch_cuda.comm import ALONE, Comm
-from pagoda.backends.torch_cuda.cpu_stream import CpuStream
 from pagoda.backends.torch_cuda.device import Device, find_device
-from pagoda.backends.torch_cuda.gpu_stream import GpuStream
-from pagoda.backends.torch_cuda.held import Held, hold
-from pagoda.backends.torch_cuda.kv_scales import find_scales
-from pagoda.backends.torch_cuda.ladder import make_ladder
-from pagoda.backends.torch_cuda.memory import GIB, Usage, cpu_usage, no_room, plan_blocks
-from pagoda.backends.torch_cuda.parameters import Empty
-from pagoda.backends.torch_cuda.pending import PendingStep
-from pagoda.backends.torch_cuda.profile import measure
-from pagoda.backends.torch_cuda.programs import Parts, Programs
-from pagoda.backends.torch_cuda.quantize import packing
-from pagoda.backends.torch_cuda.recompiles import CompileCount
-from pagoda.backends.torch_cuda.runner import Runner
-from pagoda.backends.torch_cuda.setup import Setup
-from pagoda.backends.torch_cuda.storage import Storage
-from pagoda.backends.torch_cuda.stream import Stream
-from pagoda.backends.torch_cuda.warmup import Plans
+from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
+from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep
+from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms, make_ladder
+from pagoda.backends.torch_cuda.execution.runner import Runner
+from pagoda.backends.torch_cuda.execution.stream import CpuStream, DeviceStream
+from pagoda.backends.torch_cuda.execution.warmup import CompileCount, Plans
+from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, load
+from pagoda.backends.torch_cuda.memory.arena import Storage
+from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
+from pagoda.backends.torch_cuda.memory.kv_scales import find_scales
+from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, cpu_usage, no_room, plan_blocks
+from pagoda.backends.torch_cuda.memory.profile import measure
+from pagoda.backends.torch_cuda.model.parameters import Empty
+from pagoda.backends.torch_cuda.parallel import sharding
+from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
-from pagoda.common.config.attention import AUTO
-from pagoda.common.config.cache import CacheConfig
-from pagoda.common.config.compilation import CompilationConfig
+from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
-from pagoda.common.config.platform import BLOCK_SIZES
-from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.config.groups.attention import AUTO
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
@@ -123,13 +118,13 @@ def _setup(
     tensor: int = 1,
     comm: Comm = ALONE,
     device: Device | None = None,
-) -> Setup:
+) -> RankConfig:
     if dtype not in DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
     sharding.check(spec, tensor)
     stored, found = cache_dtype(cache, DTYPES[dtype]), find_device(comm.rank) if device is None else device
     mixers = tuple({layer.mixer for layer in spec.layers})
-    return Setup(
+    return RankConfig(
         spec=spec,
         limits=limits,
         layout=layout,
@@ -148,13 +143,13 @@ def _setup(
 class TorchCudaBackend:
     """Implements common.backend.SleepingBackend."""
 
-    def __init__(self, setup: Setup, *, sleep_mode: bool = False) -> None:
+    def __init__(self, setup: RankConfig, *, sleep_mode: bool = False) -> None:
         self.setup = setup
         self._plans = Plans(setup.limits, setup.layout)
-        self._stream: Stream = GpuStream(setup.device) if setup.device.is_gpu else CpuStream(setup.device)
+        self._stream: DeviceStream = GpuStream(setup.device) if setup.device.is_gpu else CpuStream(setup.device)
         self._weights, self._cache = (Storage(setup.device, sleeps=sleep_mode) for _ in range(2))
         self._compiles = CompileCount()
-        self._held: Held | None = None
+        self._held: LoadedModel | None = None
         self._runner: Runner | None = None
         self._reads_again = False
 
@@ -167,7 +162,7 @@ class TorchCudaBackend:
         """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
         self._compiles.watch()
         with self._stream.running():
-            self._held = hold(self.setup, weights, self._weights.empty)
+            self._held = load(self.setup, weights, self._weights.empty)
 
     def plan_memory(self) -> MemoryPlan:
         """How many KV blocks fit. Raises ConfigError saying how much is missing."""
@@ -182,7 +177,7 @@ class TorchCudaBackend:
         logger.info("Memory %s, KV cache %.2f in %d blocks", usage, plan.kv_cache / GIB, plan.num_blocks)
         return plan
 
-    def _measured(self, weights: int) -> Usage:
+    def _measured(self, weights: int) -> MemoryUsage:
         """Over a cache of the null block alone, in memory that goes back at once."""
         device, largest, apart = self.setup.device, self._plans.largest(), self._weights.num_bytes
         with self._stream.running():
@@ -215,8 +210,8 @@ class TorchCudaBackend:
         setup, held = self.setup, self._held
         assert held is not None, "load comes before init_cache"
         caches = allocate(setup.layout, num_blocks, setup.stored, setup.shard, empty)
-        parts = Parts(held.decoder, caches, held.sampler, held.buffers)
-        programs = Programs(parts, setup.ladder, setup.splits, self._stream)
+        parts = StepParts(held.decoder, caches, held.sampler, held.buffers)
+        programs = StepPrograms(parts, setup.ladder, setup.splits, self._stream)
         return Runner(programs, self._stream, setup.layout.block_size, setup.tile)
 
     def warmup(self) -> None:
@@ -232,7 +227,7 @@ class TorchCudaBackend:
         logger.info("%d kernels compiled, warm in %.1f s", self._compiles.count, time.perf_counter() - begin)
         self._compiles.loud = True
 
-    def execute(self, plan: StepPlan) -> PendingStep:
+    def execute(self, plan: StepPlan) -> CudaPendingStep:
         """Queue a step."""
         assert self._runner is not None, "init_cache comes before execute"
         before = self._compiles.count + self._stream.captures

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS, LEAST, Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, LEAST, Chip, chip_of
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.errors import ConfigError
 

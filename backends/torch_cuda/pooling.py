@@ -9,17 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.packed import make_packed
-from pagoda.backends.reference.pooler import Pooler
+from pagoda.backends.reference.execution import make_packed
+from pagoda.backends.reference.model.pooler import ReferencePooler
 from pagoda.backends.torch_cuda.backend import CAPABILITIES, DTYPES
-from pagoda.backends.torch_cuda.cpu_stream import CpuStream
 from pagoda.backends.torch_cuda.device import Device, find_device
-from pagoda.backends.torch_cuda.encoder import Encoder
-from pagoda.backends.torch_cuda.gpu_stream import GpuStream
-from pagoda.backends.torch_cuda.memory import GIB
-from pagoda.backends.torch_cuda.recompiles import CompileCount
-from pagoda.backends.torch_cuda.sharding import Shard
-from pagoda.backends.torch_cuda.stream import Departure, Stream
+from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
+from pagoda.backends.torch_cuda.execution.stream import CpuStream, DeviceStream, DeviceToHost
+from pagoda.backends.torch_cuda.execution.warmup import CompileCount
+from pagoda.backends.torch_cuda.memory.plan import GIB
+from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Capabilities, Weight
 from pagoda.common.config.engine import Limits
@@ -36,10 +35,10 @@ def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> TorchCudaPooling:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingVectors:
+class CudaPendingVectors:
     """Implements common.backend.PendingVectors. `flat`: all answers' numbers, one after another."""
 
-    flat: Departure
+    flat: DeviceToHost
     shapes: tuple[tuple[int, ...], ...]
 
     def result(self) -> tuple[Float32, ...]:
@@ -54,8 +53,8 @@ class TorchCudaPooling:
 
     def __init__(self, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: Device) -> None:
         self.spec, self.limits, self.dtype, self.device = spec, limits, dtype, device
-        self._stream: Stream = GpuStream(device) if device.is_gpu else CpuStream(device)
-        self._parts: tuple[Encoder, Pooler] | None = None
+        self._stream: DeviceStream = GpuStream(device) if device.is_gpu else CpuStream(device)
+        self._parts: tuple[CudaEncoder, ReferencePooler] | None = None
         self.num_bytes = 0
         self._compiles, self._warm = CompileCount(), 0
         self._compiles.watch()
@@ -76,13 +75,16 @@ class TorchCudaPooling:
         assert spec.pooler is not None, "the model pools"
         with self._stream.running():
             try:
-                loader = Loader(spec, Shard(0, 1), self.dtype, self._empty)
+                loader = Loader(spec, RankShard(0, 1), self.dtype, self._empty)
             except (torch.OutOfMemoryError, MemoryError):
                 raise ConfigError("--dtype", f"the weights in {self.dtype} do not fit {device.name}") from None
             loader.fill(weights)
             params = loader.params
             exact = {name: held.float() for name, held in params.tensors().items() if name.startswith("pooler.")}
-            self._parts = Encoder(spec, params, device, self.limits.max_model_len), Pooler(spec.pooler, exact)
+            self._parts = (
+                CudaEncoder(spec, params, device, self.limits.max_model_len),
+                ReferencePooler(spec.pooler, exact),
+            )
         self.num_bytes = params.num_bytes
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -109,7 +111,7 @@ class TorchCudaPooling:
             ) from None
         self._compiles.loud, self._warm = True, self._compiles.count
 
-    def pool(self, plan: PoolPlan) -> PendingVectors:
+    def pool(self, plan: PoolPlan) -> CudaPendingVectors:
         """Queue a step."""
         assert self._parts is not None, "load comes before pool"
         encoder, pooler = self._parts
@@ -117,7 +119,7 @@ class TorchCudaPooling:
             hidden = encoder.hidden(make_packed(plan, self.device.torch))
             answers = pooler(hidden, plan.query_start.tolist(), plan.rules)
             flat = self._stream.fetch(torch.cat([answer.flatten() for answer in answers]))
-        return PendingVectors(flat, tuple(tuple(answer.shape) for answer in answers))
+        return CudaPendingVectors(flat, tuple(tuple(answer.shape) for answer in answers))
 
     def close(self) -> None:
         """Let go of the device's memory."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
-from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import Blocks, Shape, blocks, candidates
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeBlockSizes, DecodeShape, blocks, candidates
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, verdict, worst
 
 PAGE = 16
@@ -42,8 +42,8 @@ class Load:
     ragged: bool = False
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.head_dim, self.heads // self.kv_heads, self.query_len, self.cache)
+    def shape(self) -> DecodeShape:
+        return DecodeShape(self.head_dim, self.heads // self.kv_heads, self.query_len, self.cache)
 
     @property
     def bytes_read(self) -> int:
@@ -214,7 +214,7 @@ def trials(bench: Bench) -> Iterator[Number]:
         inputs.clear()
 
 
-def trial(bench: Bench, load: Load, chosen: Blocks, made: list[Inputs]) -> dict:
+def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, made: list[Inputs]) -> dict:
     """The best number of splits of these blocks. `made`: inputs, shared between the trials of a load."""
     if not made:
         made.append(make(load, bench, bench.choose(COLD_BYTES, 1)))
@@ -239,7 +239,7 @@ def is_refusal(error: Exception) -> bool:
     return type(error).__name__ in ("OutOfResources", "PTXASError", "CompilationError")
 
 
-def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: Blocks) -> Tensor:
+def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: DecodeBlockSizes) -> Tensor:
     """A call with blocks on trial; on a CPU the reference, which has none."""
     if not bench.use_kernel:
         return inputs.call(copy, splits=splits, use_kernel=False, chip=bench.chip)

@@ -2,7 +2,7 @@
 
 `checks`: errors against float64 in units of the output's rounding. `speeds`: times against torch and against the time
 that reading the numbers takes at the speed of a large copy; small batches are timed in CUDA graphs over more matrices
-than the L2 cache holds. `trials`: settings on trial for the tuning.json of both kernels.
+than the L2 cache holds. `trials`: settings on trial for the launch.json of both kernels.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels import tuning
+from pagoda.backends.torch_cuda.kernels import launch
+from pagoda.backends.torch_cuda.kernels.launch import Settings
 from pagoda.backends.torch_cuda.kernels.moe import moe
-from pagoda.backends.torch_cuda.kernels.tuning import Settings
 from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack, weight_only_linear
 from pagoda.benchmarks.gpu.decode_attention import is_refusal
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, copy_bandwidth, verdict, worst
@@ -186,7 +186,7 @@ def candidates(usual: Settings) -> Iterator[Settings]:
 
 
 def trials(bench: Bench) -> Iterator[Number]:
-    """For weight_only/tuning.json over the down projection of an 8B model, then for moe/tuning.json."""
+    """For weight_only/launch.json over the down projection of an 8B model, then for moe/launch.json."""
     from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
     from pagoda.backends.torch_cuda.kernels.weight_only import kernel
 
@@ -199,7 +199,7 @@ def trials(bench: Bench) -> Iterator[Number]:
 
 def _tried(bench: Bench, module: Any, key: str, make: Callable[[], list]) -> Iterator[Number]:
     """Settings of one key of a table. The calls are made once, by the first trial that runs."""
-    usual = dict(tuning.settings(module.TUNING, bench.chip, key))
+    usual = dict(launch.settings(module.TUNING, bench.chip, key))
     every = [usual, *(one for one in candidates(usual) if one != usual)]
     folder, calls = module.TUNING.parent.name, []
     for chosen in every[: bench.choose(None, 2)]:
@@ -212,7 +212,7 @@ def trial(bench: Bench, module: Any, key: str, chosen: Settings, make: Callable[
     about = {"key": f"{module.TUNING.parent.name} {key}", "settings": dict(chosen)}
     if not calls:
         calls += make()
-    with patch.object(tuning, "settings", lambda *_: chosen):
+    with patch.object(launch, "settings", lambda *_: chosen):
         try:
             replay = bench.recorded(calls)
         except Exception as refused:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, chip_of
 
 GIB = 1 << 30
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

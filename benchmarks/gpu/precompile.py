@@ -27,17 +27,17 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.backend import create
-from pagoda.backends.torch_cuda.cpu_stream import CpuStream
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip, chip_of
-from pagoda.backends.torch_cuda.sampler import Sampler
+from pagoda.backends.torch_cuda.execution.stream import CpuStream
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, chip_of
+from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.benchmarks.gpu.measure import Bench, Number
 from pagoda.benchmarks.gpu.parity import SMALL
 from pagoda.benchmarks.gpu.stages import STAGES
-from pagoda.common.config.cache import CacheConfig
-from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 
@@ -111,7 +111,7 @@ class WarmEngine:
         raise WarmError
 
 
-def send(_: Sampler, numbers: npt.ArrayLike) -> Tensor:
+def send(_: CudaSampler, numbers: npt.ArrayLike) -> Tensor:
     """Stands in for the sampler's copy to the device."""
     return torch.from_numpy(np.array(numbers, order="C")).to(META)
 
@@ -139,7 +139,7 @@ def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: 
         quantization=settings.get("quantization"),
         device=AbsentDevice(META, chip, chip.name),
     )
-    Sampler._send = send  # type: ignore[method-assign]
+    CudaSampler._send = send  # type: ignore[method-assign]
     backend._stream = AbsentStream(backend.setup.device)
     backend.load((each.name, np.empty(each.shape, np.float32)) for each in params(spec).values())
     backend.init_cache(2)

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import Rules
+from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import ScoreRules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import candidates, key, tuned
-from pagoda.backends.torch_cuda.kernels.tuning import Settings
 from pagoda.benchmarks.gpu.decode_attention import is_refusal
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, matmul_rate, verdict
 
@@ -83,7 +82,7 @@ class Inputs:
     query_start: Tensor
     kv_lens: Tensor
     tiles: Tensor
-    rules: Rules
+    rules: ScoreRules
     tile: int
 
     @property
@@ -118,7 +117,7 @@ def make(load: Load, device: torch.device, chip: Chip, tile: int | None = None) 
         *cache,
         (1 + torch.randperm(pages)).view(len(kv), width).to(device, torch.int32),
         *(torch.from_numpy(one).to(device) for one in lists),
-        Rules(load.head_dim**-0.5, load.window, load.softcap, sinks, factor, factor),
+        ScoreRules(load.head_dim**-0.5, load.window, load.softcap, sinks, factor, factor),
         tile,
     )
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.device import CPU, Device, find_device
-from pagoda.backends.torch_cuda.offload import Offload, choose_layers
-from pagoda.backends.torch_cuda.parameters import ModelParams
-from pagoda.backends.torch_cuda.storage import Storage
+from pagoda.backends.torch_cuda.memory.arena import Storage
+from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
+from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.benchmarks.gpu.measure import GIB, Bench, Number
 
 WIDTH, LAYERS, ROWS = 8192, 16, 8
@@ -93,7 +93,7 @@ def offload(bench: Bench) -> dict:
     """Layers of which all but two are on the host, against the same on the device."""
     width, count = bench.choose((WIDTH, LAYERS), (64, 5))
     names = [f"layers.{number}.weight" for number in range(count)]
-    shapes = ModelParams({name: torch.empty(width, width, dtype=torch.bfloat16, device="meta") for name in names})
+    shapes = RankParams({name: torch.empty(width, width, dtype=torch.bfloat16, device="meta") for name in names})
     on_host = choose_layers(shapes, count * width * width * 2 / GIB)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -102,7 +102,7 @@ def offload(bench: Bench) -> dict:
     moved = Offload(on_host, device_of(bench), empty)
     places = moved.places()
     random = torch.randn(count, width, width, device=bench.device, dtype=torch.bfloat16)
-    params = ModelParams(
+    params = RankParams(
         {name: places[name]((width, width), torch.bfloat16).copy_(random[at]) for at, name in enumerate(names)}
     )
     staged = moved.staged(params)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagoda.common.config.numbers import json_object
-from pagoda.common.config.option import Becomes, option
+from pagoda.common.config.fields import Becomes, json_object, option
 from pagoda.common.errors import ConfigError
 
 _ALWAYS_SO: Final = "the engine always works like this"

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.common.config.attention import AttentionConfig
-from pagoda.common.config.cache import CacheConfig
-from pagoda.common.config.compilation import CompilationConfig
-from pagoda.common.config.extension import ExtensionConfig
-from pagoda.common.config.load import LoadConfig
-from pagoda.common.config.logs import LoggingConfig
-from pagoda.common.config.lora import LoRAConfig
-from pagoda.common.config.model import ModelConfig
-from pagoda.common.config.multimodal import MultiModalConfig
-from pagoda.common.config.observability import ObservabilityConfig
-from pagoda.common.config.parallel import ParallelConfig
-from pagoda.common.config.runtime import RuntimeConfig
-from pagoda.common.config.scheduler import SchedulerConfig
-from pagoda.common.config.structured_outputs import StructuredOutputsConfig
+from pagoda.common.config.fields import ExtensionConfig
+from pagoda.common.config.groups.attention import AttentionConfig
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.config.groups.model import LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig
+from pagoda.common.config.groups.observability import LoggingConfig, ObservabilityConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.groups.runtime import RuntimeConfig
+from pagoda.common.config.groups.scheduler import SchedulerConfig
+from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError
 
 

@@ -13,13 +13,13 @@ from pagoda.common.config.engine import Limits
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class ShapeLadder:
     """Allowed sizes along one axis, ascending."""
 
     sizes: tuple[int, ...]
 
     @classmethod
-    def between(cls, low: int, high: int) -> Ladder:
+    def between(cls, low: int, high: int) -> ShapeLadder:
         """Powers of two from `low` (rounded up) below `high`, then `high`. ValueError unless 1 <= low <= high."""
         if not 1 <= low <= high:
             raise ValueError(f"no ladder from {low} to {high}")
@@ -49,9 +49,9 @@ class Bucket:
 class Buckets:
     """The three ladders of an engine."""
 
-    tokens: Ladder
-    rows: Ladder
-    pages: Ladder
+    tokens: ShapeLadder
+    rows: ShapeLadder
+    pages: ShapeLadder
 
     @classmethod
     def of(cls, limits: Limits, *, min_tokens: int = 16, min_rows: int = 8, min_pages: int = 8) -> Buckets:
@@ -59,7 +59,7 @@ class Buckets:
         pages = -(-limits.max_model_len // limits.block_size)
         tops = (limits.max_num_batched_tokens, limits.max_num_seqs, pages)
         lows = (min_tokens, min_rows, min_pages)
-        return cls(*(Ladder.between(min(low, top), top) for low, top in zip(lows, tops)))
+        return cls(*(ShapeLadder.between(min(low, top), top) for low, top in zip(lows, tops)))
 
     def bucket_for(self, tokens: int, rows: int, pages: int) -> Bucket:
         """The smallest bucket that holds such a step. Raises ValueError above the top."""

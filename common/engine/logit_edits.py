@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.engine.sampling_rows import Place
+from pagoda.common.engine.sampling_state import SampledRow
 from pagoda.common.engine.step import Int32, StepPlan, UInt32
 
 ENTRIES: Final = 256
@@ -29,7 +29,7 @@ Entry = tuple[int, int, float]
 """Sequence, token, value to add."""
 
 
-def penalties(places: Sequence[Place], seqs: int) -> Int32:
+def penalties(places: Sequence[SampledRow], seqs: int) -> Int32:
     """int32 [8, R], a column per penalised sequence.
 
     Its number in the logits, its row of the history, prompt length, tokens known, then repetition, frequency and
@@ -45,7 +45,7 @@ def penalties(places: Sequence[Place], seqs: int) -> Int32:
     return packed
 
 
-def additions(places: Sequence[Place], seqs: int) -> Iterator[Int32]:
+def additions(places: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
     """int32 [3, ENTRIES] each: sequence (beyond R: padding), token, float bits of what is added to its logit.
 
     Bias, words of one token, and stops that come too early.
@@ -61,7 +61,7 @@ def additions(places: Sequence[Place], seqs: int) -> Iterator[Int32]:
         yield packed
 
 
-def _entries(place: Place) -> Iterator[Entry]:
+def _entries(place: SampledRow) -> Iterator[Entry]:
     rules = place.state.rules
     yield from ((place.index, token, value) for token, value in rules.logit_bias)
     yield from ((place.index, word[0], -np.inf) for word in rules.bad_words if len(word) == 1)
@@ -80,7 +80,7 @@ class _Word:
     last: int
 
 
-def banned_words(places: Sequence[Place], seqs: int) -> Iterator[tuple[Int32, Int32]]:
+def banned_words(places: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32, Int32]]:
     """Words int32 [2, WORDS] and heads int32 [4, HEADS] each.
 
     A word: sequence (beyond R: padding), last token. A column of heads is a token before: its word (beyond WORDS:
@@ -99,7 +99,7 @@ def banned_words(places: Sequence[Place], seqs: int) -> Iterator[tuple[Int32, In
         yield words, heads
 
 
-def _words(place: Place) -> Iterator[_Word]:
+def _words(place: SampledRow) -> Iterator[_Word]:
     for word in place.state.rules.bad_words:
         if 1 < len(word) <= place.generated + 1:
             head = word[:-1][-HEADS:]
@@ -120,7 +120,7 @@ def _word_pieces(words: Iterator[_Word]) -> Iterator[list[_Word]]:
         yield piece
 
 
-def allowed(places: Sequence[Place], plans: Mapping[int, StepPlan], seqs: int, vocab: int) -> dict[int, UInt32]:
+def allowed(places: Sequence[SampledRow], plans: Mapping[int, StepPlan], seqs: int, vocab: int) -> dict[int, UInt32]:
     """Sequence in the logits -> uint32 [ceil(V/32)], what it may sample by its rules and by its plan's mask.
 
     `places`: those whose rules allow some tokens only. `plans`: by shard, each with `seqs` rows of logits.

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from pagoda.common.engine.grammar import Grammar, Thinking
 from pagoda.common.engine.pooling import Pooled, PoolingRules
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from pagoda.common.engine.guide import Guide
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED, Int32, UInt8
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
 NO_ROW: Final = -1
 
@@ -92,11 +92,13 @@ class Request:
     scheduled: float = 0.0
     is_brief: bool = False
     prompt_logprobs: list[PositionLogprobs] | None = None
-    guide: Guide | None = None
+    guide: TokenMaskState | None = None
     embeds: UInt8 | None = None
 
     @classmethod
-    def of(cls, asked: EngineRequest, *, limit: int, rank: tuple[float, ...], guide: Guide | None = None) -> Request:
+    def of(
+        cls, asked: EngineRequest, *, limit: int, rank: tuple[float, ...], guide: TokenMaskState | None = None
+    ) -> Request:
         """A waiting request. One that wants prompt logprobs computes every position, so it never reads the cache."""
         wants_prompt = asked.rules.prompt_logprobs is not None
         prompt = np.array(asked.prompt_token_ids, np.int32)

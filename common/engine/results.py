@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from pagoda.common.engine.messages import EngineOutput, PositionLogprobs
 from pagoda.common.engine.request import FINISHED, Request, RequestStatus
 from pagoda.common.engine.step import StepResult, TokenLogprobs
-from pagoda.common.structured.refusal import FIELD
+from pagoda.common.engine.structured_output.grammar import FIELD
 
 RUNNING: Final = RequestStatus.RUNNING
 Ending: TypeAlias = tuple[Request, RequestStatus]

@@ -12,24 +12,116 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import guided
-from pagoda.common.engine.budget import Share, decode_first, divide, first_chunk
-from pagoda.common.engine.guide import Guide
-from pagoda.common.engine.kv_manager import KvManager
+from pagoda.common.engine.batch_state import Int64, RunningBatch
+from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.messages import EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.request import NO_ROW, Request, RequestStatus
-from pagoda.common.engine.results import keep_prompt_logprobs, take_tokens
-from pagoda.common.engine.rows import Int64, Rows
-from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult
+from pagoda.common.engine.results import ending, keep_prompt_logprobs, take_tokens
+from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
 from pagoda.common.engine.waiting import FcfsQueue, PriorityQueue, WaitingQueue
 from pagoda.common.errors import RequestError
+
+# How a step's token budget is divided among the requests that run.
+#
+# Pure functions over rows: a few numpy operations, no walk over requests.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBudget:
+    """Rows [n] and how many tokens each computes, int32 [n], all positive."""
+
+    rows: Int32
+    take: Int32
+
+
+def split_budget(state: RunningBatch, rows: Int32, limits: Limits, held: list[int]) -> TokenBudget:
+    """One token for everyone who wants one, then chunks in the order of `rows` until the budget is spent.
+
+    `held`: places in `rows` that get nothing in this step.
+    """
+    total = state.total[rows]
+    want = (total - state.computed[rows]) * (total < state.limit[rows])
+    want[held] = 0
+    if (want == 1).all():
+        return TokenBudget(rows, want)
+    single, longer = rows[want == 1], rows[want > 1]
+    want = want[want > 1]
+    if limits.long_prefill_token_threshold:
+        want = np.minimum(want, limits.long_prefill_token_threshold)
+    left = limits.max_num_batched_tokens - len(single) - (np.cumsum(want) - want)
+    take = np.clip(left, 0, want)
+    return decode_first(
+        np.concatenate([single, longer[take > 0]]),
+        np.concatenate([np.ones(len(single), np.int32), take[take > 0].astype(np.int32)]),
+    )
+
+
+def first_chunk(want: int, budget: int, limits: Limits) -> int:
+    """Tokens that a request computes in its first step, of `want` and with `budget` left; 0: it must wait."""
+    if not limits.chunked_prefill:
+        return want if want <= budget else 0
+    return min(want, budget, limits.long_prefill_token_threshold or want)
+
+
+def decode_first(rows: Int32, take: Int32) -> TokenBudget:
+    """Rows with one token first, each kind in its order."""
+    order = np.argsort(take > 1, kind="stable")
+    return TokenBudget(rows[order], take[order])
+
+
+# What guides mean for a step: who must wait for a token in flight, what may be sampled, and who ends by it.
+#
+# Only called while a request with a guide is unfinished: other steps pay nothing for them.
+
+
+def waiting_for_newest(state: RunningBatch, rows: Int32) -> list[int]:
+    """Places in `rows` [n] whose next mask follows from a token that is in flight."""
+    unknown = state.inflight[rows]
+    return [
+        place
+        for place in np.flatnonzero(unknown * state.guided[rows]).tolist()
+        if (guide := state.holder(int(rows[place])).guide) is not None and guide.depends_on(int(unknown[place]))
+    ]
+
+
+def masks(state: RunningBatch, rows: Int32, samples: Bool) -> TokenMasks | None:
+    """What the guides of those of `rows` [n] that sample (`samples` bool [n]) allow; None: everything."""
+    found = [
+        (place, guide.bits)
+        for place in np.flatnonzero(samples & state.guided[rows]).tolist()
+        if (guide := state.holder(int(rows[place])).guide) is not None and guide.bits is not None
+    ]
+    if not found:
+        return None
+    places, bits = zip(*found)
+    return TokenMasks(np.array(places, np.int32), np.stack(bits))
+
+
+def follow(requests: Sequence[Request], tokens: Sequence[int]) -> dict[int, RequestStatus]:
+    """Lead guides on by their new `tokens`, one per request and negative where none was sampled; find the next masks.
+
+    Returns who ended by it, by place in `requests`.
+    """
+    led: list[tuple[int, TokenMaskState, list[int]]] = []
+    for index, (request, token) in enumerate(zip(requests, tokens)):
+        if request.guide is None or token < 0 or request.is_finished:
+            continue
+        outputs = [*request.outputs, token]
+        if ending(request, token, len(outputs)) is RequestStatus.RUNNING:
+            request.guide.accept(token)
+            led.append((index, request.guide, outputs))
+    settle([(guide, outputs) for _, guide, outputs in led if not guide.finished and guide.error is None])
+    ended = {index: RequestStatus.FINISHED_STOPPED for index, guide, _ in led if guide.finished}
+    return ended | {index: RequestStatus.FINISHED_ERROR for index, guide, _ in led if guide.error is not None}
+
 
 MOST_LEFT_OUT: Final = 8
 """A step that is planned ahead may go without one in so many of the running rows. Those lose half their pace; without
@@ -37,7 +129,7 @@ the step ahead every row loses what the host needs between two steps, some tenth
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
+class _InFlightStep:
     """A step that was planned and not reported. `stints`: who held each row when it was planned."""
 
     plan: StepPlan
@@ -66,16 +158,16 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: WaitingQueue = PriorityQueue() if limits.policy == "priority" else FcfsQueue()
         self._requests: dict[str, Request] = {}
-        self._rows = Rows(limits.max_num_seqs)
+        self._rows = RunningBatch(limits.max_num_seqs)
         self._order: Int32 | None = None
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_InFlightStep] = deque()
         self._guided = 0  # unfinished requests with a guide
         self._embedded = 0  # unfinished requests with embeddings in their prompts
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
 
     # --- requests come and go ---
 
-    def add(self, asked: EngineRequest, guide: Guide | None = None) -> None:
+    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
         """Put a request in line. Raises RequestError naming the field when it can never run."""
         self._check(asked)
         prompt = len(asked.prompt_token_ids)
@@ -154,11 +246,11 @@ class Scheduler:
             return None
         return self._plan(share, starts)
 
-    def _share_running(self) -> Share:
+    def _share_running(self) -> TokenBudget:
         """What running requests compute, with blocks for all of it."""
         while True:
             rows = self._running_rows()
-            share = divide(self._rows, rows, self.limits, self._held(rows))
+            share = split_budget(self._rows, rows, self.limits, self._held(rows))
             end = self._rows.computed[share.rows] + share.take
             short = np.flatnonzero(end > self._rows.capacity[share.rows])
             if all(self._grow(int(share.rows[i]), int(end[i])) for i in short):
@@ -171,7 +263,7 @@ class Scheduler:
 
     def _held(self, rows: Int32) -> list[int]:
         """Places of rows that cannot be planned before a token in flight is known."""
-        return guided.waiting_for_newest(self._rows, rows) if self._guided else []
+        return waiting_for_newest(self._rows, rows) if self._guided else []
 
     def _running_rows(self) -> Int32:
         if self._order is None:
@@ -200,7 +292,7 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         self.waiting.push_front(victim)
 
-    def _register_chunks(self, share: Share) -> None:
+    def _register_chunks(self, share: TokenBudget) -> None:
         """Enter the pages that prompt chunks fill in this step. Safe from here on: no one is preempted after this."""
         for i in np.flatnonzero(share.take > 1):
             row = int(share.rows[i])
@@ -212,7 +304,7 @@ class Scheduler:
             # A page can be entered once its last token is computed, and that is sure once its successor is known.
             self._rows.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1
 
-    def _admit(self, share: Share) -> tuple[Share, list[RowStart]]:
+    def _admit(self, share: TokenBudget) -> tuple[TokenBudget, list[RowStart]]:
         """Start waiting requests, in order, while there is a row, a token and a block for the first in line."""
         budget = self.limits.max_num_batched_tokens - int(share.take.sum())
         rows: list[int] = []
@@ -261,7 +353,7 @@ class Scheduler:
         self._order = None
         return take
 
-    def _plan(self, share: Share, starts: list[RowStart]) -> StepPlan:
+    def _plan(self, share: TokenBudget, starts: list[RowStart]) -> StepPlan:
         state, rows, take = self._rows, share.rows, share.take
         context = state.computed[rows]
         end = context + take
@@ -277,10 +369,10 @@ class Scheduler:
             token_ids=state.token_ids(rows, take, query_start, samples),
             block_tables=self.kv.tables(rows, int(end.max())),
             samples=samples,
-            masks=guided.masks(state, rows, samples) if self._guided else None,
+            masks=masks(state, rows, samples) if self._guided else None,
             embeds=state.embeds(rows, take) if self._embedded else None,
         )
-        self._flights.append(_Flight(plan, state.holders(rows), state.stint[rows]))
+        self._flights.append(_InFlightStep(plan, state.holders(rows), state.stint[rows]))
         state.plan(rows, take, samples)
         self._steps += 1
         return plan
@@ -297,7 +389,7 @@ class Scheduler:
         ripe = self._rows.report(plan.rows[live], result.token_ids[live])
         requests, tokens = flight.requests, result.token_ids.tolist()
         keep_prompt_logprobs(requests, result)
-        followed = guided.follow(requests, tokens) if self._guided else {}
+        followed = follow(requests, tokens) if self._guided else {}
         outputs, ended = take_tokens(requests, tokens, result.logprobs, followed)
         for row in ripe.tolist():
             request = self._rows.holder(row)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from pagoda.common.config.merge import merged
+from pagoda.common.config.settings import merged
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import ModelSpec
 

@@ -6,14 +6,18 @@ To add a model: write its file with a `Family`, and give it a line here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final
 
+from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import Family, PoolUse
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.overrides import refuse_quantised
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.spec import ModelSpec, Pooler
+from pagoda.common.weights.rules import Rule, linear
+from pagoda.common.weights.sentence_modules import SentenceModules
 
 ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "GPT2LMHeadModel": ("gpt2", "GPT2"),
@@ -35,10 +39,10 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
 
 ENCODERS: Final[dict[str, tuple[str, str]]] = {
     "Bert": ("bert", "BERT"),
-    "Camembert": ("roberta", "ROBERTA"),
+    "Camembert": ("bert", "ROBERTA"),
     "ModernBert": ("modernbert", "MODERNBERT"),
-    "Roberta": ("roberta", "ROBERTA"),
-    "XLMRoberta": ("roberta", "ROBERTA"),
+    "Roberta": ("bert", "ROBERTA"),
+    "XLMRoberta": ("bert", "ROBERTA"),
 }
 """Beginnings of the architectures that only pool, likewise."""
 
@@ -111,6 +115,37 @@ def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
 
 
 def _load(module: str, name: str) -> Family:
-    found = getattr(import_module(f"{__package__}.{module}"), name)
+    found = getattr(import_module(f"{__package__}.families.{module}"), name)
     assert isinstance(found, Family)
     return found
+
+
+# A model that pools: a family's layers with a pooler in place of the head.
+#
+# The pooler is the family's, changed by the files of a sentence-transformers folder, and those by what the user says.
+
+_MODULE_RULES: Final[tuple[Rule, ...]] = linear("sentence_modules.{l}.linear", "pooler.dense.{l}")
+
+
+def pooling_spec(
+    config: Mapping[str, Any], use: PoolUse, modules: SentenceModules | None, stated: PoolerConfig
+) -> tuple[ModelSpec, Family]:
+    """The model that a config describes, as one that pools for `use`, and its family with the rules of the pooler.
+
+    Raises ModelError as `spec_from_config` does, and for modules that do not fit.
+    """
+    refuse_quantised(config)
+    family, _ = find(architecture_of(config))
+    reader = HfConfig(config)
+    spec = family.build(reader)
+    pooler, rules = family.pooler(reader, use), family.pooler_rules
+    reader.finish()
+    if modules is not None and use == "embed":
+        pooler, rules = Pooler(modules.kind, modules.dense), _MODULE_RULES
+        if modules.width != spec.hidden_width:
+            raise ModelError(f"1_Pooling/config.json: pools {modules.width} numbers, the model has {spec.hidden_width}")
+    if modules is not None and modules.max_seq_length is not None:
+        spec = replace(spec, max_positions=min(spec.max_positions, modules.max_seq_length))
+    pooler = replace(pooler, kind=stated.kind or pooler.kind)
+    spec = replace(spec, pooler=pooler, tied=True, head_bias=False)
+    return spec, replace(family, rules=(*family.rules, *rules), ignored=(*family.ignored, *family.heads))

@@ -14,14 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.models.spec import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    Rope,
-    YarnScaling,
-)
+from pagoda.common.models.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
 Float64 = npt.NDArray[np.float64]
 

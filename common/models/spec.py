@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pagoda.common.config.pooler import PoolingKind
+from pagoda.common.config.groups.pooler import PoolingKind
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 PoolerActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "tanh"]

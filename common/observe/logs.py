@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from pagoda.common.config.logs import LoggingConfig
+from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,13 +13,140 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import jinja2
+from jinja2 import nodes
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text import content_format as formats
-from pagoda.common.text.roles import with_known_roles
-from pagoda.common.text.template_keywords import variables_of
-from pagoda.common.text.template_sandbox import compile_template
+from pagoda.common.text.template_sandbox import compile_template, parse_template
 from pagoda.common.text.tokenizer import Tokenizer
+
+# Whether a chat template reads a message's content as text or as a list of parts, from its syntax tree.
+#
+# A template wants parts when it loops over some `x.content` or `x["content"]`, be it by another name, over a slice of
+# it, through a filter that keeps a list a list, or as the argument of a macro.
+
+ContentFormat = Literal["string", "openai"]
+"""string: text. openai: a list of parts such as {"type": "text", "text": "..."}."""
+
+_LIST_FILTERS: Final = frozenset({"list", "selectattr", "rejectattr", "select", "reject", "default", "d"})
+
+
+@lru_cache(maxsize=32)
+def content_format_of(template: str) -> ContentFormat:
+    """What the template expects. Raises jinja2.TemplateSyntaxError."""
+    tree = parse_template(template)
+    names = _names_of_contents(tree)
+    loops = tree.find_all(nodes.For)
+    return "openai" if any(_is_content(loop.iter, names) for loop in loops) else "string"
+
+
+def _names_of_contents(tree: nodes.Template) -> frozenset[str]:
+    """Variables and macro parameters that stand for a content. Scopes are not told apart."""
+    names: frozenset[str] = frozenset()
+    while True:
+        found = set(names)
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
+                found.add(assign.target.name)
+        macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Name) and call.node.name in macros:
+                parameters = macros[call.node.name].args
+                found.update(p.name for p, value in zip(parameters, call.args) if _is_content(value, names))
+        if found == names:
+            return names
+        names = frozenset(found)
+
+
+def _is_content(node: nodes.Node, names: frozenset[str]) -> bool:
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _is_content(node.node, names)
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Filter) and node.node is not None and node.name in _LIST_FILTERS:
+        return _is_content(node.node, names)
+    return False
+
+
+# Messages of a role that a template does not know: what OpenAI calls "developer" is told as the system's.
+#
+# Knows messages as templates see them. Knows no jinja.
+
+_DEVELOPER: Final = "developer"
+_BETWEEN: Final = "\n\n"
+"""Between what several messages of the system say."""
+
+
+def with_known_roles(template: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, a developer's as the system's where `template` never mentions developers.
+
+    Then all that the system says is one message, the first: many templates refuse it elsewhere.
+    """
+    told = any(message["role"] == _DEVELOPER for message in messages)
+    if not told or f"'{_DEVELOPER}'" in template or f'"{_DEVELOPER}"' in template:
+        return list(messages)
+    above = [message for message in messages if message["role"] in (_DEVELOPER, "system")]
+    rest = [message for message in messages if message["role"] not in (_DEVELOPER, "system")]
+    return [{**above[0], "role": "system", "content": _joined([message["content"] for message in above])}, *rest]
+
+
+def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[str, str]]:
+    """Contents as one: texts with a blank line between, or parts in a row."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return _BETWEEN.join(text for text in texts if text)
+    return [part for content in contents for part in content if isinstance(part, dict)]
+
+
+# Variables of a chat template: which it reads, and which are not a request's to set.
+
+_OWN_KEYWORDS: Final = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "return_dict",
+        "return_tensors",
+        "content_format",
+        "special_tokens",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+"""Names that chat_template_kwargs may not set: they are fields of the request, or the template's own surroundings."""
+
+MAX_TEMPLATE_KEYWORDS: Final = 64
+
+
+def fault_of_keywords(keywords: Mapping[str, Any]) -> str:
+    """What is wrong with variables for a chat template; empty when nothing is."""
+    if len(keywords) > MAX_TEMPLATE_KEYWORDS:
+        return f"may have at most {MAX_TEMPLATE_KEYWORDS} entries"
+    own = next((name for name in keywords if name in _OWN_KEYWORDS), None)
+    return "" if own is None else f"may not set {own!r}"
+
+
+@lru_cache(maxsize=32)
+def variables_of(template: str) -> frozenset[str]:
+    """Names that a template reads; none for one that is no valid jinja."""
+    try:
+        tree = parse_template(template)
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
+    return frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+
 
 TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> the key that holds its text."""
@@ -56,7 +183,7 @@ def render(
             "continue_final_message", "continue_final_message and add_generation_prompt exclude each other; set one"
         )
     compiled = _compiled(template)
-    parts = (formats.content_format(template) if content_format == "auto" else content_format) == "openai"
+    parts = (content_format_of(template) if content_format == "auto" else content_format) == "openai"
     try:
         plain = [_message(f"messages[{i}]", message, parts) for i, message in enumerate(_nonempty(messages))]
         variables = _plain("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})

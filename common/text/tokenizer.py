@@ -18,8 +18,7 @@ from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text.gguf_tokenizer import read_gguf
 from pagoda.common.text.text_bounds import check_length, end_with
 from pagoda.common.text.token_bytes import TokenBytes, token_bytes_of
-from pagoda.common.text.tokenizer_files import read_folder, write_folder
-from pagoda.common.text.tokenizer_parts import TokenizerParts
+from pagoda.common.text.tokenizer_files import TokenizerParts, read_folder, write_folder
 
 LONG_TEXT: Final = 4_096
 """Characters of a text that takes long enough to be tokenised beside other threads."""
@@ -240,7 +239,7 @@ def _read(source: str | Path, revision: str | None, token: str | None, download_
 
         path = resolve_model(str(source), "dummy", revision=revision, token=token, download_dir=download_dir)
     if path.suffix == ".gguf":
-        from pagoda.common.weights.gguf import GgufFile
+        from pagoda.common.weights.gguf.file import GgufFile
 
         return read_gguf(GgufFile(path).metadata)
     if path.is_file():

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagoda.common.config.load import LOAD_FORMATS
+from pagoda.common.config.groups.model import LOAD_FORMATS
 from pagoda.common.errors import ModelError
+from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.folder import FolderCheckpoint
-from pagoda.common.weights.gguf import GgufFile
-from pagoda.common.weights.gguf_checkpoint import GgufCheckpoint
-from pagoda.common.weights.gguf_files import pick_gguf
+from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
+from pagoda.common.weights.gguf.file import GgufFile, pick_gguf
 from pagoda.common.weights.hub import resolve_model
-from pagoda.common.weights.mapped import NamedTensor
 from pagoda.common.weights.sharded import ShardedCheckpoint, is_sharded
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import ModelError, WeightError
-from pagoda.common.weights.mapped import NamedTensor, read_file, read_json
+from pagoda.common.weights.files import NamedTensor, read_file, read_json
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 

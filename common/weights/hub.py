@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.weights.gguf_files import pick_gguf, with_models
+from pagoda.common.weights.gguf.file import pick_gguf, with_models
 
 STORED_TOKEN: Final = "stored"
 """In place of a token: the one that the hub's client keeps."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import Param
-from pagoda.common.weights.narrow import dtype_name
+from pagoda.common.weights.dtypes import dtype_name
 
 Array = npt.NDArray[Any]
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights import narrow
-from pagoda.common.weights.mapped import as_array, map_file
+from pagoda.common.weights import dtypes
+from pagoda.common.weights.files import as_array, map_file
 
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # bytes; the format's own bound
@@ -37,12 +37,12 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
     "C64": np.dtype("<c8"),
-    "BF16": narrow.BFLOAT16,
-    "F8_E4M3": narrow.FLOAT8_E4M3FN,
-    "F8_E5M2": narrow.FLOAT8_E5M2,
-    "F8_E4M3FNUZ": narrow.FLOAT8_E4M3FNUZ,
-    "F8_E5M2FNUZ": narrow.FLOAT8_E5M2FNUZ,
-    "F8_E8M0": narrow.FLOAT8_E8M0FNU,
+    "BF16": dtypes.BFLOAT16,
+    "F8_E4M3": dtypes.FLOAT8_E4M3FN,
+    "F8_E5M2": dtypes.FLOAT8_E5M2,
+    "F8_E4M3FNUZ": dtypes.FLOAT8_E4M3FNUZ,
+    "F8_E5M2FNUZ": dtypes.FLOAT8_E5M2FNUZ,
+    "F8_E8M0": dtypes.FLOAT8_E8M0FNU,
 }
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from pagoda.common.config.pooler import PoolingKind
+from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import Dense, PoolerActivation
-from pagoda.common.weights.mapped import NamedTensor, read_json, read_json_list
+from pagoda.common.weights.files import NamedTensor, read_json, read_json_list
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 

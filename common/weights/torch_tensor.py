@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.torch_pickle import TensorView, Unpickler
+from pagoda.common.weights.torch_bin import TensorView, Unpickler
 
 _MAX_PICKLE: Final = 4096  # bytes; a tensor's is some 150
 _MAX_ENTRIES: Final = 64  # of the archive; a tensor's has 7

@@ -14,7 +14,7 @@ from pagoda.kernels_pallas.grouped_matmul.api import grouped_matmul
 
 
 @dataclass(frozen=True)
-class ArgSpec:
+class GroupedMatmulArgs:
     """One compiled shape: M rows over `groups` groups of `parts` matrices [inner, outer] in `layers` layers."""
 
     rows: int
@@ -43,13 +43,13 @@ class ArgSpec:
         return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding) for shape, dtype in shapes)
 
 
-SPECS: dict[str, ArgSpec] = {
-    f"{model}-{side}-t{tokens}": ArgSpec(tokens * top, groups, parts, *shape, parts == 2)
+SPECS: dict[str, GroupedMatmulArgs] = {
+    f"{model}-{side}-t{tokens}": GroupedMatmulArgs(tokens * top, groups, parts, *shape, parts == 2)
     for model, top, groups, width, inner in (("8x7b", 2, 8, 4096, 14336), ("128x0.2b", 8, 128, 2048, 768))
     for side, parts, shape in (("in", 2, (width, inner)), ("out", 1, (inner, width)))
     for tokens in (8, 64, 2048)
 } | {
-    "fp32": ArgSpec(48, 4, 2, 256, 384, dtype="float32"),
-    "eighth-of-128x0.2b": ArgSpec(512, 128, 2, 2048, 96, transposed=True),
-    "odd-width": ArgSpec(24, 4, 1, 96, 200),
+    "fp32": GroupedMatmulArgs(48, 4, 2, 256, 384, dtype="float32"),
+    "eighth-of-128x0.2b": GroupedMatmulArgs(512, 128, 2, 2048, 96, transposed=True),
+    "odd-width": GroupedMatmulArgs(24, 4, 1, 96, 200),
 }

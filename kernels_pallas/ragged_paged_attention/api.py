@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Scalar, check, make_knobs
+from pagoda.kernels_pallas.ragged_paged_attention.arguments import RaggedBatch, Scalar, check, make_knobs
 from pagoda.kernels_pallas.ragged_paged_attention.call import kernel
-from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 from pagoda.kernels_pallas.ragged_paged_attention.reference import reference
 
 
@@ -20,7 +20,7 @@ def ragged_paged_attention(
     v: jax.Array,
     cache: jax.Array,
     *,
-    layout: KvLayout,
+    layout: PagedKvLayout,
     layer: jax.Array | int,
     query_start: jax.Array,
     kv_len: jax.Array,
@@ -55,7 +55,7 @@ def ragged_paged_attention(
     ignored whatever they hold, NaN included; their outputs are zero, and no page is written for them.
     ValueError: shapes or types that do not fit together, or a page table too large for scalar memory.
     """
-    batch = Batch(query_start, kv_len, page_table, counts)
+    batch = RaggedBatch(query_start, kv_len, page_table, counts)
     check(q, k, v, cache, layout, batch)
     knobs = make_knobs(scale, softcap, window, sinks, k_scale, v_scale)
     layer = jnp.asarray(layer, jnp.int32)

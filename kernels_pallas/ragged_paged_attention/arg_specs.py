@@ -11,19 +11,19 @@ import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.api import ragged_paged_attention
-from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 
 KNOBS = ("softcap", "window", "sinks", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
-class ArgSpec:
+class RaggedAttentionArgs:
     """One compiled shape: T tokens, S sequences, N query heads over `layout`, `context` tokens of page table."""
 
     tokens: int
     seqs: int
     heads: int
-    layout: KvLayout
+    layout: PagedKvLayout
     context: int = 1024
     layers: int = 4
     pages: int = 1024
@@ -67,26 +67,28 @@ class ArgSpec:
         return array(layout.shape(self.layers, self.pages), layout.word_dtype), arrays, knobs
 
 
-def spec(name: str) -> ArgSpec:
+def spec(name: str) -> RaggedAttentionArgs:
     """The named shape. KeyError, with the names, for any other."""
     if name not in SPECS:
         raise KeyError(f"{name!r} is not one of {', '.join(SPECS)}")
     return SPECS[name]
 
 
-def _bf16(kv_heads: int, head_dim: int) -> KvLayout:
-    return KvLayout(kv_heads, head_dim, "bfloat16", 128)
+def _bf16(kv_heads: int, head_dim: int) -> PagedKvLayout:
+    return PagedKvLayout(kv_heads, head_dim, "bfloat16", 128)
 
 
-SPECS: dict[str, ArgSpec] = {
-    "decode-8kv": ArgSpec(64, 64, 32, _bf16(8, 128), decode_only=True),
-    "prefill-8kv": ArgSpec(2048, 8, 32, _bf16(8, 128), context=2048),
-    "mixed-1kv": ArgSpec(256, 64, 8, _bf16(1, 128), context=8192),
-    "mixed-hd64-sinks-window": ArgSpec(64, 8, 64, _bf16(8, 64), knobs=("sinks", "window")),
-    "mixed-hd256-softcap-window": ArgSpec(64, 8, 16, _bf16(8, 256), knobs=("softcap", "window")),
-    "mixed-hd80-odd-heads": ArgSpec(64, 8, 9, _bf16(3, 80)),
-    "mixed-fp32": ArgSpec(64, 8, 9, KvLayout(3, 64, "float32", 128)),
-    "mixed-int8": ArgSpec(64, 8, 32, KvLayout(8, 128, "int8", 128), knobs=("k_scale", "v_scale")),
-    "mixed-e4m3": ArgSpec(64, 8, 8, KvLayout(1, 128, "float8_e4m3fn", 128), knobs=("k_scale", "v_scale")),
-    "mixed-e5m2": ArgSpec(64, 8, 32, KvLayout(8, 128, "float8_e5m2", 128)),
+SPECS: dict[str, RaggedAttentionArgs] = {
+    "decode-8kv": RaggedAttentionArgs(64, 64, 32, _bf16(8, 128), decode_only=True),
+    "prefill-8kv": RaggedAttentionArgs(2048, 8, 32, _bf16(8, 128), context=2048),
+    "mixed-1kv": RaggedAttentionArgs(256, 64, 8, _bf16(1, 128), context=8192),
+    "mixed-hd64-sinks-window": RaggedAttentionArgs(64, 8, 64, _bf16(8, 64), knobs=("sinks", "window")),
+    "mixed-hd256-softcap-window": RaggedAttentionArgs(64, 8, 16, _bf16(8, 256), knobs=("softcap", "window")),
+    "mixed-hd80-odd-heads": RaggedAttentionArgs(64, 8, 9, _bf16(3, 80)),
+    "mixed-fp32": RaggedAttentionArgs(64, 8, 9, PagedKvLayout(3, 64, "float32", 128)),
+    "mixed-int8": RaggedAttentionArgs(64, 8, 32, PagedKvLayout(8, 128, "int8", 128), knobs=("k_scale", "v_scale")),
+    "mixed-e4m3": RaggedAttentionArgs(
+        64, 8, 8, PagedKvLayout(1, 128, "float8_e4m3fn", 128), knobs=("k_scale", "v_scale")
+    ),
+    "mixed-e5m2": RaggedAttentionArgs(64, 8, 32, PagedKvLayout(8, 128, "float8_e5m2", 128)),
 }

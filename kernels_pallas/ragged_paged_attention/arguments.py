@@ -8,14 +8,14 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from pagoda.kernels_pallas.ragged_paged_attention.layout import KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 
 Scalar: TypeAlias = float | int | jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Batch:
+class RaggedBatch:
     """Where the rows of a step lie. All int32; entries beyond `counts` may hold anything.
 
     query_start [S + 1]: first token of each sequence in q, k, v; kv_len [S]: tokens in its cache after this step;
@@ -32,12 +32,12 @@ class Batch:
         """S, static."""
         return self.kv_len.shape[0]
 
-    def cleaned(self) -> Batch:
+    def cleaned(self) -> RaggedBatch:
         """The same batch with what lies beyond `counts` made empty: no tokens, no cache."""
         real = jnp.arange(self.max_seqs) < self.counts[1]
         ends = jnp.where(real, self.query_start[1:], self.query_start[self.counts[1]])
         starts = jnp.concatenate([self.query_start[:1], ends])
-        return Batch(starts, jnp.where(real, self.kv_len, 0), self.page_table, self.counts)
+        return RaggedBatch(starts, jnp.where(real, self.kv_len, 0), self.page_table, self.counts)
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +81,9 @@ def make_knobs(
     )
 
 
-def check(q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layout: KvLayout, batch: Batch) -> None:
+def check(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layout: PagedKvLayout, batch: RaggedBatch
+) -> None:
     """ValueError, naming the argument, when static shapes or types do not fit together."""
     tokens, heads, width = q.shape
     expected = (tokens, layout.kv_heads, layout.head_dim)

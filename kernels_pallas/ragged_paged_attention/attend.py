@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
-from pagoda.kernels_pallas.ragged_paged_attention.scalar import div, rem
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.plan import div, rem
 
 MASKED = -1e30  # finite: inf - inf would be NaN
 SUBLANES = 8
@@ -83,7 +83,7 @@ class Mask:
         return jnp.where(seen, logits, MASKED)
 
 
-def load(kv: Any, layout: KvLayout, tokens: int, turn: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
+def load(kv: Any, layout: PagedKvLayout, tokens: int, turn: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
     """K and V [tokens, W] of lane head `head + part` from the pages kv [.., R, B, 128], of their pass number `turn`."""
     chunks, size = layout.width // LANES, layout.page_size
 

@@ -11,12 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
+from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
-from pagoda.kernels_pallas.ragged_paged_attention.blocks import choose
-from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, Body
-from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
-from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Scalars, Static
+from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, AttentionKernelBody
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Scalars, Static, choose
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
@@ -28,10 +27,10 @@ def kernel(
     v: jax.Array,
     cache: jax.Array,
     layer: jax.Array,
-    batch: Batch,
+    batch: RaggedBatch,
     knobs: Knobs,
     *,
-    layout: KvLayout,
+    layout: PagedKvLayout,
     decode_only: bool,
     interpret: Any,
     chip: ChipInfo,
@@ -64,14 +63,14 @@ def _divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return x if scale is None else x.astype(jnp.float32) / scale
 
 
-def scaled_queries(q: jax.Array, knobs: Knobs, layout: KvLayout) -> jax.Array:
+def scaled_queries(q: jax.Array, knobs: Knobs, layout: PagedKvLayout) -> jax.Array:
     """q with every factor of the logits in it, so that the kernel's logits are in base 2 (or the argument of tanh)."""
     factor = knobs.scale if knobs.k_scale is None else knobs.scale * knobs.k_scale
     factor = factor * LOG2E if knobs.softcap is None else factor / knobs.softcap
     return (q.astype(jnp.float32) * factor).astype(layout.compute_dtype)
 
 
-def lane_rows(q: jax.Array, layout: KvLayout) -> jax.Array:
+def lane_rows(q: jax.Array, layout: PagedKvLayout) -> jax.Array:
     """q [T, N, H] -> [T, lane heads, rows, W]: the rows that share a matmul, each zero outside its own lanes."""
     tokens, heads, _ = q.shape
     group = heads // layout.kv_heads
@@ -85,7 +84,7 @@ def lane_rows(q: jax.Array, layout: KvLayout) -> jax.Array:
     return jnp.where(own, q, 0).reshape(tokens, layout.lane_heads, layout.heads_per_row * group, layout.width)
 
 
-def from_lane_rows(out: jax.Array, shape: tuple[int, ...], layout: KvLayout) -> jax.Array:
+def from_lane_rows(out: jax.Array, shape: tuple[int, ...], layout: PagedKvLayout) -> jax.Array:
     """The inverse of `lane_rows`: each row's own lanes, [T, N, H] = shape."""
     tokens, heads, width = shape
     group = heads // layout.kv_heads
@@ -101,11 +100,11 @@ def variant(
     words: jax.Array,
     cache: jax.Array,
     layer: jax.Array,
-    batch: Batch,
+    batch: RaggedBatch,
     knobs: Knobs,
     *,
     decode: bool,
-    layout: KvLayout,
+    layout: PagedKvLayout,
     interpret: Any,
     chip: ChipInfo,
     out_dtype: Any,
@@ -167,7 +166,7 @@ def sink_rows(sinks: jax.Array, static: Static, group: int) -> jax.Array:
 
 
 def scalar_arguments(
-    layer: jax.Array, batch: Batch, knobs: Knobs, queries: int, tiles: int, *, decode: bool
+    layer: jax.Array, batch: RaggedBatch, knobs: Knobs, queries: int, tiles: int, *, decode: bool
 ) -> tuple[Scalars, jax.Array]:
     """The scalar-prefetch arrays, and how many tiles have work."""
     decodes, seqs = batch.counts[0], batch.counts[1]
@@ -228,9 +227,9 @@ def call(
         else:
             top, acc, logits, peak = buffers
             state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
-        plan = Plan(static, smem)
+        plan = KernelPlan(static, smem)
         moves = Transfers(plan, new, pages, kv, fetched, written)
-        Body(plan, q_ref, sink_ref, out, moves, state, stages, slot).run()
+        AttentionKernelBody(plan, q_ref, sink_ref, out, moves, state, stages, slot).run()
 
     out, cache = pl.pallas_call(
         body,

@@ -31,19 +31,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pagoda.kernels_pallas.ragged_paged_attention.attend import Mask, State, attend_rows, load
-from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Span
-from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, rem
-from pagoda.kernels_pallas.ragged_paged_attention.stream import Stream
+from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, TileSpan, ceil_div, rem
+from pagoda.kernels_pallas.ragged_paged_attention.stream import PassStream
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Body:
+class AttentionKernelBody:
     """The kernel body over its references; `run` is one grid step."""
 
-    plan: Plan
+    plan: KernelPlan
     q: Any  # [1, heads, sub, M, W] VMEM
     sinks: Any  # as state.top, VMEM, or None
     out: Any  # [1, heads, sub, M, W], mixed [1, heads, 1, W, M]
@@ -68,10 +67,10 @@ class Body:
         else:
             jax.lax.fori_loop(0, groups, some, None)
 
-    def attend_mixed(self, tile: Any, seq: Any, span: Span) -> None:
+    def attend_mixed(self, tile: Any, seq: Any, span: TileSpan) -> None:
         """Mixed: all blocks of a sequence."""
         slot = self.slot[0]
-        stream = Stream(
+        stream = PassStream(
             static=self.plan.static,
             moves=self.moves,
             span=span,
@@ -90,7 +89,7 @@ class Body:
         """The cap in base 2, or None."""
         return self.plan.scalars.numbers[0] if self.plan.static.softcapped else None
 
-    def mask(self, span: Span, start: Any) -> Mask:
+    def mask(self, span: TileSpan, start: Any) -> Mask:
         """The mask of a pass from `start`; the first query of a mixed tile may be another sequence's."""
         window = self.plan.scalars.step[5] if self.plan.static.windowed else None
         if self.plan.static.decode:
@@ -102,7 +101,7 @@ class Body:
             window,
         )
 
-    def store(self, span: Span, index: Any) -> None:
+    def store(self, span: TileSpan, index: Any) -> None:
         """Normalises and keeps what belongs to this sequence; the mixed variant leaves an empty state."""
         heads = self.plan.static.layout.lane_heads
         if self.plan.static.decode:
@@ -114,11 +113,11 @@ class Body:
             lambda: jax.lax.fori_loop(0, heads, lambda h, _: self.store_head(h, index, span), None)
         )
 
-    def fills(self, span: Span) -> Any:
+    def fills(self, span: TileSpan) -> Any:
         """Whether a sequence's tokens are all that a mixed tile has room for."""
         return span.high - span.low == self.plan.static.blocks.queries
 
-    def store_head(self, h: Any, index: Any, part: Span | None = None) -> None:
+    def store_head(self, h: Any, index: Any, part: TileSpan | None = None) -> None:
         """One lane head of `store`; `part` where a mixed tile holds other tokens, which are kept."""
         width, decode = self.plan.static.layout.width, self.plan.static.decode
         acc = self.state.acc[h]
@@ -178,7 +177,7 @@ class Body:
         """Tokens of no sequence give zero."""
         self.out[...] = jnp.zeros_like(self.out)
 
-    def block(self, tile: Any, seq: Any, span: Span, index: Any, block: Any, _: Any) -> None:
+    def block(self, tile: Any, seq: Any, span: TileSpan, index: Any, block: Any, _: Any) -> None:
         """Decode: one block of pages: start the next fetch, wait for this one, attend."""
         slot = self.slot[0]
         self.moves.fetch_next(tile, seq, span, block, 1 - slot)

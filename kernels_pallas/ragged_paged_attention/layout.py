@@ -31,7 +31,7 @@ CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
-class KvLayout:
+class PagedKvLayout:
     """How K and V of `kv_heads` heads of width `head_dim` lie in a page of `page_size` tokens.
 
     `dtype` is the stored type, one of `CACHE_DTYPES`. `page_size` is in tokens. ValueError: a field is out of range.

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Batch, Knobs
-from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, KvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch
+from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
 
 QUERY_BLOCK = 128
 DECODE_BATCH = 16
@@ -23,10 +23,10 @@ def reference(
     v: jax.Array,
     cache: jax.Array,
     layer: jax.Array,
-    batch: Batch,
+    batch: RaggedBatch,
     knobs: Knobs,
     *,
-    layout: KvLayout,
+    layout: PagedKvLayout,
     decode_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.ragged_paged_attention`: q [T, N, H], k and v [T, K, H], cache -> (out [T, N, H], cache)."""
@@ -39,7 +39,13 @@ def reference(
 
 
 def write(
-    k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, batch: Batch, knobs: Knobs, layout: KvLayout
+    k: jax.Array,
+    v: jax.Array,
+    cache: jax.Array,
+    layer: jax.Array,
+    batch: RaggedBatch,
+    knobs: Knobs,
+    layout: PagedKvLayout,
 ) -> jax.Array:
     """Scatters k, v [T, K, H] of the real tokens to positions kv_len - q_len .. kv_len of their sequences."""
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
@@ -57,7 +63,7 @@ def _divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _decode(
-    q: jax.Array, cache: jax.Array, layer: jax.Array, batch: Batch, knobs: Knobs, layout: KvLayout
+    q: jax.Array, cache: jax.Array, layer: jax.Array, batch: RaggedBatch, knobs: Knobs, layout: PagedKvLayout
 ) -> jax.Array:
     """Rows of the decode sequences, zero for all others: [T, N, H]."""
     rows = min(q.shape[0], batch.max_seqs)
@@ -76,7 +82,13 @@ def _decode(
 
 
 def _mixed(
-    q: jax.Array, out: jax.Array, cache: jax.Array, layer: jax.Array, batch: Batch, knobs: Knobs, layout: KvLayout
+    q: jax.Array,
+    out: jax.Array,
+    cache: jax.Array,
+    layer: jax.Array,
+    batch: RaggedBatch,
+    knobs: Knobs,
+    layout: PagedKvLayout,
 ) -> jax.Array:
     """Adds the rows of the other sequences to `out` [T, N, H], one block of queries of one sequence at a time."""
     size = min(QUERY_BLOCK, q.shape[0])
@@ -100,7 +112,7 @@ def _mixed(
 
 
 def gather(
-    cache: jax.Array, layer: jax.Array, pages: jax.Array, kv_len: jax.Array, knobs: Knobs, layout: KvLayout
+    cache: jax.Array, layer: jax.Array, pages: jax.Array, kv_len: jax.Array, knobs: Knobs, layout: PagedKvLayout
 ) -> tuple[jax.Array, jax.Array]:
     """K and V [max_pages * B, K, H] float32 of one sequence, zero beyond `kv_len`."""
     words = cache[layer, pages].swapaxes(1, 2).reshape(-1, layout.rows_per_token, LANES)

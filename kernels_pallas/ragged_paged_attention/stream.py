@@ -16,28 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pagoda.kernels_pallas.ragged_paged_attention.attend import (
-    Mask,
-    Stage,
-    State,
-    column_logits,
-    column_softmax,
-    load,
-)
-from pagoda.kernels_pallas.ragged_paged_attention.plan import Span, Static
-from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div, rem
+from pagoda.kernels_pallas.ragged_paged_attention.attend import Mask, Stage, State, column_logits, column_softmax, load
+from pagoda.kernels_pallas.ragged_paged_attention.plan import Static, TileSpan, ceil_div, div, rem
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
-Place = tuple[Any, Any]  # block, pair within it
+PassPosition = tuple[Any, Any]  # block, pair within it
 
 
 @dataclass(frozen=True)
-class Stream:
+class PassStream:
     """One sequence's pairs in one tile."""
 
     static: Static
     moves: Transfers
-    span: Span
+    span: TileSpan
     q: Any  # [1, heads, 1, M, W]
     state: State
     stages: tuple[Stage, Stage]
@@ -81,7 +73,7 @@ class Stream:
             place = jax.lax.fori_loop(0, clear, partial(self.group, False), place)
         jax.lax.fori_loop(clear, groups, partial(self.group, True), place)
 
-    def group(self, masked: bool, _: Any, place: Place) -> Place:
+    def group(self, masked: bool, _: Any, place: PassPosition) -> PassPosition:
         """The group that begins at `place`; returns the next one's place."""
         (block, pair), size = place, self.static.blocks.heads
         enters = jnp.logical_and(block > 0, pair < size)
@@ -93,18 +85,18 @@ class Stream:
             self.softmax(place, part)
         return jnp.where(leaves, block + 1, block), pair + size - jnp.where(leaves, self.block_pairs, 0)
 
-    def logits(self, place: Place, part: int, *, masked: bool) -> None:
+    def logits(self, place: PassPosition, part: int, *, masked: bool) -> None:
         """First half of pair number `part` from `place`."""
         start, h, k, _ = self.load(place, part)
         mask = self.mask(start) if masked else None
         column_logits(self.q.at[0, h, 0], k, self.stages[part % 2], self.softcap, mask)
 
-    def softmax(self, place: Place, part: int) -> None:
+    def softmax(self, place: PassPosition, part: int) -> None:
         """Second half of pair number `part` from `place`."""
         _, h, _, v = self.load(place, part)
         column_softmax(v, self.stages[part % 2], self.state, h)
 
-    def load(self, place: Place, part: int) -> tuple[Any, Any, jax.Array, jax.Array]:
+    def load(self, place: PassPosition, part: int) -> tuple[Any, Any, jax.Array, jax.Array]:
         """The position of a pass, its head, K and V. Pairs after the last pass read it again; their mask hides it."""
         block, pair = place[0], place[1] + part
         later = pair >= self.block_pairs

@@ -11,15 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES
-from pagoda.kernels_pallas.ragged_paged_attention.plan import Plan, Span
-from pagoda.kernels_pallas.ragged_paged_attention.scalar import ceil_div, div
+from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, TileSpan, ceil_div, div
 
 
 @dataclass(frozen=True)
 class Transfers:
     """The kernel's own DMAs and the buffer they fill."""
 
-    plan: Plan
+    plan: KernelPlan
     new: Any  # [R, T, 128] HBM
     cache: Any  # [L, P, R, B, 128] HBM
     kv: Any  # [2, pages of a fetch, R, B, 128] VMEM
@@ -59,7 +58,7 @@ class Transfers:
         rows = self.new.at[:, pl.ds(0, tokens)]
         pltpu.make_async_copy(rows, rows, self.written).wait()
 
-    def fetch(self, seq: Any, span: Span, block: Any, slot: Any) -> None:
+    def fetch(self, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
         """Starts the copies of one block of pages, of the last page only the tokens that exist."""
         size, layer = self.plan.static.layout.page_size, self.plan.scalars.step[0]
         start = span.page_low + block * self.plan.static.blocks.pages
@@ -72,7 +71,7 @@ class Transfers:
 
         jax.lax.fori_loop(0, ceil_div(tokens, size), page, None)
 
-    def fetch_next(self, tile: Any, seq: Any, span: Span, block: Any, slot: Any) -> None:
+    def fetch_next(self, tile: Any, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
         """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
         _, end = self.plan.sequences(tile)
         tiles = self.plan.scalars.step[4]

@@ -14,7 +14,7 @@ from pagoda.kernels_pallas.top_k_top_p.api import top_k_top_p
 
 
 @dataclass(frozen=True)
-class ArgSpec:
+class TopKTopPArgs:
     """One compiled shape: R rows of V logits."""
 
     rows: int
@@ -33,11 +33,11 @@ class ArgSpec:
 
 _RULES = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
 
-SPECS: dict[str, ArgSpec] = {
-    "r8-v128k": ArgSpec(8, 128_256),
-    "r64-v128k": ArgSpec(64, 128_256),
-    "r256-v128k": ArgSpec(256, 128_256),
-    "r16-v262k": ArgSpec(16, 262_208),
-    "r1-v50k": ArgSpec(1, 50_257),
-    "r12-v600": ArgSpec(12, 600),
+SPECS: dict[str, TopKTopPArgs] = {
+    "r8-v128k": TopKTopPArgs(8, 128_256),
+    "r64-v128k": TopKTopPArgs(64, 128_256),
+    "r256-v128k": TopKTopPArgs(256, 128_256),
+    "r16-v262k": TopKTopPArgs(16, 262_208),
+    "r1-v50k": TopKTopPArgs(1, 50_257),
+    "r12-v600": TopKTopPArgs(12, 600),
 }

@@ -37,7 +37,7 @@ TOP_K, TOP_P, MIN_P = 1, 2, 4
 """Bits of what a block of rows asks for."""
 
 
-class Bracket(NamedTuple):
+class ThresholdBracket(NamedTuple):
     """Where a threshold lies, float32 [8, 128] each, a row's value in all lanes: at `low` or above, at `high` or below.
 
     mass: what `low` leaves, enough; over: what lies above `high`, too little.
@@ -64,7 +64,7 @@ Fold = Callable[[Step, Any], Any]
 
 
 @dataclass(frozen=True)
-class Body:
+class ThresholdKernelBody:
     """The kernel over its references; `run` is one block of rows. The rules and the result are float32 [8, 1]."""
 
     vocab: int
@@ -100,7 +100,7 @@ class Body:
         few = (wanted > 0) & (wanted <= CHUNK)
         among_peaks = search(
             lambda t: measure(lambda step, start: step(None, peaks, start), lambda _: full(1.0, CHUNK), t),
-            Bracket(full(-jnp.inf), full(CHUNK), jnp.where(few, best, -jnp.inf), full(0.0)),
+            ThresholdBracket(full(-jnp.inf), full(CHUNK), jnp.where(few, best, -jnp.inf), full(0.0)),
             jnp.where(few, wanted, 0.0),
             lambda low: full(1.0),
         )
@@ -110,7 +110,7 @@ class Body:
         limited = wanted > 0
         found = search(
             count,
-            Bracket(low, left, jnp.where(limited, best, low), full(0.0)),
+            ThresholdBracket(low, left, jnp.where(limited, best, low), full(0.0)),
             jnp.where(limited, jnp.minimum(wanted, self.vocab), 0.0),
             lambda low: full(1.0),
         )
@@ -133,7 +133,7 @@ class Body:
         low = jnp.where(target <= 1, best, low)  # the best token's own weight is 1
         found = search(
             lambda t: measure(self.fold, lambda at: self.weights[:, at], t),
-            Bracket(low, mass, jnp.where(limited, best, low), full(0.0)),
+            ThresholdBracket(low, mass, jnp.where(limited, best, low), full(0.0)),
             target,
             lambda low: jnp.exp((low - best) * cold),
         )
@@ -166,23 +166,25 @@ class Body:
             self.tail[:, :rest] = self.logits[:, self.vocab - rest :]
 
 
-def search(measure: Callable[[jax.Array], Measured], start: Bracket, target: jax.Array, unit: Any) -> jax.Array:
+def search(
+    measure: Callable[[jax.Array], Measured], start: ThresholdBracket, target: jax.Array, unit: Any
+) -> jax.Array:
     """The largest threshold float32 [8, 128] that leaves `target`, or one between it and the next smaller logit.
 
     unit: threshold -> the least that the smallest logit kept by it weighs. A bracket with low = high is settled.
     """
 
-    def pending(state: tuple[jax.Array, Bracket]) -> jax.Array:
+    def pending(state: tuple[jax.Array, ThresholdBracket]) -> jax.Array:
         turn, bracket = state
         open_ = (bracket.low < bracket.high) & (bracket.mass - unit(bracket.low) >= target)
         return (turn < TURNS) & (jnp.max(jnp.where(open_, 1.0, 0.0)) > 0)
 
-    def narrow(state: tuple[jax.Array, Bracket]) -> tuple[jax.Array, Bracket]:
+    def narrow(state: tuple[jax.Array, ThresholdBracket]) -> tuple[jax.Array, ThresholdBracket]:
         turn, (low, mass, high, over) = state
-        t = guess(Bracket(low, mass, high, over), target, turn)
+        t = guess(ThresholdBracket(low, mass, high, over), target, turn)
         found = measure(t)
         enough = found.mass >= target
-        return turn + 1, Bracket(
+        return turn + 1, ThresholdBracket(
             low=jnp.where(enough, found.above, low),
             mass=jnp.where(enough, found.mass, mass),
             high=jnp.where(enough, high, found.below),
@@ -192,7 +194,7 @@ def search(measure: Callable[[jax.Array], Measured], start: Bracket, target: jax
     return jax.lax.while_loop(pending, narrow, (jnp.int32(0), start))[1].low
 
 
-def guess(bracket: Bracket, target: jax.Array, turn: jax.Array) -> jax.Array:
+def guess(bracket: ThresholdBracket, target: jax.Array, turn: jax.Array) -> jax.Array:
     """A threshold in (low, high]: where an exponential tail has `target` left, or, every third turn, the middle."""
     low, mass, high, over = bracket
     top = jnp.maximum(over, 1.0)
@@ -271,7 +273,7 @@ def kernel(
     rule = pl.BlockSpec((ROWS, 1), lambda i, *_: (i, 0))
     columns = pl.cdiv(vocab, CHUNK) * CHUNK
     out = pl.pallas_call(
-        lambda wants, _, *refs: Body(vocab, wants, *refs).run(),
+        lambda wants, _, *refs: ThresholdKernelBody(vocab, wants, *refs).run(),
         out_shape=jax.ShapeDtypeStruct((blocks * ROWS, 1), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

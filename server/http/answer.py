@@ -5,25 +5,46 @@ Knows that an answer is made of pieces. Does not know their shape: ChatAnswer an
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import PagodaError
-from pagoda.server.http.load_report import ASKED, load_report
+from pagoda.server.http.fields.usage import id_header
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stream import COMPLETION_STYLE, EventStream, EventStyle, encode_json, until_left, with_pauses
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.protocol.head import id_header
+
+# The engine's load in an answer's head, for load balancers: Open Request Cost Aggregation, ORCA.
+#
+# Knows the header's two forms and what vLLM says in it. Asked for by `endpoint-load-metrics-format: TEXT | JSON`.
+
+ASKED: Final = "endpoint-load-metrics-format"
+TOLD: Final = "endpoint-load-metrics"
+
+
+def load_report(form: str | None, stats: EngineStats) -> dict[str, str]:
+    """The header with the load, none where no known form is asked for: a balancer's wish never fails a request."""
+    named = {"kv_cache_usage_perc": stats.kv_usage, "num_requests_waiting": float(stats.waiting)}
+    match (form or "").upper():
+        case "TEXT":
+            return {TOLD: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())}
+        case "JSON":
+            return {TOLD: "JSON " + json.dumps({"named_metrics": named})}
+        case _:
+            return {}
+
 
 logger = logging.getLogger(__name__)
 
 
-class Work(Protocol):
+class OutputSource(Protocol):
     """What gives the outputs of one HTTP request: a Generation, or a search made of several."""
 
     request_id: str
@@ -33,7 +54,7 @@ class Work(Protocol):
         ...
 
 
-class Answer(Protocol):
+class ResponseBuilder(Protocol):
     """One HTTP answer under construction."""
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any] | bytes]:
@@ -56,8 +77,8 @@ class Answer(Protocol):
 async def respond(
     request: Request,
     state: ServerState,
-    generation: Work,
-    answer: Answer,
+    generation: OutputSource,
+    answer: ResponseBuilder,
     *,
     stream: bool,
     style: EventStyle = COMPLETION_STYLE,
@@ -78,7 +99,7 @@ async def respond(
     return EventStream(first, events, state.stopping, headers, style)
 
 
-async def _whole(generation: Work, answer: Answer) -> dict[str, Any]:
+async def _whole(generation: OutputSource, answer: ResponseBuilder) -> dict[str, Any]:
     async with aclosing(generation.outputs()) as outputs:
         async for index, output in outputs:
             answer.add(index, output)
@@ -86,7 +107,7 @@ async def _whole(generation: Work, answer: Answer) -> dict[str, Any]:
 
 
 async def _events(
-    generation: Work, answer: Answer, style: EventStyle, *, pause: float, log_errors: bool
+    generation: OutputSource, answer: ResponseBuilder, style: EventStyle, *, pause: float, log_errors: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error before the first event is raised; a later one becomes an event.
 

@@ -15,9 +15,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagoda.server.http.fields.errors import HttpError, error_answer
 from pagoda.server.http.stream import encode_json
-from pagoda.server.protocol.errors import HttpError
-from pagoda.server.protocol.messages_errors import error_answer
 
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
 """What probes and scrapers need, and the chat page, which asks for a key; none shows a prompt or starts work."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
+from pagoda.server.http.fields.errors import HttpError
 from pagoda.server.http.stream import encode_json
-from pagoda.server.protocol.errors import HttpError
 
 LEAST_RATE: Final = 1024
 """Bytes a second that a body must come in at, on average after the time that it may stand still."""

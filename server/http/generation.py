@@ -18,8 +18,8 @@ from pagoda.common.sampling_params import MAX_N, SamplingParams
 from pagoda.server.http.request_log import RequestLog
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import AnswerMetrics, RequestOutput
-from pagoda.server.requests.inputs import PromptType
-from pagoda.server.requests.request_stream import RequestStream
+from pagoda.server.processing.inputs import PromptType
+from pagoda.server.processing.request_stream import RequestStream
 
 MAX_ANSWERS: Final = MAX_N
 """Most answers of all prompts of one request."""
@@ -59,7 +59,7 @@ class Generation:
         logs = self._llm.config.observability.enable_log_requests
         self._log = RequestLog(state.config, params, enabled=logs)
         stem = f"{request_id}-{secrets.token_hex(4)}"
-        self._meters = [_Meter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
+        self._meters = [_GenerationMeter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, what is new about it), until all prompts are finished. Leaving ends them all.
@@ -108,7 +108,7 @@ class Generation:
                 self._log.cut(meter.request_id, reason)
 
 
-class _Meter:
+class _GenerationMeter:
     """What the metrics learn from one prompt's outputs."""
 
     def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:

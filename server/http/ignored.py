@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.common.observe.metrics import Metrics
-from pagoda.server.protocol.base import Ignored
+from pagoda.server.http.fields.base import Ignored
 
 IGNORED_HEADER: Final = "x-pagoda-ignored"
 MAX_HEADER_NAMES: Final = 32

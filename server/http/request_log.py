@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import uuid
+from typing import Final
 
-from pagoda.common.config.server import ServerConfig
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.server.http.fields.usage import REQUEST_ID_HEADER, id_header
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.requests.inputs import PromptType
-from pagoda.server.requests.pooling_inputs import PooledPrompt
+from pagoda.server.processing.inputs import PromptType
+from pagoda.server.processing.pooling_inputs import PooledPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -53,3 +59,35 @@ class RequestLog:
     def _whole(self, request_id: str, index: int, reason: str) -> None:
         text = shortened("".join(self._said.pop((request_id, index))), self._limit)
         logger.info("request %s: choice %d said %r, finish reason %s", request_id, index, text, reason)
+
+
+# The X-Request-Id header of every response.
+#
+# Knows ASGI messages. Does not know what is answered.
+
+LONGEST_ID: Final = 256
+
+
+class RequestIds:
+    """Adds to each response the id that its request came with, else the answer's own, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:LONGEST_ID]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if given:
+                    headers.update(id_header(given))
+                else:
+                    headers.setdefault(REQUEST_ID_HEADER, uuid.uuid4().hex)
+            await send(message)
+
+        await self._app(scope, receive, send_named)

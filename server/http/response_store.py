@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from pagoda.server.protocol.errors import ResponseNotFoundError
+from pagoda.server.http.fields.errors import ResponseNotFoundError
 
 OVERHEAD: Final = 1024
 """Bytes that a response is counted beside its own."""

@@ -8,21 +8,20 @@ import time
 from functools import cached_property
 from pathlib import Path
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.sleep import ASLEEP
 from pagoda.common.errors import ConfigError, EngineDeadError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
-from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES
-from pagoda.common.text.template_keywords import fault_of_keywords
+from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, fault_of_keywords
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.http.fields.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.response_store import ResponseStore
 from pagoda.server.http.stream import Stopping
-from pagoda.server.online.async_llm import AsyncLLM
-from pagoda.server.parsers.marks import Marks
+from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
-from pagoda.server.protocol.errors import ModelNotFoundError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +87,9 @@ class ServerState:
         return frozenset(() if tokenizer is None else filter(None, map(tokenizer.token_text, tokenizer.special_ids)))
 
     @cached_property
-    def special_marks(self) -> Marks:
+    def special_marks(self) -> DelimiterSet:
         """The special tokens as text, which answers do not show unless they are asked to."""
-        return Marks(self.special_texts)
+        return DelimiterSet(self.special_texts)
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer under. Raises ModelNotFoundError for a name that is not served."""

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.protocol.errors import UnavailableError, http_error
+from pagoda.server.http.fields.errors import UnavailableError, http_error
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import Any, Final, cast
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 
 TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
-    "apertus": ("keyed_json", "APERTUS"),
+    "apertus": ("json_calls", "APERTUS"),
     "cohere_command3": ("tagged_json", "COMMAND"),
     "cohere_command4": ("tagged_json", "COMMAND"),
     "deepseek_v3": ("named_json", "DEEPSEEK_V3"),
@@ -67,45 +67,45 @@ TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "step3p5": ("tagged_parameters", "QWEN3_CODER"),
     "xlam": ("tagged_json", "XLAM"),
 }
-"""Value of --tool-call-parser -> (module of `parsers.tool`, name of the format in it)."""
+"""Value of --tool-call-parser -> (module of `parsers.tool.formats`, name of the format in it)."""
 
 _NEAREST: Final = {"hy_v4": "hy_v3", "inkling": "hermes", "k2_horizon": "glm45", "muse_glimmer": "minimax_m2"}
 """Names that vLLM has and we have not -> the format that is written most alike, to begin one's own from."""
 
 REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
-    "cohere_command3": ("cohere_command", "COMMAND3"),
-    "cohere_command4": ("cohere_command", "COMMAND4"),
-    "deepseek_r1": ("deepseek", "R1"),
-    "deepseek_v3": ("deepseek", "V3"),
-    "deepseek_v4": ("deepseek", "V3"),
-    "deepseek_v41": ("deepseek", "V3"),
-    "ernie45": ("ernie45", "ERNIE45"),
-    "gemma4": ("gemma4", "GEMMA4"),
-    "glm45": ("glm45", "GLM45"),
-    "glm47": ("glm45", "GLM45"),
-    "granite": ("granite", "GRANITE"),
-    "granite_thinking_parser": ("granite", "THINKING"),
-    "holo2": ("holo2", "HOLO2"),
-    "hunyuan_a13b": ("hunyuan", "HUNYUAN_A13B"),
-    "hy_v3": ("hunyuan", "HY_V3"),
-    "identity": ("identity", "IDENTITY"),
-    "k2_horizon": ("k2_horizon", "K2_HORIZON"),
-    "kimi_k2": ("kimi_k2", "KIMI_K2"),
-    "kimi_k3": ("kimi_k3", "KIMI_K3"),
-    "ling3": ("glm45", "GLM45"),
-    "mimo": ("qwen3", "QWEN3"),
-    "minimax_m2": ("minimax_m2", "MINIMAX_M2"),
-    "minimax_m2_append_think": ("minimax_m2", "APPEND_THINK"),
-    "minimax_m3": ("minimax_m3", "MINIMAX_M3"),
-    "mistral": ("mistral", "MISTRAL"),
-    "nemotron_v3": ("qwen3", "QWEN3"),
-    "olmo3": ("olmo3", "OLMO3"),
-    "openai_gptoss": ("openai_gptoss", "HARMONY"),
-    "poolside_v1": ("poolside_v1", "POOLSIDE_V1"),
-    "qwen3": ("qwen3", "QWEN3"),
-    "seed_oss": ("seed_oss", "SEED_OSS"),
-    "step3": ("step3", "STEP3"),
-    "step3p5": ("step3", "STEP3P5"),
+    "cohere_command3": ("formats", "COMMAND3"),
+    "cohere_command4": ("formats", "COMMAND4"),
+    "deepseek_r1": ("formats", "R1"),
+    "deepseek_v3": ("formats", "V3"),
+    "deepseek_v4": ("formats", "V3"),
+    "deepseek_v41": ("formats", "V3"),
+    "ernie45": ("formats", "ERNIE45"),
+    "gemma4": ("formats", "GEMMA4"),
+    "glm45": ("formats", "GLM45"),
+    "glm47": ("formats", "GLM45"),
+    "granite": ("formats", "GRANITE"),
+    "granite_thinking_parser": ("formats", "THINKING"),
+    "holo2": ("formats", "HOLO2"),
+    "hunyuan_a13b": ("formats", "HUNYUAN_A13B"),
+    "hy_v3": ("formats", "HY_V3"),
+    "identity": ("tagged", "IDENTITY"),
+    "k2_horizon": ("formats", "K2_HORIZON"),
+    "kimi_k2": ("formats", "KIMI_K2"),
+    "kimi_k3": ("formats", "KIMI_K3"),
+    "ling3": ("formats", "GLM45"),
+    "mimo": ("formats", "QWEN3"),
+    "minimax_m2": ("formats", "MINIMAX_M2"),
+    "minimax_m2_append_think": ("formats", "APPEND_THINK"),
+    "minimax_m3": ("formats", "MINIMAX_M3"),
+    "mistral": ("formats", "MISTRAL"),
+    "nemotron_v3": ("formats", "QWEN3"),
+    "olmo3": ("formats", "OLMO3"),
+    "openai_gptoss": ("harmony", "HARMONY"),
+    "poolside_v1": ("formats", "POOLSIDE_V1"),
+    "qwen3": ("formats", "QWEN3"),
+    "seed_oss": ("formats", "SEED_OSS"),
+    "step3": ("formats", "STEP3"),
+    "step3p5": ("formats", "STEP3P5"),
 }
 """Value of --reasoning-parser -> (module of `parsers.reasoning`, name of the format in it)."""
 
@@ -148,7 +148,7 @@ class _Kind:
 _TOOL: Final = _Kind(
     "--tool-call-parser",
     "--tool-parser-plugin",
-    "tool",
+    "tool.formats",
     TOOL_FORMATS,
     "TOOL_FORMATS",
     "pagoda.tool_parsers",
@@ -168,7 +168,7 @@ _REASONING: Final = _Kind(
 def _found(kind: _Kind, name: str, plugin: str) -> Any:
     if not plugin and name in kind.ours:
         return _own(kind, name)
-    from pagoda.server import plugins  # which knows the engine, and takes its time to load
+    from pagoda.server import plugins
 
     added = plugins.table(kind.plugin_flag, plugin, kind.table)
     if name in added:

@@ -13,11 +13,21 @@ from collections.abc import Mapping
 from typing import Any, Final, Self, TypeVar
 
 from pagoda.common.config import env
-from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.nearest import did_you_mean
-from pagoda.common.config.sources import Settled, Sourced, from_environment, from_file, from_keywords, settle
-from pagoda.common.config.table import ENGINE_GROUPS, ENGINE_SETTINGS, Setting, build
+from pagoda.common.config.fields import did_you_mean
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import (
+    ENGINE_GROUPS,
+    ENGINE_SETTINGS,
+    Setting,
+    Settled,
+    Sourced,
+    build,
+    from_environment,
+    from_file,
+    from_keywords,
+    settle,
+)
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.flags import Once, add_settings, given
 
@@ -159,3 +169,17 @@ def name_model(args: argparse.Namespace) -> argparse.Namespace:
     if stated != tag:
         raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
     return argparse.Namespace(**{**vars(args), "model": tag})
+
+
+# Settings of commands that talk to a running server: their flags alone.
+#
+# The environment speaks about a server on this machine. Its key above all is not for the server that a flag names.
+
+
+def settle_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Every setting's value. Raises ConfigError."""
+    flags = {name: Sourced(value, "flag") for name, value in given(args, settings.values()).items()}
+    settled = settle(settings, flags)
+    for note in settled.notes:
+        logger.warning("%s", note)
+    return settled.values

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pagoda.common.config.attention import AttentionConfig
-from pagoda.common.config.cache import CacheConfig
-from pagoda.common.config.compilation import CompilationConfig
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.attention import AttentionConfig
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.machine import moves_of
 from pagoda.server.settings.resolve import Resolved

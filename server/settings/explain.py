@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.deprecated import DeprecatedConfig
-from pagoda.common.config.sources import Settled
-from pagoda.common.config.table import ENGINE_GROUPS, Setting, build
+from pagoda.common.config.settings import ENGINE_GROUPS, Setting, Settled, build
 from pagoda.server.settings.args import EngineArgs, settle_all
 from pagoda.server.settings.help import status_text
 from pagoda.server.settings.resolve import Resolved, ResolvedRow, resolve

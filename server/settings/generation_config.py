@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pagoda.common.config.model import ModelConfig
+from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.weights.checkpoint import Checkpoint
 
@@ -19,21 +19,21 @@ _EOS: Final = "eos_token_id"
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationDefaults:
     """`sampling`: SamplingParams fields. `eos_token_ids`: end-of-sequence ids, the main one first."""
 
     sampling: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
 
 
-def read_generation(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> Generation:
+def read_generation(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> GenerationDefaults:
     """What the configuration, the model's or another folder's file, and the model's config come to.
 
     Raises ConfigError naming the flag, ModelError naming the key.
     """
     overrides = _checked(model.override_generation_config)
     found = {**_file(model, checkpoint), **overrides}
-    return Generation(_sampling(found), _eos(found, hf_config))
+    return GenerationDefaults(_sampling(found), _eos(found, hf_config))
 
 
 def _file(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagoda.common.config.deprecated import DeprecatedConfig
-from pagoda.common.config.nearest import did_you_mean
-from pagoda.common.config.numbers import human_readable_int, human_readable_int_or_auto
-from pagoda.common.config.table import DOCUMENTED_GROUPS, ENGINE_GROUPS, Setting
+from pagoda.common.config.fields import did_you_mean, human_readable_int, human_readable_int_or_auto
+from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_GROUPS, Setting
 from pagoda.common.errors import ConfigError
 
 _SHARED: Final = frozenset(config.__name__ for config in DOCUMENTED_GROUPS)

@@ -9,9 +9,9 @@ from typing import Final
 
 from pagoda.backends.registry import check_moves, choose_backend, spread
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.structured_outputs import StructuredOutputsConfig
+from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
+from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError
-from pagoda.common.structured.refusal import is_installed, not_installed
 
 _GRAMMARS: Final = "--structured-outputs-config"
 

@@ -10,29 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pagoda.backends.registry import (
-    check_checkpoints,
-    load_rank_runtime,
-    pooling_spread,
-    runs_ranks,
+from pagoda.backends.registry import check_checkpoints, load_rank_runtime, pooling_spread, runs_ranks
+from pagoda.common.config.defaults import (
+    BLOCK_SIZES,
+    KINDS,
+    ModelLimits,
+    Platform,
+    ResolvedRow,
+    Usage,
+    detect,
+    resolve_limits,
 )
-from pagoda.common.config.defaults import ModelLimits, ResolvedRow, Usage, resolve_limits
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
-from pagoda.common.engine.kv_spec import KvLayout, StateCache, cache_spec, kv_layout
+from pagoda.common.engine.kv_cache.spec import KvLayout, StateCache, cache_spec, kv_layout
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import Family
 from pagoda.common.models.overrides import overridden, without_windows
-from pagoda.common.models.pooling import pooling_spec
-from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.registry import pooling_spec, spec_from_config
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.settings.generation_config import Generation, read_generation
+from pagoda.server.ipc_messages import PoolingInfo
+from pagoda.server.settings.generation_config import GenerationDefaults, read_generation
 from pagoda.server.settings.machine import check_machine
 from pagoda.server.settings.resolved_rows import engine_rows, executor_row, model_rows, runner_rows
 from pagoda.server.settings.runner import Purpose, check_pooling, pooling_info, purpose_of
-from pagoda.server.wire import PoolingInfo
 
 __all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
 
@@ -61,7 +63,7 @@ class Resolved:
     dtype: str
     limits: Limits
     layout: KvLayout
-    generation: Generation
+    generation: GenerationDefaults
     purpose: Purpose | None
     pooling: PoolingInfo | None
     spread: Mapping[str, int]

@@ -12,11 +12,11 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.settings.generation_config import Generation
+from pagoda.server.settings.generation_config import GenerationDefaults
 from pagoda.server.settings.runner import Purpose
 
 if TYPE_CHECKING:
-    from pagoda.common.config.table import Setting
+    from pagoda.common.config.settings import Setting
 
 _LATER: Final = {
     "num_gpu_blocks_override": "counted once the weights are loaded",
@@ -35,7 +35,7 @@ def engine_rows(
 
     `sources`: setting -> who stated it. `derived`: setting -> what was settled for it and why.
     """
-    from pagoda.common.config.table import ENGINE_GROUPS, settings_of  # 20 ms that an engine need not wait for
+    from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
 
     for attribute, group in ENGINE_GROUPS.items():
         for setting in settings_of(group):
@@ -77,7 +77,7 @@ def executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
     return ResolvedRow("distributed_executor_backend", asked or "mp", "default", "a process for each GPU")
 
 
-def model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: Generation) -> Iterator[ResolvedRow]:
+def model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: GenerationDefaults) -> Iterator[ResolvedRow]:
     """What the checkpoint and its generation config settle."""
     model = config.model
     yield ResolvedRow("served_model_name", model.names, "model", "the model's name")

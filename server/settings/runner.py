@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.model import ModelConfig
-from pagoda.common.config.pooler import PoolerConfig
+from pagoda.common.config.groups.model import ModelConfig
+from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import PoolUse
@@ -21,7 +21,7 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.sentence_modules import SentenceModules, read_sentence_modules
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.wire import PoolingInfo
+from pagoda.server.ipc_messages import PoolingInfo
 
 logger = logging.getLogger(__name__)
 

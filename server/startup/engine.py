@@ -8,37 +8,78 @@ The backend's framework is imported in a thread while the checkpoint is opened a
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from pagoda.backends.modules import BackendModule
 from pagoda.backends.registry import choose_backend, load_backend, runs_ranks
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.errors import ConfigError
 from pagoda.common.weights.hub import is_local
 from pagoda.server.plugins import load_general_plugins
-from pagoda.server.requests.inputs import open_tokenizer
+from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
-from pagoda.server.startup.affinity import pinned
-from pagoda.server.startup.built_engine import BuiltEngine
-from pagoda.server.startup.company import Company
-from pagoda.server.startup.generation import assemble_generation, check_generation
+from pagoda.server.startup.build import (
+    assemble_generation,
+    assemble_pooling,
+    check_generation,
+    check_pooling_engine,
+    pooling_engine_info,
+)
 from pagoda.server.startup.hosts import check_hosts, meeting
-from pagoda.server.startup.phases import Phases
-from pagoda.server.startup.pooling import assemble_pooling, check_pooling_engine, pooling_engine_info
-from pagoda.server.startup.prefetch import Prefetch
+from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
-from pagoda.server.startup.weights import read_weights
+from pagoda.server.startup.worker_group import BuiltEngine, Phases, Prefetch, WorkerGroup
+
+# Which cores the engine's threads run on.
+
+FLAG: Final = "--cpu-omp-threads-bind"
+
+
+@contextmanager
+def pinned(cores: frozenset[int] | None) -> Iterator[None]:
+    """Threads that start meanwhile, and theirs, run on these cores only; None: wherever they may. Raises ConfigError.
+
+    A thread inherits its cores from the one that starts it. This one gets its own back.
+    """
+    if cores is None:
+        yield
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(FLAG, "this system does not pin threads to cores; use auto")
+    before = os.sched_getaffinity(0)
+    if not cores <= before:
+        missing = ", ".join(map(str, sorted(cores - before)))
+        raise ConfigError(FLAG, f"core {missing} is not this process's to use; choose from {ranges(before)}")
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def ranges(numbers: set[int]) -> str:
+    """{0, 1, 2, 5} as 0-2,5."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)
+
 
 READ_AHEAD_BYTES: Final = 512 << 20
 
-Gather = Callable[[Resolved, Usage], AbstractContextManager[Company | None]]
+Gather = Callable[[Resolved, Usage], AbstractContextManager[WorkerGroup | None]]
 
 
-def gathering(resolved: Resolved, usage: Usage) -> AbstractContextManager[Company | None]:
+def gathering(resolved: Resolved, usage: Usage) -> AbstractContextManager[WorkerGroup | None]:
     """Those who compute the steps too, while the engine is built."""
     if runs_ranks(resolved.backend, resolved.config.parallel):
         return leading(resolved, usage)
@@ -85,7 +126,9 @@ def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | N
     return resolve(config, usage, sources, weights=is_local(config.model.model))
 
 
-def _load(importing: Future[BackendModule], resolved: Resolved, company: Company | None, phases: Phases) -> BuiltEngine:
+def _load(
+    importing: Future[BackendModule], resolved: Resolved, company: WorkerGroup | None, phases: Phases
+) -> BuiltEngine:
     """Read the weights ahead while the backend is imported, then put both together."""
     config = resolved.config
     checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)

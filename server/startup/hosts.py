@@ -15,12 +15,12 @@ from pagoda import __version__
 from pagoda.backends.modules import HostRuntime
 from pagoda.backends.registry import load_host_runtime
 from pagoda.common.backend import Backend
+from pagoda.common.distributed.follower import FollowingBackend
+from pagoda.common.distributed.handshake import meet
+from pagoda.common.distributed.leader import LeadingBackend, failure_in_hand
+from pagoda.common.distributed.messages import Host, HostFingerprint
+from pagoda.common.distributed.peer import Peer
 from pagoda.common.errors import ConfigError
-from pagoda.common.hosts.facts import Host, HostFacts
-from pagoda.common.hosts.following import FollowingBackend
-from pagoda.common.hosts.leading import LeadingBackend, failure_in_hand
-from pagoda.common.hosts.peer import Peer
-from pagoda.common.hosts.preflight import meet
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.settings.resolve import Resolved
 
@@ -83,14 +83,14 @@ def check_hosts(resolved: Resolved) -> None:
         raise ConfigError("--compiled-bundle", "a bundle is for one host; drop it, and share a compile cache")
 
 
-def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFacts:
+def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
     """What this host has."""
-    from pagoda.common.config.table import ENGINE_SETTINGS  # 20 ms that an engine on one host need not wait for
+    from pagoda.common.config.settings import ENGINE_SETTINGS
 
     parallel, weights = resolved.config.parallel, resolved.checkpoint.num_bytes
     values = {row.name: row.value for row in resolved.rows}
     count, kind = runtime.devices()
-    return HostFacts(
+    return HostFingerprint(
         rank=parallel.node_rank,
         nodes=parallel.nnodes,
         versions={"pagoda": __version__, "Python": ".".join(map(str, sys.version_info[:2])), **runtime.versions()},

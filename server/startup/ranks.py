@@ -20,14 +20,13 @@ from pagoda.backends.registry import load_rank_runtime
 from pagoda.common.backend import Backend
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.hosts.following import FollowingBackend
-from pagoda.common.hosts.leading import LeadingBackend, failure_in_hand
-from pagoda.common.hosts.peer import Peer
-from pagoda.common.hosts.place import RankPlace
+from pagoda.common.distributed.follower import FollowingBackend
+from pagoda.common.distributed.leader import LeadingBackend, failure_in_hand
+from pagoda.common.distributed.messages import RankInfo
+from pagoda.common.distributed.peer import Peer
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.settings.resolve import Resolved
-from pagoda.server.startup.executors.executor import Executor, Worker, make_executor
-from pagoda.server.startup.executors.job import Job, encode
+from pagoda.server.startup.executors import Executor, Job, Worker, encode, make_executor
 
 T = TypeVar("T")
 
@@ -55,9 +54,9 @@ class LeadingRanks:
         _check_devices(self._runtime, self._executor, size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
-        place = RankPlace(rank=0, size=size, device=device, host=host, port=port)
+        place = RankInfo(rank=0, size=size, device=device, host=host, port=port)
         for rank, (worker, peer) in enumerate(zip(self._workers, self._peers), 1):
-            theirs = RankPlace(rank=rank, size=size, device=worker.device, host=host, port=port)
+            theirs = RankInfo(rank=rank, size=size, device=worker.device, host=host, port=port)
             config = _config_of(self._config, checkpoint, rank)
             peer.send_bytes(encode(Job(config=config, usage=self._usage, place=theirs)))
         self._comm = _unless_one_dies(self._peers, lambda: self._runtime.join(place, listener))
@@ -118,7 +117,7 @@ def _check_devices(runtime: RankRuntime, executor: Executor, size: int) -> None:
 class FollowingRank:
     """Implements Company on every other rank."""
 
-    place: RankPlace
+    place: RankInfo
     leader: Peer
     runtime: RankRuntime
     comm: RankComm | None = None

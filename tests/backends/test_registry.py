@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pagoda.backends import registry
-from pagoda.common.config.parallel import ParallelConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
 
 

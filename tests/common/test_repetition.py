@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagoda.common.repetition import RepetitionDetectionParams
+from pagoda.common.sampling_params import RepetitionDetectionParams
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@ import interface
 import pytest
 
 from pagoda.common.errors import RequestError
-from pagoda.common.repetition import RepetitionDetectionParams
-from pagoda.common.sampling_params import MAX_IDS, NOT_YET, RequestOutputKind, SamplingParams
-from pagoda.common.structured_outputs import StructuredOutputsParams
+from pagoda.common.sampling_params import (
+    MAX_IDS,
+    NOT_YET,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 SET_VALUES = {
     "n": 3,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.ragged_paged_attention import KvLayout, blocks
-from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, ArgSpec, spec
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan
+from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, RaggedAttentionArgs, spec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is missing")
 PROGRAM = Path(__file__).parents[1] / "support" / "kernel_aot.py"
@@ -47,18 +47,18 @@ def test_shapes_compile_in_place() -> None:
 def test_every_tuned_entry_is_compiled() -> None:
     """The key of each line of tuning.json is that of a shape of the matrix, and it changes something."""
     cases = {f"{chip}/{kind(spec(name))}/{key(spec(name).layout)}": spec(name) for chip, name in pairs(MATRIX)}
-    for line, entry in blocks._table().items():
+    for line, entry in plan._table().items():
         assert line in cases, f"no shape of arg_specs compiles {line}"
         case = cases[line]
         group = case.heads // case.layout.kv_heads * case.layout.heads_per_row
-        assert entry.items() - blocks._formula(case.layout, group, decode=case.decode_only).items()
+        assert entry.items() - plan._formula(case.layout, group, decode=case.decode_only).items()
 
 
-def kind(case: ArgSpec) -> str:
+def kind(case: RaggedAttentionArgs) -> str:
     return "decode" if case.decode_only else "mixed"
 
 
-def key(layout: KvLayout) -> str:
+def key(layout: PagedKvLayout) -> str:
     return f"{layout.dtype}/w{layout.width}"
 
 

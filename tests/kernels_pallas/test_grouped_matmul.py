@@ -15,10 +15,9 @@ from support.ragged_batch import STRICT, races_found
 from support.small_kernels import compile_for_tpu
 
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.grouped_matmul import call, grouped_matmul
+from pagoda.kernels_pallas.grouped_matmul import grouped_matmul, kernel
 from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
-from pagoda.kernels_pallas.grouped_matmul.blocks import Blocks, choose
-from pagoda.kernels_pallas.grouped_matmul.visits import visits
+from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose, visits
 
 ROWS, GROUPS, PARTS, INNER, OUTER = 70, 6, 2, 64, 256
 LAYER = 1
@@ -28,7 +27,7 @@ PLANNED = jax.jit(lambda sizes: visits(sizes, 240, 16))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "choose", lambda *_: Blocks(rows=16, columns=128, unit=128, depth=32))
+    monkeypatch.setattr(kernel, "choose", lambda *_: MatmulBlockSizes(rows=16, columns=128, unit=128, depth=32))
 
 
 def case(sizes: list[int], dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -109,12 +108,12 @@ def test_every_row_is_visited_once_by_its_own_group(sizes: list[int]) -> None:
 
 
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_buffer = call.Body.copy
+    one_buffer = kernel.Body.copy
 
-    def same(self: call.Body, column, group, slot):
+    def same(self: kernel.Body, column, group, slot):
         return one_buffer(self, column, group, 0)  # the next weights land in the buffer that is being read
 
-    monkeypatch.setattr(call.Body, "copy", same)
+    monkeypatch.setattr(kernel.Body, "copy", same)
     rows, stack, want = case([30, 0, 10, 20, 10, 0], "float32", 3)
     arrays = (jnp.asarray(rows), jnp.asarray(stack), LAYER, jnp.asarray([30, 0, 10, 20, 10, 0]))
     try:

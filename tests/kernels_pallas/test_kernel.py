@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ragged_batch import STRICT, Limits, attention, make_case, races_found
 
-from pagoda.kernels_pallas.ragged_paged_attention import KvLayout, blocks
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 LIMITS = Limits()
@@ -33,13 +33,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         def get(self, key, default=None):
             return SMALL | ({"queries": 2} if "decode" in key else {})
 
-    monkeypatch.setattr(blocks, "_table", lambda: Table())
+    monkeypatch.setattr(plan, "_table", lambda: Table())
 
 
 def run(name: str, seqs: list[tuple[int, int]], seed: int) -> None:
     """Kernel and reference agree with each other and with the definition over one batch."""
     dtype, heads, group, width, page, wanted, tolerance = SHAPES[name]
-    layout = KvLayout(heads, width, dtype, page)
+    layout = PagedKvLayout(heads, width, dtype, page)
     sinks = np.linspace(-1, 2, heads * group).astype(np.float32)
     knobs = {"window": 7, "softcap": 2.0, "sinks": sinks, "k_scale": 1.0, "v_scale": 1.0}
     knobs = {key: knobs[key] for key in wanted}
@@ -55,7 +55,7 @@ def run(name: str, seqs: list[tuple[int, int]], seed: int) -> None:
 CALLS: dict = {}
 
 
-def compiled(name: str, layout: KvLayout):
+def compiled(name: str, layout: PagedKvLayout):
     """One traced call per shape: examples differ in values only."""
     return CALLS.setdefault(name, attention(layout, interpret=STRICT))
 
@@ -106,7 +106,7 @@ def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         wait(self, tokens, slot)
 
     monkeypatch.setattr(Transfers, "wait_fetched", late)
-    layout = KvLayout(1, 128, "bfloat16", 8)
+    layout = PagedKvLayout(1, 128, "bfloat16", 8)
     case = make_case(layout, 2, [(1, 20), (1, 9)], limits=LIMITS, seed=0)
     try:
         jax.block_until_ready(attention(layout, interpret=STRICT, decode_only=True)(case.arrays, {}))

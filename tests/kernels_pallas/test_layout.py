@@ -8,7 +8,7 @@ import pytest
 from support.ragged_batch import Limits, attention, make_case
 
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
-from pagoda.kernels_pallas.ragged_paged_attention import KvLayout, ragged_paged_attention
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
 from pagoda.kernels_pallas.ragged_paged_attention.layout import CACHE_DTYPES
 
 LIMITS = Limits()
@@ -17,7 +17,7 @@ LIMITS = Limits()
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize(("heads", "width"), [(1, 128), (3, 64), (2, 80), (5, 256), (3, 16), (1, 192)])
 def test_unpack_inverts_pack(dtype: str, heads: int, width: int) -> None:
-    layout = KvLayout(heads, width, dtype, 16)
+    layout = PagedKvLayout(heads, width, dtype, 16)
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(7, heads, width)) * 9, jnp.float32) for _ in "kv")
     words = layout.pack(k, v)
@@ -29,10 +29,10 @@ def test_unpack_inverts_pack(dtype: str, heads: int, width: int) -> None:
 
 
 def test_a_page_takes_what_its_elements_take() -> None:
-    layout = KvLayout(8, 128, "bfloat16", 128)
+    layout = PagedKvLayout(8, 128, "bfloat16", 128)
     assert layout.bytes_per_page == 128 * 8 * 128 * 2 * 2
     assert layout.shape(2, 3) == (2, 3, 8, 128, 128)
-    assert KvLayout(8, 64, "bfloat16", 128).bytes_per_page == layout.bytes_per_page // 2
+    assert PagedKvLayout(8, 64, "bfloat16", 128).bytes_per_page == layout.bytes_per_page // 2
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_page_takes_what_its_elements_take() -> None:
 )
 def test_a_layout_that_cannot_be(fields: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KvLayout(*fields)
+        PagedKvLayout(*fields)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_layout_that_cannot_be(fields: tuple, message: str) -> None:
     ids=lambda knobs: next(iter(knobs), "plain"),
 )
 def test_the_reference_is_the_definition(knobs: dict) -> None:
-    layout = KvLayout(3, 64, "float32", 16)
+    layout = PagedKvLayout(3, 64, "float32", 16)
     seqs = [(1, 0), (1, 50), (7, 0), (1, 3), (20, 11)]
     case = make_case(layout, 2, seqs, limits=LIMITS, seed=3, **knobs)
     out, _ = attention(layout, use_kernel=False)(case.arrays, knobs)
@@ -58,7 +58,7 @@ def test_the_reference_is_the_definition(knobs: dict) -> None:
 
 
 def test_a_scale_is_undone() -> None:
-    layout = KvLayout(2, 128, "int8", 16)
+    layout = PagedKvLayout(2, 128, "int8", 16)
     case = make_case(layout, 2, [(4, 0)], limits=LIMITS, seed=0)
     arrays = case.arrays | {"k": case.arrays["k"] * 0.5, "v": case.arrays["v"] * 0.25}
     plain, first = attention(layout, use_kernel=False)(case.arrays, {})
@@ -71,7 +71,7 @@ def test_a_scale_is_undone() -> None:
 
 @pytest.mark.parametrize("field", ["k", "cache", "query_start", "page_table", "counts"])
 def test_shapes_that_do_not_fit_are_named(field: str) -> None:
-    layout = KvLayout(2, 128, "float32", 16)
+    layout = PagedKvLayout(2, 128, "float32", 16)
     arrays = make_case(layout, 2, [(1, 0)], limits=LIMITS, seed=0).arrays
     wrong = arrays[field][..., :1] if field == "counts" else arrays[field][1:, ...]
     wrong = wrong[:, 1:] if field == "cache" else wrong
@@ -81,7 +81,7 @@ def test_shapes_that_do_not_fit_are_named(field: str) -> None:
 
 
 def test_a_page_table_beyond_scalar_memory_is_refused() -> None:
-    layout = KvLayout(1, 128, "bfloat16", 16)
+    layout = PagedKvLayout(1, 128, "bfloat16", 16)
     limits = Limits(tokens=8, seqs=8, max_pages=20_000)
     arrays = make_case(layout, 1, [(1, 0)], limits=limits, seed=0).arrays
     with pytest.raises(ValueError, match="scalar memory"):

@@ -13,7 +13,7 @@ import transformers
 from models import tiny
 from support.paged_model import PagedModel
 
-from pagoda.backends.reference.naive import NaiveModel
+from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.backend import Weight
 from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
 from pagoda.common.models.shapes import params

@@ -17,12 +17,11 @@ from models.tiny_pooling import CASES, Case
 from pagoda.backends.reference import pooling as reference
 from pagoda.common.backend import PoolingBackend, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.pooler import PoolerConfig
+from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.engine.pooling_core import make_plan
-from pagoda.common.models.pooling import pooling_spec
-from pagoda.common.models.registry import ENCODERS, find
+from pagoda.common.models.registry import ENCODERS, find, pooling_spec
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import open_checkpoint

@@ -17,10 +17,10 @@ from models.minilm_vectors import FILE, TEXTS
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.requests.inputs import open_tokenizer
+from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
-from pagoda.server.startup.built_engine import BuiltEngine
 from pagoda.server.startup.engine import build_engine
+from pagoda.server.startup.worker_group import BuiltEngine
 
 pytestmark = pytest.mark.model
 

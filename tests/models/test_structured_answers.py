@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from pagoda import LLM, SamplingParams
-from pagoda.common.structured_outputs import StructuredOutputsParams
+from pagoda.common.sampling_params import StructuredOutputsParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

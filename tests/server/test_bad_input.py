@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.server import cli
+from pagoda.server.cli import main
 
 
 def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -25,7 +25,7 @@ def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
 def status_of(words: Sequence[str]) -> object:
     """The exit status, whether the command returns it or the parser ends with it."""
     try:
-        return cli.main(list(words))
+        return main.main(list(words))
     except SystemExit as end:
         return end.code
 
@@ -165,7 +165,7 @@ def test_variables(
 @pytest.mark.parametrize("command", ["serve", "run-batch -i a -o b", "bench latency", "chat"])
 def test_the_stack_is_shown_when_asked_for(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--max-tokens", "0"] if command == "chat" else ["--max-num-seqs", "0"]
-    assert cli.main([*command.split(), *words, flag]) == 2
+    assert main.main([*command.split(), *words, flag]) == 2
     said = capsys.readouterr().err
     assert said.startswith("Traceback (most recent call last)")
     assert f"{words[0]}: 0 is not positive; use 1 or more" in said.splitlines()[-1]
@@ -175,7 +175,7 @@ def test_a_whole_process(tmp_path: Path) -> None:
     """As a shell sees it: the status, one line, nothing on the standard output."""
     (tmp_path / "c.yaml").write_text("max-num-seqs: 0")
     done = subprocess.run(
-        [sys.executable, "-m", "pagoda.server.cli", "serve", "m", "--config", str(tmp_path / "c.yaml")],
+        [sys.executable, "-m", "pagoda.server.cli.main", "serve", "m", "--config", str(tmp_path / "c.yaml")],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

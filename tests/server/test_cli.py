@@ -14,11 +14,10 @@ from fastapi import FastAPI
 from support.live_server import live_server
 from support.served import environment, served, wait_ready
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server import cli
-from pagoda.server.commands import serve
-from pagoda.server.commands.http_client import ApiClient, ApiError
+from pagoda.server.cli import main, serve
+from pagoda.server.cli.http_client import ApiClient, ApiError
 from pagoda.server.http.server import http_server
 from pagoda.server.settings.flags import FlagParser
 
@@ -31,7 +30,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_help_and_version_import_nothing_heavy() -> None:
     check = (
-        "import sys; from pagoda.server.cli import main; main(['--help']); main(['--version']);"
+        "import sys; from pagoda.server.cli.main import main; main(['--help']); main(['--version']);"
         "heavy = {'torch', 'fastapi', 'pydantic', 'numpy', 'tokenizers', 'zmq'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
@@ -41,11 +40,11 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 
 def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serv"]) == 2
+    assert main.main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err
-    assert cli.main(["bench", "latncy"]) == 2
+    assert main.main(["bench", "latncy"]) == 2
     assert "did you mean latency?" in capsys.readouterr().err
-    assert cli.main([]) == 2
+    assert main.main([]) == 2
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -
 )
 def test_flag_errors_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["serve", *words])
+        main.main(["serve", *words])
     assert end.value.code == 2
     assert capsys.readouterr().err == f"pagoda serve: error: {line}\n"
 
@@ -157,7 +156,7 @@ def test_wrong_chat_template() -> None:
 
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_API_KEY", "secret")
-    assert cli.main(["collect-env"]) == 0
+    assert main.main(["collect-env"]) == 0
     text = capsys.readouterr().out
     for part in ("[system]", "[packages]", "numpy", "[backends]", "reference"):
         assert part in text

@@ -6,7 +6,7 @@ from typing import Any
 
 from interface import SAME_BODY
 
-from pagoda.server.http.openapi import BODIES, bodies_of
+from pagoda.server.app import BODIES, bodies_of
 
 _MESSAGES = [{"role": "user", "content": "a"}]
 

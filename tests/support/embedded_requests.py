@@ -11,12 +11,12 @@ from support.jax_requests import requests
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.registry import load_backend
-from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sharded import Engine, ShardedCore
 from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.models.spec import Embedding, ModelSpec
 

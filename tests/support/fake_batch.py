@@ -6,10 +6,10 @@ from typing import Any
 from support.byte_text import byte_tokenizer
 from support.fake_engine import build
 
-from pagoda.server import cli
-from pagoda.server.commands import run_batch
-from pagoda.server.link.thread_client import ThreadClient
-from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli import main
+from pagoda.server.cli.batch import run
+from pagoda.server.core_client.thread_client import ThreadClient
 
 
 def start_fake(config: Any, *, in_process: bool) -> ThreadClient:
@@ -17,7 +17,7 @@ def start_fake(config: Any, *, in_process: bool) -> ThreadClient:
 
 
 if __name__ == "__main__":
-    run_batch.start_engine = start_fake
+    run.start_engine = start_fake
     assert AsyncLLM.__init__.__kwdefaults__ is not None
     AsyncLLM.__init__.__kwdefaults__["open_text"] = lambda _: byte_tokenizer()
-    sys.exit(cli.main(["run-batch", *sys.argv[1:]]))
+    sys.exit(main.main(["run-batch", *sys.argv[1:]]))

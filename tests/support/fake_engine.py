@@ -20,16 +20,15 @@ from fakes import FakeBackend, full_layout
 from support.byte_text import EOS, byte_tokenizer
 from support.fake_pooling import INFOS, FakePoolingCore
 
-from pagoda.common.config.defaults import ModelLimits, resolve_limits
+from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.platform import Platform
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.sleep import Sleeper
-from pagoda.common.engine.structured import Structured
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ConfigError
-from pagoda.common.structured.vocabulary import vocabulary_of
-from pagoda.server.startup.built_engine import BuiltEngine
-from pagoda.server.wire import EngineInfo
+from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.startup.worker_group import BuiltEngine
 
 MAX_LEN = 64
 
@@ -122,6 +121,6 @@ PROGRAM = (sys.executable, "-P", __file__)
 
 
 if __name__ == "__main__":
-    from pagoda.server.link import engine_proc
+    from pagoda.server.core_client import engine_process
 
-    os._exit(engine_proc.serve(sys.argv[1], build))
+    os._exit(engine_process.serve(sys.argv[1], build))

@@ -16,7 +16,7 @@ from support.byte_text import EOS
 
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.pooling import Pooled
-from pagoda.server.wire import PoolingInfo
+from pagoda.server.ipc_messages import PoolingInfo
 
 SIZE = 8
 

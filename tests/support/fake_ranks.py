@@ -23,14 +23,14 @@ from fakes import FakeBackend, full_layout, scrambled
 
 from pagoda.backends import registry
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.errors import WeightError
-from pagoda.common.hosts.place import RankPlace
 from pagoda.server.settings.args import EngineArgs
-from pagoda.server.startup.built_engine import BuiltEngine
+from pagoda.server.startup import executors
 from pagoda.server.startup.engine import Gather
-from pagoda.server.startup.executors import mp
 from pagoda.server.startup.ranks import leading
+from pagoda.server.startup.worker_group import BuiltEngine
 
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
 PROGRAM = (sys.executable, "-P", __file__)
@@ -72,7 +72,7 @@ def device(index: int) -> int:
     return index
 
 
-def join(place: RankPlace, listener: socket.socket | None) -> FakeComm:
+def join(place: RankInfo, listener: socket.socket | None) -> FakeComm:
     """Rank 0 waits for all; the others hear from it."""
     if listener is None:
         if os.environ.get("RANK_ENDS_IN") == "meet":
@@ -137,19 +137,19 @@ def lead(kind: str, size: int = 3) -> BuiltEngine:
 def fake_backend() -> Iterator[None]:
     """Let the registry know this module as the ranks of the backend `fake`, and executors this program."""
     entry = registry.Entry("fake", "fakes", (), "", "", spreads=("tensor",), ranks="support.fake_ranks")
-    backends, program = registry.BACKENDS, mp.RANK_PROGRAM
+    backends, program = registry.BACKENDS, executors.RANK_PROGRAM
     registry.BACKENDS = (entry,)  # type: ignore[misc]
-    mp.RANK_PROGRAM = PROGRAM  # type: ignore[misc]
+    executors.RANK_PROGRAM = PROGRAM  # type: ignore[misc]
     try:
         yield
     finally:
-        registry.BACKENDS, mp.RANK_PROGRAM = backends, program  # type: ignore[misc]
+        registry.BACKENDS, executors.RANK_PROGRAM = backends, program  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    from pagoda.server.startup import rank_proc
+    from pagoda.server.startup import rank_process
 
     if os.environ.get("RANK_ENDS_IN") == "import":
         os._exit(7)
     with fake_backend():
-        rank_proc.main(build)
+        rank_process.main(build)

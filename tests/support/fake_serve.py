@@ -6,11 +6,10 @@ from typing import Any
 from support.byte_text import byte_tokenizer
 from support.fake_engine import PROGRAM, build
 
-from pagoda.server import cli
-from pagoda.server.commands import serve
-from pagoda.server.link.process_client import ProcessClient
-from pagoda.server.link.thread_client import ThreadClient
-from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli import main, serve
+from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.core_client.thread_client import ThreadClient
 
 
 def start_fake(config: Any, *, in_process: bool) -> ProcessClient | ThreadClient:
@@ -21,4 +20,4 @@ if __name__ == "__main__":
     serve.start_engine = start_fake
     assert AsyncLLM.__init__.__kwdefaults__ is not None
     AsyncLLM.__init__.__kwdefaults__["open_text"] = lambda _: byte_tokenizer()
-    sys.exit(cli.main(["serve", *sys.argv[1:]]))
+    sys.exit(main.main(["serve", *sys.argv[1:]]))

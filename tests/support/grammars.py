@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagoda.common.engine.grammar import Grammar, Thinking
-from pagoda.common.engine.guide import Guide, settle
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.structured import Structured
-from pagoda.common.structured.guidance_text import guidance_text
-from pagoda.common.structured.vocabulary import Vocabulary
-from pagoda.common.structured_outputs import StructuredOutputsParams
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import Grammar, Thinking, Vocabulary
+from pagoda.common.engine.structured_output.guidance import guidance_text
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
+from pagoda.common.sampling_params import StructuredOutputsParams
 
 PIECES = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("ab,", repeat=size)]
 SINGLES = [chr(code) for code in range(32, 127) if chr(code) not in "ab,"] + ["\n", "é"]
@@ -72,7 +71,7 @@ class Answer:
     """A guide and the tokens that it was led by."""
 
     def __init__(self, request: EngineRequest, made: Structured) -> None:
-        self.guide: Guide = made.guide(request)
+        self.guide: TokenMaskState = made.guide(request)
         self.outputs: list[int] = []
 
     @property

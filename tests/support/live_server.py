@@ -15,14 +15,14 @@ from typing import Any
 from support.byte_text import byte_tokenizer, framed_tokenizer
 from support.fake_engine import build
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import create_app
-from pagoda.server.commands.serve import bind
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli.serve import bind
+from pagoda.server.core_client.thread_client import ThreadClient
 from pagoda.server.http.server import http_server
 from pagoda.server.http.state import ServerState
-from pagoda.server.link.thread_client import ThreadClient
-from pagoda.server.online.async_llm import AsyncLLM
 from pagoda.server.settings.args import AsyncEngineArgs
 
 TEXT = byte_tokenizer()

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.batch import make_batch
-from pagoda.backends.reference.cache import allocate
-from pagoda.backends.reference.decoder import Decoder
-from pagoda.backends.reference.layout import Packer
-from pagoda.backends.reference.numerics import numerics
+from pagoda.backends.reference.execution import make_batch
+from pagoda.backends.reference.memory import allocate
+from pagoda.backends.reference.model.decoder import Decoder
+from pagoda.backends.reference.model.numerics import numerics
+from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import Weight
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.models.spec import ModelSpec
 

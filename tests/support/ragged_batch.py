@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from pagoda.kernels_pallas.ragged_paged_attention import KvLayout, ragged_paged_attention
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
 
 STRICT = pltpu.InterpretParams(
     detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -38,7 +38,7 @@ class Case:
 
 
 def make_case(
-    layout: KvLayout,
+    layout: PagedKvLayout,
     group: int,
     seqs: list[tuple[int, int]],
     *,
@@ -87,7 +87,7 @@ def make_case(
     return Case(arrays, expected, int(starts[len(seqs)]))
 
 
-def attention(layout: KvLayout, **static: Any) -> Any:
+def attention(layout: PagedKvLayout, **static: Any) -> Any:
     """The call, jitted: f(arrays, knobs) -> (out, cache)."""
 
     def run(arrays: dict[str, jax.Array], knobs: dict[str, Any]) -> Any:
@@ -98,7 +98,7 @@ def attention(layout: KvLayout, **static: Any) -> Any:
     return jax.jit(run)
 
 
-def poisoned(layout: KvLayout, pages: int) -> jax.Array:
+def poisoned(layout: PagedKvLayout, pages: int) -> jax.Array:
     """A cache in which every element is NaN (int8 has none: its extreme value)."""
     shape = (LAYERS, pages, layout.page_size, layout.kv_heads, layout.head_dim)
     words = layout.pack(*[jnp.full(shape, np.nan if layout.dtype != "int8" else 127.0)] * 2)

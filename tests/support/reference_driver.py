@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 
 from pagoda.backends.registry import load_backend
-from pagoda.common.config.cache import CacheConfig
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan
 from pagoda.common.models.shapes import params

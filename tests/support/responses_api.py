@@ -8,9 +8,9 @@ from typing import Any
 import openai
 from support.live_server import LiveServer
 
-from pagoda.server.parsers.events import Arguments, Content, Reasoning, ToolCall
+from pagoda.server.parsers.parser import Arguments, Content, Reasoning, ToolCall
 
-ROUTES = "pagoda.server.routes.responses"
+ROUTES = "pagoda.server.openai.responses.route"
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 FULL = [Reasoning("so"), Content("hi"), ToolCall(0, "f", "c0"), Arguments(0, '{"a":'), Arguments(0, "1}")]
 ASK: dict[str, Any] = {"model": "fake", "input": "a", "max_output_tokens": 5}

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.attribution import AnswerText
-from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
+from pagoda.server.parsers.reader import AnswerText
 
 
 class ScriptedReader:

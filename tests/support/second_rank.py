@@ -10,14 +10,14 @@ import sys
 
 import torch
 
-from pagoda.backends.torch_cuda.distributed import TorchComm, join
-from pagoda.common.hosts.place import RankPlace
+from pagoda.backends.torch_cuda.parallel.distributed import TorchComm, join
+from pagoda.common.distributed.messages import RankInfo
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def place(rank: int, port: int) -> RankPlace:
-    return RankPlace(rank=rank, size=2, device=rank, host="127.0.0.1", port=port)
+def place(rank: int, port: int) -> RankInfo:
+    return RankInfo(rank=rank, size=2, device=rank, host="127.0.0.1", port=port)
 
 
 def own(rank: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 FAKE = (str(TESTS / "support" / "fake_serve.py"),)
-REAL = ("-m", "pagoda.server.cli", "serve")
+REAL = ("-m", "pagoda.server.cli.main", "serve")
 
 
 def environment() -> dict[str, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from pagoda.server.parsers.events import Event, joined
-from pagoda.server.parsers.parser import Parser
+from pagoda.server.parsers.parser import Event, Parser, joined
 
 
 def splits(text: str, seed: int = 0, at_random: int = 20) -> Iterator[list[str]]:

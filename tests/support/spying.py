@@ -10,11 +10,11 @@ import pytest
 from support.scripted import ScriptedReader
 
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.conversation.conversation import Conversation
+from pagoda.server.chat.conversation import Conversation
+from pagoda.server.chat.prompt import ChatPrompt
 from pagoda.server.http import generation
 from pagoda.server.http.state import ServerState
-from pagoda.server.http.turn import Turn
-from pagoda.server.parsers.events import Event
+from pagoda.server.parsers.parser import Event
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Spy:
 
 def spy_on(monkeypatch: pytest.MonkeyPatch, module: str) -> Spy:
     """A spy on a module of routes, until the test ends."""
-    from pagoda.server.http.turn import prepare as real
+    from pagoda.server.chat.prompt import prepare as real
 
     spy = Spy()
 
-    async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> Turn:
+    async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
         spy.conversations.append(conversation)
         if spy.script is None:
             return await real(state, Conversation(messages=[{"role": "user", "content": "a"}]), params)
         events: Any = list(spy.script)
-        return Turn(
+        return ChatPrompt(
             prompt={"prompt": "a", "prompt_token_ids": [97]},
             params=params,
             reader=lambda: ScriptedReader(events),  # type: ignore[return-value]

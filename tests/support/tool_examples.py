@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall
-from pagoda.server.parsers.parser import Tool
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall
 
 TOOLS = (
     Tool(

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda import cache
-from pagoda.backends.torch_cuda.batch import Batch, GroupBatch
-from pagoda.backends.torch_cuda.comm import ALONE, Comm
-from pagoda.backends.torch_cuda.decoder import Decoder
 from pagoda.backends.torch_cuda.device import CPU, Device
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
-from pagoda.backends.torch_cuda.offload import Offload, choose_layers
-from pagoda.backends.torch_cuda.parameters import Pack
-from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.backends.torch_cuda.memory import cache
+from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
+from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.parameters import Pack
+from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
-from pagoda.common.engine.kv_spec import KvGroup, kv_layout
+from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.models.spec import ModelSpec
 
 BLOCK = 4
@@ -67,14 +67,14 @@ class TorchCudaModel:
         device: Device = CPU,
         offload: float = 0.0,
     ) -> None:
-        self.shard, self.dtype = Shard(comm.rank, comm.size), cache_dtype or dtype
+        self.shard, self.dtype = RankShard(comm.rank, comm.size), cache_dtype or dtype
         shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
         self.on_host = choose_layers(shapes, offload)
         self.offload = Offload(self.on_host, device, poisoned) if offload else None
         elsewhere = self.offload.places() if self.offload else {}
         self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
         self.loader.fill(weights)
-        self.decoder = Decoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)
+        self.decoder = CudaDecoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)
         self.layout = kv_layout(spec, BLOCK)
 
     def logits(self, token_ids: list[int]) -> Tensor:
@@ -108,7 +108,7 @@ class TorchCudaModel:
                 other_found.append(rows[end - begin :][: chunks[1].length])
         return torch.cat(found), torch.cat(other_found)
 
-    def batch(self, chunks: list[Chunk]) -> Batch:
+    def batch(self, chunks: list[Chunk]) -> CudaStepBatch:
         """Chunks of one token first."""
         lengths = np.array([chunk.length for chunk in chunks])
         decodes = int((lengths == 1).argmin()) if (lengths != 1).any() else len(chunks)
@@ -118,7 +118,7 @@ class TorchCudaModel:
         starts = np.concatenate([[0], np.cumsum(lengths), np.cumsum([1] * more_seqs) + lengths.sum()])
         kv_lens = [chunk.end for chunk in chunks] + [0] * more_seqs
         tiles = make_tiles(lengths.astype(np.int32), decodes, TILE)
-        return Batch(
+        return CudaStepBatch(
             token_ids=_int32(tokens, more_tokens),
             positions=_int32(positions, more_tokens),
             query_start=_int32(starts),

@@ -7,7 +7,7 @@ import torch
 from support.sampling_definition import VOCAB, define
 
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.backends.torch_cuda.sampler import Sampler
+from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine.step import RowStart, StepPlan
 
 
@@ -69,7 +69,7 @@ def run(sampler, logits, plan, room=None):
 def follows_the_definition(device: Device, rows, seed: int, spread: float) -> None:
     """Random logits for `rows` of support.sampling_definition, among padding."""
     logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
-    sampler, want = Sampler(VOCAB, 8, 32, device), []
+    sampler, want = CudaSampler(VOCAB, 8, 32, device), []
     for row, (rules, history, prompt) in enumerate(rows):
         num_prompt = min(prompt, len(history))
         sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))

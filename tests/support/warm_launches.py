@@ -145,9 +145,9 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
 
     from pagoda.backends.torch_cuda.backend import create
     from pagoda.backends.torch_cuda.device import CPU, Device
-    from pagoda.common.config.cache import CacheConfig
     from pagoda.common.config.engine import Limits
-    from pagoda.common.engine.kv_spec import kv_layout
+    from pagoda.common.config.groups.cache import CacheConfig
+    from pagoda.common.engine.kv_cache.spec import kv_layout
 
     class Absent(Device):
         use_kernels = True

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pagoda.benchmarks.gpu import small_model
-from pagoda.common.weights.gguf import GgufFile
+from pagoda.common.weights.gguf.file import GgufFile
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,10 +8,9 @@ from typing import Final
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token
-from pagoda.backends.torch_cuda.attention_backends.refusal import refusal, refuse_common
-from pagoda.backends.torch_cuda.batch import Batch
-from pagoda.backends.torch_cuda.cache import LayerCache
+from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token, refusal, refuse_common
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.spec import Attention
 
 NAME: Final = "FLASH_ATTN"
@@ -26,7 +25,9 @@ class FlashAttn:
     def __init__(self, with_kvcache: Callable[..., Tensor]) -> None:
         self.with_kvcache = with_kvcache
 
-    def __call__(self, queries: Tensor, batch: Batch, cache: LayerCache, spec: Attention, out: Tensor) -> None:
+    def __call__(
+        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+    ) -> None:
         """See protocol.Prefill. One split, so that a sequence's result does not depend on the others."""
         part = Longer.of(queries, batch, cache)
         out[part.rows] = self.with_kvcache(

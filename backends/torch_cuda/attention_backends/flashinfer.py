@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs
-from pagoda.backends.torch_cuda.attention_backends.refusal import refusal, refuse_common
-from pagoda.backends.torch_cuda.batch import Batch
-from pagoda.backends.torch_cuda.cache import LayerCache
+from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, refusal, refuse_common
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.spec import Attention
 
 NAME: Final = "FLASHINFER"
@@ -31,27 +30,29 @@ class FlashInfer:
 
     def __init__(self, make_wrapper: Callable[[], Any]) -> None:
         self.make_wrapper = make_wrapper
-        self._plans: dict[tuple[int, Attention], Plan] = {}
+        self._plans: dict[tuple[int, Attention], FlashInferPlan] = {}
 
-    def __call__(self, queries: Tensor, batch: Batch, cache: LayerCache, spec: Attention, out: Tensor) -> None:
+    def __call__(
+        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+    ) -> None:
         """See protocol.Prefill. Layers of one group and spec share a plan."""
         part = Longer.of(queries, batch, cache)
-        plan = self._plans.setdefault((cache.group, spec), Plan(self.make_wrapper, spec.scale, spec.softcap))
+        plan = self._plans.setdefault((cache.group, spec), FlashInferPlan(self.make_wrapper, spec.scale, spec.softcap))
         plan.make(batch, part, cache)
         end = part.rows.start + plan.tokens
         out[part.rows.start : end] = plan.wrapper.run(part.queries[: plan.tokens], (cache.keys, cache.values))
 
 
-class Plan:
+class FlashInferPlan:
     """How the work of one step is shared out, for all layers alike; made once a step."""
 
     def __init__(self, make_wrapper: Callable[[], Any], scale: float, softcap: float | None) -> None:
         self.make_wrapper, self.scale, self.softcap = make_wrapper, scale, softcap
         self.wrapper: Any = None
         self.tokens = 0
-        self._step: Batch | None = None
+        self._step: CudaStepBatch | None = None
 
-    def make(self, batch: Batch, part: Longer, cache: LayerCache) -> None:
+    def make(self, batch: CudaStepBatch, part: Longer, cache: CudaLayerCache) -> None:
         """Plan the step unless that is done."""
         if self._step is batch:
             return

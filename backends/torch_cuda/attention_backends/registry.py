@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final, cast
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import Needs, Prefill
-from pagoda.common.config.attention import AUTO
+from pagoda.common.config.groups.attention import AUTO
 
 MODULES: Final[Mapping[str, str]] = {
     AUTO: "triton_attn",

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token
-from pagoda.backends.torch_cuda.attention_backends.refusal import refusal, refuse_common
-from pagoda.backends.torch_cuda.batch import Batch
-from pagoda.backends.torch_cuda.cache import LayerCache
+from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token, refusal, refuse_common
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Attention
 
@@ -33,7 +32,9 @@ class TorchVarlen:
     def __init__(self, varlen_attn: Callable[..., Tensor]) -> None:
         self.varlen_attn = varlen_attn
 
-    def __call__(self, queries: Tensor, batch: Batch, cache: LayerCache, spec: Attention, out: Tensor) -> None:
+    def __call__(
+        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+    ) -> None:
         """See protocol.Prefill. Lengths are stated as bounds, which costs programs that end at once, not a wait."""
         part = Longer.of(queries, batch, cache)
         out[part.rows] = self.varlen_attn(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
-from pagoda.backends.torch_cuda.batch import Batch
-from pagoda.backends.torch_cuda.cache import LayerCache
 from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
+from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.spec import Attention
 
 
@@ -18,7 +18,9 @@ class TritonAttn:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def __call__(self, queries: Tensor, batch: Batch, cache: LayerCache, spec: Attention, out: Tensor) -> None:
+    def __call__(
+        self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
+    ) -> None:
         """See protocol.Prefill."""
         assert batch.tiles is not None, "there are sequences that are no decodes"
         prefill_attention(

@@ -25,8 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, Launch
 
 TARGETS: Final = ("sm_80", "sm_90", "sm_100")
 FOLDERS: Final = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/arg_specs.py")))

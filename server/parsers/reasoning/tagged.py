@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from pagoda.server.parsers.events import Content, Event, Reasoning
-from pagoda.server.parsers.marks import Marks
-from pagoda.server.parsers.parser import Parser
+from pagoda.server.parsers.delimiters import DelimiterSet
+from pagoda.server.parsers.parser import Content, Event, Parser, Reasoning
 
 _THINK: Final = ("<think>",)
 _THINK_END: Final = ("</think>",)
@@ -62,9 +61,9 @@ class TaggedFormat:
 
 
 @cache
-def _marks(texts: tuple[str, ...]) -> Marks:
+def _marks(texts: tuple[str, ...]) -> DelimiterSet:
     """Made once for all answers of a format."""
-    return Marks(texts)
+    return DelimiterSet(texts)
 
 
 class TaggedParser:
@@ -149,7 +148,11 @@ class TaggedParser:
         return self._between(self._unwrap, Content, self._content, final)
 
     def _between(
-        self, ends: Marks, kind: type[Content] | type[Reasoning], then: Callable[[bool], list[Event]], final: bool
+        self,
+        ends: DelimiterSet,
+        kind: type[Content] | type[Reasoning],
+        then: Callable[[bool], list[Event]],
+        final: bool,
     ) -> list[Event]:
         """Text up to one of `ends`, without the white space around it, which is kept back until other text follows."""
         text, end, rest = ends.split(self._unread, final=final)
@@ -190,3 +193,44 @@ class TaggedParser:
         """Leave out the white space that comes next, and `opening` after it."""
         space = len(self._unread) - len(self._unread.lstrip())
         self._unread = self._unread[min(space, MAX_SPACE) + len(opening) :]
+
+
+# No format: all text is content.
+
+
+class Identity:
+    """Finds no thinking."""
+
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def thinks(self, _prompt: str) -> bool:
+        """Never."""
+        return False
+
+    def parser(self, _prompt: str) -> AllContent:
+        """A reader that passes everything on."""
+        return AllContent()
+
+
+class AllContent:
+    """Gives what it is fed, with `before` before it."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, before: str = "") -> None:
+        self._before = before
+
+    def feed(self, text: str) -> list[Event]:
+        """The text."""
+        if not text:
+            return []
+        text, self._before = self._before + text, ""
+        return [Content(text)]
+
+    def finish(self) -> list[Event]:
+        """Nothing was kept back."""
+        return []
+
+
+IDENTITY: Final = Identity()

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from pagoda.common.errors import RequestError
 from pagoda.server.parsers.parser import Parser, Tool
-from pagoda.server.parsers.tool import json_calls, json_text
-from pagoda.server.parsers.tool.machine import Machine, tried
-from pagoda.server.parsers.tool.output import Output
+from pagoda.server.parsers.tool import json_text
+from pagoda.server.parsers.tool.formats import json_calls
+from pagoda.server.parsers.tool.machine import Machine, ParserOutput, tried
 from pagoda.server.parsers.tool.scanner import Reading, Scanner
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -85,15 +85,15 @@ class Named:
         return Machine(partial(_named, name=self.name))
 
 
-def _required(scanner: Scanner, output: Output) -> Reading[None]:
+def _required(scanner: Scanner, output: ParserOutput) -> Reading[None]:
     yield from tried(scanner, output, json_calls.calls(scanner, output))
 
 
-def _named(scanner: Scanner, output: Output, name: str) -> Reading[None]:
+def _named(scanner: Scanner, output: ParserOutput, name: str) -> Reading[None]:
     yield from tried(scanner, output, _arguments(scanner, output, name))
 
 
-def _arguments(scanner: Scanner, output: Output, name: str) -> Reading[None]:
+def _arguments(scanner: Scanner, output: ParserOutput, name: str) -> Reading[None]:
     yield from scanner.space()
     yield from scanner.expect("{")
     output.call(name)

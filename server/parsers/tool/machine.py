@@ -4,17 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pagoda.server.parsers.events import Event
-from pagoda.server.parsers.tool.output import Output
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 from pagoda.server.parsers.tool.scanner import Ended, Malformed, Reading, Scanner, markers
+
+# What has been found in one answer, as events.
+
+
+class ParserOutput:
+    """Events not yet handed on, and how many calls there were.
+
+    White space between calls, before the first and after the last belongs to the format: it is no content.
+    """
+
+    def __init__(self, scanner: Scanner) -> None:
+        self._scanner = scanner
+        self._events: list[Event] = []
+        self._calls = 0
+        self._space: str | None = ""  # since the beginning or the last call, as long as nothing else came; None: it did
+
+    def content(self, text: str) -> None:
+        """Text for the user."""
+        if self._space is not None:
+            text, self._space = self._space + text, None
+            if not text.strip():
+                self._space = text
+                return
+        if text:
+            self._events.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Text of the model's thinking."""
+        self._events.append(Reasoning(text))
+
+    def call(self, name: str, own_id: str | None = None) -> None:
+        """The next call begins. What was read for it cannot become content any more."""
+        self._scanner.settle()
+        self._events.append(ToolCall(self._calls, name, own_id))
+        self._calls += 1
+        self._space = ""
+
+    def drop_space(self) -> None:
+        """Calls are closed here: white space since the last one belongs to the format."""
+        if self._calls and self._space:
+            self._space = ""
+
+    def arguments(self, text: str) -> None:
+        """A piece of the last call's arguments."""
+        self._scanner.settle()
+        self._events.append(Arguments(self._calls - 1, text))
+
+    def end(self) -> None:
+        """The answer is over: an answer of white space is content after all."""
+        if self._space and not self._calls:
+            self._events.append(Content(self._space))
+
+    def taken(self) -> list[Event]:
+        """The events since the last time."""
+        events, self._events = self._events, []
+        return events
 
 
 class Machine:
     """The parser that reads one answer by `read`, which says all it finds to the output."""
 
-    def __init__(self, read: Callable[[Scanner, Output], Reading[None]]) -> None:
+    def __init__(self, read: Callable[[Scanner, ParserOutput], Reading[None]]) -> None:
         self._scanner = Scanner()
-        self._output = Output(self._scanner)
+        self._output = ParserOutput(self._scanner)
         self._reading = self._read(read)
 
     def feed(self, text: str) -> list[Event]:
@@ -30,7 +85,7 @@ class Machine:
         next(self._reading, None)
         return self._output.taken()
 
-    def _read(self, read: Callable[[Scanner, Output], Reading[None]]) -> Reading[None]:
+    def _read(self, read: Callable[[Scanner, ParserOutput], Reading[None]]) -> Reading[None]:
         scanner, output = self._scanner, self._output
         try:
             yield from read(scanner, output)
@@ -44,7 +99,7 @@ class Machine:
 
 def calls_in_text(
     scanner: Scanner,
-    output: Output,
+    output: ParserOutput,
     opens: Mapping[str, tuple[str, ...]],
     read: Callable[[str], Reading[None]],
     *,
@@ -82,7 +137,7 @@ def calls_in_text(
         output.content(rest)
 
 
-def tried(scanner: Scanner, output: Output, reading: Reading[None]) -> Reading[bool]:
+def tried(scanner: Scanner, output: ParserOutput, reading: Reading[None]) -> Reading[bool]:
     """`attempt`, after which all that is left of a call that went wrong is content. Whether there was a call."""
     try:
         return (yield from attempt(scanner, output, reading))
@@ -92,7 +147,7 @@ def tried(scanner: Scanner, output: Output, reading: Reading[None]) -> Reading[b
         return True
 
 
-def attempt(scanner: Scanner, output: Output, reading: Reading[None]) -> Reading[bool]:
+def attempt(scanner: Scanner, output: ParserOutput, reading: Reading[None]) -> Reading[bool]:
     """Read what should be a call. Where it turns out to be none, what was read of it is content.
 
     Whether it was a call. Raises Malformed where it went wrong later. Within an attempt that may still fail, this is a
@@ -117,7 +172,7 @@ def attempt(scanner: Scanner, output: Output, reading: Reading[None]) -> Reading
     return True
 
 
-def listed(scanner: Scanner, output: Output, call: Callable[[], Reading[None]]) -> Reading[None]:
+def listed(scanner: Scanner, output: ParserOutput, call: Callable[[], Reading[None]]) -> Reading[None]:
     """Calls in square brackets. Raises Malformed where there are none, and behind the last call where it goes wrong."""
     yield from scanner.expect("[")
     yield from scanner.space()

@@ -3,9 +3,18 @@ import ctypes
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda import arena as arenas
-from pagoda.backends.torch_cuda.arena import ALIGNMENT, Arena, CudaPages, HostPages
-from pagoda.backends.torch_cuda.cuda_driver import AccessDesc, AllocationFlags, AllocationProp, CudaDriver, Location
+from pagoda.backends.torch_cuda.memory import arena as arenas
+from pagoda.backends.torch_cuda.memory.arena import (
+    ALIGNMENT,
+    AccessDesc,
+    AllocationFlags,
+    AllocationProp,
+    Arena,
+    CudaDriver,
+    CudaPages,
+    HostPages,
+    Location,
+)
 
 GRANULE = 1 << 12
 

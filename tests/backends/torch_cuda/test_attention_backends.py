@@ -21,8 +21,8 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import Needs, Prefil
 from pagoda.backends.torch_cuda.attention_backends.registry import MODULES, find
 from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
-from pagoda.common.config.attention import AUTO, KERNELS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
+from pagoda.common.config.groups.attention import AUTO, KERNELS
 from pagoda.common.errors import ConfigError
 
 SPEC = tiny_spec()

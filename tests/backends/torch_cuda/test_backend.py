@@ -11,16 +11,16 @@ import triton
 from support.jax_requests import requests
 from support.reference_driver import Driver, random_weights, tiny_spec
 
-from pagoda.backends.reference.naive import NaiveModel
+from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.backend import create
-from pagoda.backends.torch_cuda.buffers import Buffers
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.common.config.cache import CacheConfig
-from pagoda.common.config.compilation import CompilationConfig
+from pagoda.backends.torch_cuda.execution.buffers import Buffers
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import PREVIOUS

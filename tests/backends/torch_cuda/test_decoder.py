@@ -10,15 +10,15 @@ import torch
 from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import Chunk, TorchCudaModel, poisoned
 
-from pagoda.backends.reference.naive import NaiveModel
-from pagoda.backends.torch_cuda import cache
-from pagoda.backends.torch_cuda.batch import Batch, GroupBatch
-from pagoda.backends.torch_cuda.comm import ALONE, Comm
-from pagoda.backends.torch_cuda.decoder import Decoder
+from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
+from pagoda.backends.torch_cuda.memory import cache
+from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
-from pagoda.common.engine.kv_spec import StateCache, kv_layout
+from pagoda.common.engine.kv_cache.spec import StateCache, kv_layout
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import ModelSpec
 
@@ -60,7 +60,7 @@ def test_scales_of_an_eight_bit_cache_are_used_both_ways() -> None:
     layout, found, stored = kv_layout(SPECS["experts"], 4), [], []
     for scale in (1.0, 0.25):
         one = model("experts", cache_dtype=torch.float8_e4m3fn)
-        caches = cache.allocate(layout, 8, torch.float8_e4m3fn, Shard(), poisoned)
+        caches = cache.allocate(layout, 8, torch.float8_e4m3fn, RankShard(), poisoned)
         for held in caches.values():
             assert held.k_scale is not None
             assert held.v_scale is not None
@@ -77,12 +77,12 @@ def test_scales_of_an_eight_bit_cache_are_used_both_ways() -> None:
 def test_several_tokens_a_sequence_decode_as_a_prefill() -> None:
     """What verifying drafts asks for: the last three tokens of two sequences at once."""
     one = model("window")
-    caches = cache.allocate(one.layout, 32, torch.float32, Shard(), poisoned)
+    caches = cache.allocate(one.layout, 32, torch.float32, RankShard(), poisoned)
     pages = 1 + np.arange(12).reshape(2, 2, 3)
     others = TOKENS[::-1]
     whole = [Chunk(ids, 0, len(TOKENS), pages[n]) for n, ids in enumerate((TOKENS, others))]
     want = one.decoder.hidden(one.batch(whole), caches)[: 2 * len(TOKENS)].view(2, len(TOKENS), -1)[:, -3:]
-    caches = cache.allocate(one.layout, 32, torch.float32, Shard(), poisoned)
+    caches = cache.allocate(one.layout, 32, torch.float32, RankShard(), poisoned)
     one.decoder.hidden(one.batch([replace(chunk, end=len(TOKENS) - 3) for chunk in whole]), caches)
     drafts = one.batch([replace(chunk, begin=len(TOKENS) - 3) for chunk in whole])
     keep = drafts.query_start[-1].item()
@@ -118,19 +118,19 @@ class Half:
 def test_a_decode_step_asks_for_no_values(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without memory, where any look at a value is an error: so the step can be captured in a graph."""
     spec = SPECS.get(kind) or with_full_norm(SPECS["window"])
-    monkeypatch.setattr("pagoda.backends.torch_cuda.mixers.attention.decode_attention", lambda q, *_, **__: q)
-    monkeypatch.setattr("pagoda.backends.torch_cuda.moe.moe", lambda x, *_, **__: x)
-    meta, shard, layout = torch.device("meta"), Shard(comm.rank, comm.size), kv_layout(spec, 4)
+    monkeypatch.setattr("pagoda.backends.torch_cuda.model.attention.decode_attention", lambda q, *_, **__: q)
+    monkeypatch.setattr("pagoda.backends.torch_cuda.model.decoder.moe", lambda x, *_, **__: x)
+    meta, shard, layout = torch.device("meta"), RankShard(comm.rank, comm.size), kv_layout(spec, 4)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=meta)
 
     params = Loader(spec, shard, torch.float32, empty).params
-    decoder = Decoder(spec, params, Device(meta, CPU.chip, "meta"), 16, comm)
+    decoder = CudaDecoder(spec, params, Device(meta, CPU.chip, "meta"), 16, comm)
     caches = cache.allocate(layout, 8, torch.float32, shard, empty)
     seqs = empty((5,), torch.int32)
     group = GroupBatch(empty((5, 4), torch.int32), seqs)
-    batch = Batch(seqs, seqs, empty((6,), torch.int32), seqs, (group,) * len(layout.groups), 5, None, splits=2)
+    batch = CudaStepBatch(seqs, seqs, empty((6,), torch.int32), seqs, (group,) * len(layout.groups), 5, None, splits=2)
     hidden = decoder.hidden(batch, caches)
     assert hidden.shape == (5, 32)
     assert decoder.logits(hidden).shape == (5, 96)
@@ -146,7 +146,7 @@ def with_full_norm(spec: ModelSpec) -> ModelSpec:
 def test_groups_share_arrays() -> None:
     """A block id costs the same whichever group owns it."""
     layout = kv_layout(SPECS["window"], 4)
-    caches = cache.allocate(layout, 5, torch.float16, Shard(1, 2), poisoned)
+    caches = cache.allocate(layout, 5, torch.float16, RankShard(1, 2), poisoned)
     assert caches[0].keys.shape == (5, 1, 4, 16)
     assert caches[0].keys.data_ptr() == caches[1].keys.data_ptr()
     assert caches[0].keys.data_ptr() != caches[0].values.data_ptr()
@@ -156,4 +156,4 @@ def test_groups_share_arrays() -> None:
 
 def test_a_cache_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelError, match="the torch_cuda backend has no cache for StateCache"):
-        cache.head_shape(StateCache(8), Shard())
+        cache.head_shape(StateCache(8), RankShard())

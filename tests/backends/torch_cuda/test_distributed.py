@@ -15,9 +15,9 @@ from support import second_rank
 from support.second_rank import DTYPES, exchange, own, place
 from support.served import environment
 
-from pagoda.backends.torch_cuda.distributed import TorchComm, join
+from pagoda.backends.torch_cuda.parallel.distributed import TorchComm, join
+from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
-from pagoda.common.hosts.place import RankPlace
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_a_rank_that_is_gone_ends_a_collective() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_collectives_are_captured() -> None:
     gpu, listener = torch.device("cuda", 0), socket.create_server(("127.0.0.1", 0))
-    alone = RankPlace(rank=0, size=1, device=0, host="127.0.0.1", port=listener.getsockname()[1])
+    alone = RankInfo(rank=0, size=1, device=0, host="127.0.0.1", port=listener.getsockname()[1])
     comm = join(alone, listener, gpu)
     x, stream = torch.ones(8, 16, device=gpu), torch.cuda.Stream(gpu)
     graph = torch.cuda.CUDAGraph()

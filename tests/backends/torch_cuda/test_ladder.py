@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.backends.torch_cuda.ladder import make_ladder, usual_sizes
-from pagoda.common.config.compilation import CompilationConfig
+from pagoda.backends.torch_cuda.execution.programs import make_ladder, usual_sizes
+from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.errors import ConfigError
 
 

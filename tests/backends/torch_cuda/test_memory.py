@@ -9,13 +9,13 @@ import torch
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.torch_cuda.backend import create
-from pagoda.backends.torch_cuda.cache import allocate, block_bytes
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.memory import GIB, Usage, cpu_usage, plan_blocks
-from pagoda.backends.torch_cuda.sharding import Shard
-from pagoda.common.config.cache import CacheConfig
+from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes
+from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, cpu_usage, plan_blocks
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ConfigError
 
 LIMITS = Limits(max_model_len=1 << 17, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)
@@ -23,8 +23,8 @@ LAYOUT = kv_layout(tiny_spec(window=6), 16)
 BLOCK = 1 << 20
 
 
-def usage(share: float = 0.9, weights: int = 15 * GIB) -> Usage:
-    return Usage(
+def usage(share: float = 0.9, weights: int = 15 * GIB) -> MemoryUsage:
+    return MemoryUsage(
         "NVIDIA L4",
         total=22 * GIB,
         usable=int(22 * GIB * share),
@@ -46,7 +46,7 @@ def test_what_is_left_holds_keys_and_values() -> None:
 
 def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
     """Eight sequences of 8192 tokens of Llama-3-8B on an H200, which need 4096 blocks."""
-    h200 = Usage(
+    h200 = MemoryUsage(
         "NVIDIA H200",
         total=140 * GIB,
         usable=126 * GIB,
@@ -136,7 +136,7 @@ def test_too_little_memory_says_how_much_and_what_would_do(weights: int, missing
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_block_costs_what_is_allocated(ranks: int) -> None:
-    shard = Shard(0, ranks)
+    shard = RankShard(0, ranks)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -12,7 +12,7 @@ from support.torch_cuda_model import TorchCudaModel
 
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.kernels.weight_only import pack
-from pagoda.common.config.cache import CacheConfig
+from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.errors import ConfigError
 
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 11, 30, 7, 7, 60]

@@ -11,16 +11,16 @@ import torch
 from support.reference_driver import Driver, random_weights, tiny_spec
 from support.tiny_folder import write_model
 
-from pagoda.backends.reference.naive import NaiveModel
+from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.kernels.weight_only import pack, unpack
-from pagoda.backends.torch_cuda.quantize import packing
+from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.offline.llm import LLM
+from pagoda.server.llm import LLM
 
 SPECS = {"dense": tiny_spec(window=6), "moe": tiny_spec(moe=True)}
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]

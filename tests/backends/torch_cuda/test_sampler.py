@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.sampling_definition import ROWS, VOCAB, define
 from support.torch_sampling import Now, decode_step, follows_the_definition, run
 
-from pagoda.backends.reference.sampler import Sampler as ReferenceSampler
-from pagoda.backends.reference.sampler import token_logprobs
+from pagoda.backends.reference.sampling import Sampler as ReferenceSampler
+from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.sampler import Sampler
+from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine import logit_edits
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import RowStart, TokenMasks
@@ -25,8 +25,8 @@ LENGTH = 32
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-def make(options: SamplerOptions = USUAL) -> Sampler:
-    return Sampler(VOCAB, ROOM, LENGTH, CPU, options)
+def make(options: SamplerOptions = USUAL) -> CudaSampler:
+    return CudaSampler(VOCAB, ROOM, LENGTH, CPU, options)
 
 
 def noisy(seed: int, rows: int, spread: float = 3.0) -> np.ndarray:
@@ -85,7 +85,7 @@ def test_a_seed_gives_the_same_token_in_any_batch() -> None:
 def test_frequencies_follow_the_distribution(top_p: float) -> None:
     wanted = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
     draws = 2_000
-    sampler = Sampler(4, draws, 4, CPU)
+    sampler = CudaSampler(4, draws, 4, CPU)
     for row in range(draws):
         rules = SamplingRules(temperature=1.0, top_p=top_p, seed=row)
         sampler.start(RowStart(row, np.zeros(1, np.int32), 1, rules))

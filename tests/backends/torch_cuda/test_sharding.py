@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.reference_driver import tiny_spec
 
-from pagoda.backends.torch_cuda.layout import make_layout
-from pagoda.backends.torch_cuda.sharding import Shard, check
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard, check
+from pagoda.backends.torch_cuda.weights import make_layout
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
@@ -27,7 +27,7 @@ def with_heads(heads: int, kv_heads: int) -> ModelSpec:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_element_lies_on_a_rank_and_every_row_is_filled_once(size: int, moe: bool) -> None:
     spec = tiny_spec(moe=moe)
-    layouts = [make_layout(spec, Shard(rank, size)) for rank in range(size)]
+    layouts = [make_layout(spec, RankShard(rank, size)) for rank in range(size)]
     for name, param in params(spec).items():
         seen = np.zeros(param.shape, np.int32)
         for layout in layouts:
@@ -47,7 +47,7 @@ def test_every_element_lies_on_a_rank_and_every_row_is_filled_once(size: int, mo
 
 
 def test_what_lies_together() -> None:
-    shapes = make_layout(SPEC, Shard(1, 2)).shapes
+    shapes = make_layout(SPEC, RankShard(1, 2)).shapes
     assert shapes["layers.0.mixer.qkv"] == ((2 + 1 + 1) * 16, 32)
     assert shapes["layers.0.mixer.qkv_bias"] == ((2 + 1 + 1) * 16,)
     assert shapes["layers.0.mixer.out"] == (32, 2 * 16)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pagoda.backends.torch_cuda.cpu_stream import CpuStream
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.staging import SLOTS, Staging
+from pagoda.backends.torch_cuda.execution.runner import SLOTS, Staging
+from pagoda.backends.torch_cuda.execution.stream import CpuStream
 
 
 class SlowStream(CpuStream):

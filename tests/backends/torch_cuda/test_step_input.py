@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.buffers import Buffers, decode_shape, make_batch, tables
-from pagoda.backends.torch_cuda.step_input import ALIGN, TABLE_ALIGN, StepShape, pack, width_of
+from pagoda.backends.torch_cuda.execution.buffers import Buffers, decode_shape, make_batch, tables
+from pagoda.backends.torch_cuda.execution.step_input import ALIGN, TABLE_ALIGN, CudaStepShape, pack, width_of
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 
 BLOCK = 4
@@ -32,7 +32,7 @@ def plan(lengths: list[int], context: list[int], groups: int = 2) -> StepPlan:
     )
 
 
-def packed(plan: StepPlan, shape: StepShape) -> np.ndarray:
+def packed(plan: StepPlan, shape: CudaStepShape) -> np.ndarray:
     flat = np.full(shape.size, -7, np.int32)  # what the last step left
     pack(flat, shape, plan, BLOCK)
     return flat
@@ -42,7 +42,7 @@ def packed(plan: StepPlan, shape: StepShape) -> np.ndarray:
 def test_every_token_has_its_place(lengths: list[int], context: list[int]) -> None:
     asked = plan(lengths, context)
     total = sum(lengths)
-    shape = StepShape(tokens=16, seqs=4, rows=4, groups=2, width=width_of(asked))
+    shape = CudaStepShape(tokens=16, seqs=4, rows=4, groups=2, width=width_of(asked))
     numbers = torch.from_numpy(packed(asked, shape))
     last = torch.arange(500, 520, dtype=torch.int32)
     batch = make_batch(shape, numbers, tables(shape, numbers), last, num_decodes=1, splits=1)
@@ -63,7 +63,7 @@ def test_every_token_has_its_place(lengths: list[int], context: list[int]) -> No
 @pytest.mark.parametrize("seqs", [1, 3, 24, 33])
 def test_parts_are_aligned_and_do_not_overlap(seqs: int) -> None:
     """Triton compiles anew for a pointer that is less aligned than the one before."""
-    shape = StepShape(tokens=seqs, seqs=seqs, rows=seqs, groups=3, width=TABLE_ALIGN, tiles=5)
+    shape = CudaStepShape(tokens=seqs, seqs=seqs, rows=seqs, groups=3, width=TABLE_ALIGN, tiles=5)
     flat = np.zeros(shape.size, np.int32)
     for part in shape.parts.values():
         assert part.begin % ALIGN == 0

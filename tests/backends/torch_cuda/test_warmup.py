@@ -9,11 +9,11 @@ from support.warm_launches import compiled
 
 from pagoda.backends.torch_cuda import backend as backend_module
 from pagoda.backends.torch_cuda.backend import create
-from pagoda.backends.torch_cuda.cpu_stream import CpuStream
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.common.config.cache import CacheConfig
+from pagoda.backends.torch_cuda.execution.stream import CpuStream
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_spec import kv_layout
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
 
 MIB = 1 << 20
 

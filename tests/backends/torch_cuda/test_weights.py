@@ -10,11 +10,11 @@ import torch
 from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TorchCudaModel, poisoned
 
-from pagoda.backends.torch_cuda.kernels.weight_only import Packed, pack, unpack
-from pagoda.backends.torch_cuda.sharding import Shard
+from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix, pack, unpack
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.narrow import to_bfloat16
+from pagoda.common.weights.dtypes import to_bfloat16
 
 SPEC, MIXTURE = tiny_spec(), tiny_spec(moe=True)
 TOKENS = [5, 17, 3, 80, 41, 2, 9]
@@ -22,7 +22,7 @@ WEIGHTS = dict(random_weights(SPEC))
 
 
 def loader(**options) -> Loader:
-    return Loader(SPEC, Shard(), torch.float32, poisoned, **options)
+    return Loader(SPEC, RankShard(), torch.float32, poisoned, **options)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_packed_matrices_answer_as_what_they_stand_for(spec, scheme) -> None:
     packed = TorchCudaModel(spec, weights.items(), 16, pack=partial(pack, scheme=scheme))
     rounded = TorchCudaModel(spec, weights.items(), 16)
     for name, matrix in packed.loader.params.held.items():
-        assert isinstance(matrix, Packed) == name.endswith((".qkv", ".out", ".inner", ".down")), name
-        if isinstance(matrix, Packed):
+        assert isinstance(matrix, PackedMatrix) == name.endswith((".qkv", ".out", ".inner", ".down")), name
+        if isinstance(matrix, PackedMatrix):
             rounded.loader.params[name].copy_(unpack(matrix))
     found, want = packed.logits(TOKENS), rounded.logits(TOKENS)
     assert want.std() > 0.1
@@ -91,7 +91,7 @@ def test_packed_matrices_answer_as_what_they_stand_for(spec, scheme) -> None:
 
 
 def test_other_types_are_cast_on_the_way() -> None:
-    narrow = Loader(SPEC, Shard(), torch.float16, poisoned)
+    narrow = Loader(SPEC, RankShard(), torch.float16, poisoned)
     narrow.fill((name, to_bfloat16(array)) for name, array in WEIGHTS.items())
     want = torch.from_numpy(WEIGHTS["head"]).to(torch.bfloat16).to(torch.float16)
     assert torch.equal(narrow.params["head"][: SPEC.vocab], want)

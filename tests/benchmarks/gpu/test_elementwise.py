@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.benchmarks.gpu import elementwise
 from pagoda.benchmarks.gpu.measure import Bench
 

@@ -6,7 +6,7 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel
 from pagoda.benchmarks.gpu import gemm
 from pagoda.benchmarks.gpu.measure import Bench

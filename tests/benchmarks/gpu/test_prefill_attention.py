@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import api
 from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel as kernels
 from pagoda.benchmarks.gpu.measure import Bench

@@ -6,7 +6,7 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.benchmarks.gpu import sampling
 from pagoda.benchmarks.gpu.measure import Bench
 

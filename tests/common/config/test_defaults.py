@@ -10,6 +10,7 @@ import pytest
 from pagoda.common.config.defaults import (
     BatchDefaults,
     ModelLimits,
+    Platform,
     ResolvedLimits,
     ResolvedRow,
     Usage,
@@ -17,7 +18,6 @@ from pagoda.common.config.defaults import (
     resolve_limits,
 )
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.platform import Platform
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.args import EngineArgs
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from pagoda.common.config import env
-from pagoda.common.config.env_var import is_secret
-from pagoda.common.config.sources import from_environment
-from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.common.config.env import is_secret
+from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, from_environment
 from pagoda.common.errors import ConfigError
 from pagoda.server.plugins import load_general_plugins
 from pagoda.server.settings.args import EngineArgs

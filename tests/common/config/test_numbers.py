@@ -1,6 +1,6 @@
 import pytest
 
-from pagoda.common.config.numbers import human_readable_int, human_readable_int_or_auto, json_object, json_or_text
+from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto, json_object, json_or_text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.backends.registry import BACKENDS, load_backend
-from pagoda.common.config.platform import BLOCK_SIZES, KINDS, Platform, detect
+from pagoda.common.config.defaults import BLOCK_SIZES, KINDS, Platform, detect
 
 
 def test_a_cpu_says_its_architecture_and_memory() -> None:

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from pagoda.common.config.sources import Sourced, from_environment, from_file, from_keywords, settle
-from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.common.config.settings import (
+    ENGINE_SETTINGS,
+    SERVER_SETTINGS,
+    Sourced,
+    from_environment,
+    from_file,
+    from_keywords,
+    settle,
+)
 from pagoda.common.errors import ConfigError
 
 ALL = ENGINE_SETTINGS | SERVER_SETTINGS

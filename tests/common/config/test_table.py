@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.common.config.table import DOCUMENTED_GROUPS, ENGINE_SETTINGS, SERVER_SETTINGS, settings_of
+from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_SETTINGS, SERVER_SETTINGS, settings_of
 from pagoda.common.errors import ConfigError
 
 ALL = ENGINE_SETTINGS | SERVER_SETTINGS

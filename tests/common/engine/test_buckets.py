@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.buckets import Bucket, Buckets, Ladder
+from pagoda.common.engine.buckets import Bucket, Buckets, ShapeLadder
 
 
 def test_powers_of_two_up_to_the_limit_itself():
-    assert Ladder.between(5, 48).sizes == (8, 16, 32, 48)
-    assert Ladder.between(16, 16).sizes == (16,)
-    assert Ladder.between(1, 1).sizes == (1,)
+    assert ShapeLadder.between(5, 48).sizes == (8, 16, 32, 48)
+    assert ShapeLadder.between(16, 16).sizes == (16,)
+    assert ShapeLadder.between(1, 1).sizes == (1,)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4)])
 def test_an_impossible_ladder_is_refused(low, high):
     with pytest.raises(ValueError, match="no ladder"):
-        Ladder.between(low, high)
+        ShapeLadder.between(low, high)
 
 
 def test_the_smallest_rung_that_holds():
-    ladder = Ladder.between(8, 48)
+    ladder = ShapeLadder.between(8, 48)
     assert [ladder.bucket_for(n) for n in (1, 8, 9, 33, 48)] == [8, 8, 16, 48, 48]
     with pytest.raises(ValueError, match="above the top"):
         ladder.bucket_for(49)

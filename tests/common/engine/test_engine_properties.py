@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.kv_manager import KvManager
-from pagoda.common.engine.kv_spec import KvLayout
+from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sharded import Engine, ShardedCore
 
 STOPS = frozenset({3, 4})
 MAX_LEN = 48

@@ -9,7 +9,7 @@ import pytest
 from fakes import full_layout
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_manager import KvManager
+from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.scheduler import Scheduler

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from fakes import FakeBackend, full_layout
 
-from pagoda.common.config.defaults import ModelLimits, resolve_limits
-from pagoda.common.config.platform import Platform
+from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.sleep import KV_CACHE, TAGS, WEIGHTS, Sleeper
 from pagoda.common.errors import SleepError, WeightError

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from support.hub_configs import GENERATORS, LEGACY, POOLERS, SAVED
 
-from pagoda.common.config.pooler import PoolerConfig
+from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
 from pagoda.common.models.overrides import overridden
-from pagoda.common.models.pooling import pooling_spec
-from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.registry import pooling_spec, spec_from_config
 from pagoda.common.models.spec import ModelSpec
 
 ONE_EACH = {str(config["model_type"]): config for config in GENERATORS.values()}

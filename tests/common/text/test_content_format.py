@@ -5,8 +5,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from pagoda.common.text.chat_template import render
-from pagoda.common.text.content_format import content_format
+from pagoda.common.text.chat_template import content_format_of, render
 
 LOOP = "{% for m in messages %}BODY{% endfor %}"
 
@@ -32,17 +31,17 @@ TEXT = [
 
 @pytest.mark.parametrize("body", PARTS)
 def test_a_loop_over_the_content_wants_parts(body: str) -> None:
-    assert content_format(LOOP.replace("BODY", body)) == "openai"
+    assert content_format_of(LOOP.replace("BODY", body)) == "openai"
 
 
 @pytest.mark.parametrize("body", TEXT)
 def test_anything_else_wants_text(body: str) -> None:
-    assert content_format(LOOP.replace("BODY", body)) == "string"
+    assert content_format_of(LOOP.replace("BODY", body)) == "string"
 
 
 def test_what_is_no_template() -> None:
     with pytest.raises(jinja2.TemplateSyntaxError):
-        content_format("{% for %}")
+        content_format_of("{% for %}")
 
 
 SHOW = LOOP.replace("BODY", "[{% for part in m.content %}{{ part.type }}={{ part.text }};{% endfor %}]")

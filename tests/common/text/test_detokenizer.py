@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from pagoda.common.text.detokenizer import Detokenizer
-from pagoda.common.text.text_stream import ByteStream, WindowStream, open_stream
+from pagoda.common.text.detokenizer import ByteStream, Detokenizer, WindowStream, open_stream
 from pagoda.common.text.token_bytes import byte_alphabet
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -8,10 +8,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from pagoda.common.errors import ModelError
-from pagoda.common.text.gguf_tokenizer import SPLITS, TokenType, read_gguf
-from pagoda.common.text.score_merges import merges_of_scores
+from pagoda.common.text.gguf_tokenizer import SPLITS, TokenType, merges_of_scores, read_gguf
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
-from pagoda.common.weights.gguf import GgufFile
+from pagoda.common.weights.gguf.file import GgufFile
 
 CORPUS = [
     "",

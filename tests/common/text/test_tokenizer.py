@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pagoda.common.errors import ModelError, RequestError
-from pagoda.common.text.bad_words import bad_words_token_ids
 from pagoda.common.text.tokenizer import LONG_TEXT, load_tokenizer
+from pagoda.server.processing.inputs import bad_words_token_ids
 
 TEXTS = [
     "",

@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dequantize import block_type, dequantize, stored_dtype
-from pagoda.common.weights.narrow import to_float32
+from pagoda.common.weights.dtypes import to_float32
+from pagoda.common.weights.gguf.dequantize import block_type, dequantize, stored_dtype
 
 DEQUANTISABLE = sorted(gguf.quants._type_traits, key=int)
 OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K)

@@ -7,8 +7,8 @@ import pytest
 
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
-from pagoda.common.weights.dummy import dummy_weights
-from pagoda.common.weights.narrow import dtype_name, to_float32
+from pagoda.common.weights.dtypes import dtype_name, to_float32
+from pagoda.server.startup.parameters import dummy_weights
 
 NORM = Norm(1e-5, kind="layer", bias=True)
 LAYER = Layer(Attention(4, 2, 8, 0.3, Rope(1e4, 8), qk_norm=Norm(1e-5)), Mlp(64, "silu", True), Norms(NORM, None, NORM))

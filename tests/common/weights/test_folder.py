@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.weights.checkpoint import open_checkpoint
-from pagoda.common.weights.narrow import dtype_name, to_float32
+from pagoda.common.weights.dtypes import dtype_name, to_float32
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(1)}
 

@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.weights.checkpoint import open_checkpoint
-from pagoda.common.weights.gguf import GgufFile
+from pagoda.common.weights.gguf.file import GgufFile
 
 METADATA = {
     "an.int": 7,

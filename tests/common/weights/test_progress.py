@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from pagoda.common.weights.progress import with_progress
+from pagoda.server.startup.parameters import with_progress
 
 TENSORS = [("a", np.zeros(1024, np.uint8)), ("b", np.zeros(3072, np.uint8))]
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights import narrow
+from pagoda.common.weights import dtypes
 from pagoda.common.weights.safetensors import SafetensorsFile
 
 NUMPY = {
@@ -27,9 +27,9 @@ NUMPY = {
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.complex64: np.complex64,
-    torch.bfloat16: narrow.BFLOAT16,
-    torch.float8_e4m3fn: narrow.FLOAT8_E4M3FN,
-    torch.float8_e5m2: narrow.FLOAT8_E5M2,
+    torch.bfloat16: dtypes.BFLOAT16,
+    torch.float8_e4m3fn: dtypes.FLOAT8_E4M3FN,
+    torch.float8_e5m2: dtypes.FLOAT8_E5M2,
 }
 
 
@@ -66,8 +66,8 @@ def test_unaligned_tensors_are_readable(tmp_path: Path) -> None:
 def test_tagged_tensors_are_aligned(shift: int, tmp_path: Path) -> None:
     entries = {"bytes": _entry("U8", [1 + shift], 0, 1 + shift), "a": _entry("BF16", [2], 1 + shift, 5 + shift)}
     array = SafetensorsFile(_write(tmp_path, entries, b"\0" * (1 + shift) + b"\x80\x3f\0\xc0")).tensor("a")
-    assert narrow.bits(array).flags.aligned
-    assert narrow.to_float32(array).tolist() == [1, -2]
+    assert dtypes.bits(array).flags.aligned
+    assert dtypes.to_float32(array).tolist() == [1, -2]
 
 
 def _entry(dtype: Any, shape: Any, begin: Any, end: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.narrow import dtype_name
+from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.torch_bin import TorchFile
 
 DTYPES = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights import narrow
+from pagoda.common.weights import dtypes
 from pagoda.common.weights.torch_tensor import read_tensor
 
 
@@ -35,8 +35,8 @@ def test_values_equal_torch(kind: torch.dtype, protocol: int) -> None:
 def test_bfloat16_is_tagged() -> None:
     value = torch.randn(3, 4).to(torch.bfloat16)
     found = read_tensor(saved(value))
-    assert found.dtype == narrow.BFLOAT16
-    np.testing.assert_array_equal(narrow.to_float32(found), value.float().numpy())
+    assert found.dtype == dtypes.BFLOAT16
+    np.testing.assert_array_equal(dtypes.to_float32(found), value.float().numpy())
 
 
 def test_reading_takes_no_memory_of_its_own() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pagoda.server.http.best_of import BestOf
+from pagoda.server.http.candidates import BestOf
+from pagoda.server.http.fields.usage import Usage
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.protocol.usage import Usage
 
 
 class Noted:

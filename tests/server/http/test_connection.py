@@ -14,7 +14,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 from support.watching import eventually
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.http import connection as connections
 from pagoda.server.http.connection import MAX_PIPELINED

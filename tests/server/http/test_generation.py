@@ -13,10 +13,10 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.observe.metrics import FinishedAnswer, FinishedRequest
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.http.generation import _Meter
+from pagoda.server.http.generation import _GenerationMeter
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.requests.inputs import PreparedRequest, Prompt
-from pagoda.server.requests.output_processor import OutputProcessor
+from pagoda.server.processing.inputs import PreparedRequest, Prompt
+from pagoda.server.processing.output_processor import OutputProcessor
 
 
 class Told:
@@ -40,7 +40,7 @@ class Bench:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.told = Told()
         asked = SamplingParams(n=2, max_tokens=9, **({"output_kind": RequestOutputKind.DELTA} | params))
-        self.meter = _Meter(cast(Any, SimpleNamespace(metrics=self.told)), "r", asked)
+        self.meter = _GenerationMeter(cast(Any, SimpleNamespace(metrics=self.told)), "r", asked)
         self.processor = OutputProcessor(byte_tokenizer())
         children = [
             EngineRequest(request_id=name, prompt_token_ids=[1] * 5, rules=SamplingRules(), max_tokens=9)

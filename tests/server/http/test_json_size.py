@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.live_server import live_server
 
-from pagoda.server.http import json_size
-from pagoda.server.http.json_size import MAX_KEYS, MAX_OBJECTS, MAX_VALUES, check_size
-from pagoda.server.protocol.errors import HttpError
+from pagoda.server.http import body
+from pagoda.server.http.body import MAX_KEYS, MAX_OBJECTS, MAX_VALUES, check_size
+from pagoda.server.http.fields.errors import HttpError
 
 TEXTS = st.text(alphabet=st.sampled_from('a,:[]{}"\\\u00e9/'), max_size=12)
 VALUES = st.recursive(
@@ -36,17 +36,17 @@ def test_counts_are_a_parsers(value: Any, chunk: int, ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii).encode()
     counts = counted(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "_CHUNK", chunk)
+        patch.setattr(body, "_CHUNK", chunk)
         names = ("MAX_VALUES", "MAX_OBJECTS", "MAX_KEYS")
         for name, count in zip(names, counts):
-            patch.setattr(json_size, name, count)
+            patch.setattr(body, name, count)
         check_size(raw)
         for name, count in zip(names, counts):
             if count:
-                patch.setattr(json_size, name, count - 1)
+                patch.setattr(body, name, count - 1)
                 with pytest.raises(HttpError):
                     check_size(raw)
-                patch.setattr(json_size, name, count)
+                patch.setattr(body, name, count)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagoda.common.engine.messages import EngineStats
-from pagoda.server.http.load_report import ASKED, TOLD, load_report
+from pagoda.server.http.answer import ASKED, TOLD, load_report
 from tests.support.live_server import LiveServer, live_server
 
 LOADED = EngineStats(waiting=3, kv_blocks_used=2, kv_blocks_total=5)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pagoda.common.config.logs import LoggingConfig
+from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure, configure_unless_done
-from pagoda.server.link.process_client import ProcessClient
+from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
 
 LOGGERS = ("pagoda", "uvicorn", "vllm")
@@ -123,11 +123,12 @@ def test_a_wrong_file_is_one_line(text: str | None, line: str, tmp_path: Path) -
 
 def test_the_engines_process_logs_alike(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
-        "import logging, os, sys; from pagoda.server.link import engine_proc; from support.fake_engine import build\n"
+        "import logging, os, sys; "
+        "from pagoda.server.core_client import engine_process; from support.fake_engine import build\n"
         "def loud(config, usage):\n"
         "    logging.getLogger('pagoda.x').info('hello')\n"
         "    return build(config, usage)\n"
-        "os._exit(engine_proc.serve(sys.argv[1], loud))"
+        "os._exit(engine_process.serve(sys.argv[1], loud))"
     )
     engine = AsyncEngineArgs("fake", log_prefix="[engine] ").create_engine_config()
     client = ProcessClient(engine, (sys.executable, "-c", program))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 
 PREFIX = "/api/v1x"

@@ -11,9 +11,9 @@ import pytest
 from support.live_server import LiveServer, live_server
 from support.watching import eventually, logged
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.http import tls
+from pagoda.server.http import server as tls
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_new_certificate_serves_new_connections(
     monkeypatch.setattr(tls, "POLL_SECONDS", 0.02)
     files = use(certificates, "one", tmp_path)
     one, two = der(certificates / "one.crt"), der(certificates / "two.crt")
-    with logged(caplog, "pagoda.server.http.tls"), live_server(**files, enable_ssl_refresh=True) as server:
+    with logged(caplog, "pagoda.server.http.server"), live_server(**files, enable_ssl_refresh=True) as server:
         assert handshake(server)[0] == one
         shutil.copy(certificates / "two.crt", tmp_path / "now.crt")  # its key does not go with it yet
         eventually(lambda: "cannot be used yet" in caplog.text)

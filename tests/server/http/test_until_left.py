@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pagoda.server.http.fields.errors import UnavailableError
 from pagoda.server.http.stream import ClientLeftError, Stopping, until_left
-from pagoda.server.protocol.errors import UnavailableError
 
 
 class Client:

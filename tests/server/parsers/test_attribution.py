@@ -11,8 +11,8 @@ from support.byte_text import EOS, byte_tokenizer
 from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
-from pagoda.server.parsers.attribution import AnswerText
-from pagoda.server.parsers.events import Content, Event, Reasoning, joined
+from pagoda.server.parsers.parser import Content, Event, Reasoning, joined
+from pagoda.server.parsers.reader import AnswerText
 
 TOKENIZER = byte_tokenizer()
 

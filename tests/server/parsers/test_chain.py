@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
-from pagoda.server.parsers.parser import Tool
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, joined
 from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 

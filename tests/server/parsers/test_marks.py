@@ -3,12 +3,11 @@
 import pytest
 from support.splits import splits
 
-from pagoda.server.parsers.marks import Marks
-from pagoda.server.parsers.special import WithoutMarks
+from pagoda.server.parsers.delimiters import DelimiterSet, DelimiterStripper
 
 
-def without(marks: Marks, pieces: list[str]) -> str:
-    reader = WithoutMarks(marks)
+def without(marks: DelimiterSet, pieces: list[str]) -> str:
+    reader = DelimiterStripper(marks)
     return "".join(map(reader.feed, pieces)) + reader.finish()
 
 
@@ -27,16 +26,16 @@ def without(marks: Marks, pieces: list[str]) -> str:
     ],
 )
 def test_marks_are_taken_out_however_the_text_is_cut(text: str, left: str) -> None:
-    marks = Marks(["<|end|>", "<|end|>more", "[x]"])
+    marks = DelimiterSet(["<|end|>", "<|end|>more", "[x]"])
     for pieces in splits(text):
         assert without(marks, pieces) == left, pieces
 
 
 def test_nothing_is_kept_back_longer_than_it_must_be() -> None:
-    reader = WithoutMarks(Marks(["<|end|>"]))
+    reader = DelimiterStripper(DelimiterSet(["<|end|>"]))
     assert reader.feed("a <") == "a "
     assert reader.feed("b") == "<b"
 
 
 def test_no_marks_change_nothing() -> None:
-    assert Marks([]).split("abc") == ("abc", "", "")
+    assert DelimiterSet([]).split("abc") == ("abc", "", "")

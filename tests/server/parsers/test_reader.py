@@ -6,15 +6,14 @@ from collections.abc import Callable
 import pytest
 from support.splits import read_everyhow
 
-from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall
-from pagoda.server.parsers.marks import Marks
-from pagoda.server.parsers.parser import Parser, Tool
+from pagoda.server.parsers.delimiters import DelimiterSet
+from pagoda.server.parsers.parser import Arguments, Content, Event, Parser, Reasoning, Tool, ToolCall
 from pagoda.server.parsers.reader import PIECE, AnswerReader
-from pagoda.server.parsers.reasoning.identity import AllContent
+from pagoda.server.parsers.reasoning.tagged import AllContent
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.parsers.tool.forced import Named, Required
 
-SPECIAL = Marks(["<eos>", "<|im_end|>"])
+SPECIAL = DelimiterSet(["<eos>", "<|im_end|>"])
 TOOLS = [Tool("f"), Tool("g")]
 
 

@@ -4,8 +4,7 @@ import pytest
 from support.splits import events_of, read_everyhow, splits
 
 from pagoda.common.errors import ConfigError
-from pagoda.server.parsers.events import Content, Event, Reasoning, joined
-from pagoda.server.parsers.parser import LeavesMarkup
+from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, joined
 from pagoda.server.parsers.reasoning.tagged import MAX_SPACE
 from pagoda.server.parsers.registry import REASONING_FORMATS, reasoning_format
 

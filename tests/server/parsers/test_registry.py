@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from support.live_server import live_server
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server import plugins
-from pagoda.server.parsers.events import Content, ToolCall
-from pagoda.server.parsers.parser import Parser
+from pagoda.server.parsers.parser import Content, Parser, ToolCall
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats, reasoning_format, tool_format
 from pagoda.server.settings.args import EngineArgs
 
 SHOUTING = """
-from pagoda.server.parsers.events import Reasoning, ToolCall
+from pagoda.server.parsers.parser import Reasoning, ToolCall
 
 
 class Shouted:

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scripted import scripts
 
-from pagoda.server.parsers.events import Arguments, Content, Event, Reasoning, ToolCall
-from pagoda.server.parsers.sections import Closed, Grown, Opened, Sections
+from pagoda.server.parsers.blocks import BlockDelta, BlockStart, BlockStop, Sections
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
 
 def told(events: list[Event]) -> list[tuple[str, str]]:
@@ -15,14 +15,14 @@ def told(events: list[Event]) -> list[tuple[str, str]]:
     current, text = None, ""
     for change in [*sections.take(events), *sections.finish()]:
         match change:
-            case Opened(section):
+            case BlockStart(section):
                 assert current is None
                 current, text = section, ""
-            case Grown(section, piece):
+            case BlockDelta(section, piece):
                 assert section is current
                 assert piece
                 text += piece
-            case Closed(section):
+            case BlockStop(section):
                 assert section is current
                 assert section.text == text
                 found.append((section.kind, text))

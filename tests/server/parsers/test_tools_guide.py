@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.server.parsers.events import Arguments, Event, ToolCall, joined
-from pagoda.server.parsers.parser import Tool
+from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, joined
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "tools.md").read_text()

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.model import ModelConfig
-from pagoda.common.config.table import ENGINE_SETTINGS, Setting
+from pagoda.common.config.groups.model import ModelConfig
+from pagoda.common.config.settings import ENGINE_SETTINGS, Setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
 from pagoda.server.settings.flags import FlagParser

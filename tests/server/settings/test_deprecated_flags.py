@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from pagoda.common.config.commands import COMMAND_SETTINGS
-from pagoda.common.config.sources import Settled
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import Settled
 from pagoda.common.errors import ConfigError
-from pagoda.server.commands.serve import add_arguments
+from pagoda.server.cli.serve import add_arguments
 from pagoda.server.settings.args import EngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser
 

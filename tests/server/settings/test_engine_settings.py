@@ -13,12 +13,12 @@ from support.fake_engine import build as build_fake
 from support.live_server import live_server
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.guide import Guide
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.scheduler import Scheduler
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.settings.args import EngineArgs
 
@@ -162,7 +162,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 class Doorkeeper(Scheduler):
     """Takes no prompt longer than --additional-config says."""
 
-    def add(self, asked: EngineRequest, guide: Guide | None = None) -> None:
+    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
         if len(asked.prompt_token_ids) > self.settings["longest"]:
             raise RequestError("prompt", "the doorkeeper says no")
         super().add(asked, guide)

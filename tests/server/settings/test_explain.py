@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from pagoda.common.config.commands import COMMAND_SETTINGS
-from pagoda.common.config.table import ENGINE_SETTINGS
-from pagoda.server import cli
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import ENGINE_SETTINGS
+from pagoda.server.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[str, ...]]:
     """Setting -> value, source and why."""
-    assert cli.main([*words, "--explain-config"]) == 0
+    assert main.main([*words, "--explain-config"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     rows = [re.split(r"  +", line.strip()) for line in lines]
     return {name: tuple(rest) for name, *rest in rows}
@@ -74,7 +74,7 @@ def test_how_ranks_are_started(
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     ray = explained(capsys, *words, "-tp", "3", "--distributed-executor-backend", "ray")
     assert ray["distributed_executor_backend"][:2] == ("ray", "flag")
-    assert cli.main([*words, "-tp", "2", "--explain-config"]) == 2
+    assert main.main([*words, "-tp", "2", "--explain-config"]) == 2
     assert "--tensor-parallel-size: 2 ranks cannot share 9 query heads evenly; use 1" in capsys.readouterr().err
 
 
@@ -101,7 +101,7 @@ def test_secrets_are_not_shown(
     model_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    assert cli.main(["serve", str(model_file), "--hf-token", "hf_sesame", "--explain-config"]) == 0
+    assert main.main(["serve", str(model_file), "--hf-token", "hf_sesame", "--explain-config"]) == 0
     said = capsys.readouterr()
     assert "sesame" not in said.out + said.err
     assert "***" in said.out
@@ -118,7 +118,7 @@ def test_secrets_are_not_shown(
 def test_what_could_not_start_is_not_explained(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["serve", "m", *words, "--explain-config"]) == 2
+    assert main.main(["serve", "m", *words, "--explain-config"]) == 2
     said = capsys.readouterr()
     assert message in said.err
     assert said.out == ""

@@ -19,7 +19,7 @@ from support.tiny_folder import write_model
 
 from pagoda import LLM
 from pagoda.common.errors import ConfigError
-from pagoda.server import cli
+from pagoda.server.cli import main
 from pagoda.server.http.state import ServerState
 
 
@@ -47,7 +47,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """The exit status, and the line that says why."""
     capsys.readouterr()
-    status = cli.main(words)
+    status = main.main(words)
     said = capsys.readouterr()
     assert said.out == ""
     (line,) = [line for line in said.err.splitlines() if line.startswith("pagoda: error: ")]
@@ -193,7 +193,7 @@ def test_a_structured_output_backend_that_is_not_installed(
         LLM(folder, structured_outputs_config={"backend": backend})
     monkeypatch.undo()
     assert importlib.util.find_spec("llguidance"), "the tests need it"
-    assert cli.main(["serve", str(folder), "--port", "0", words, "guidance", "--explain-config"]) == 0
+    assert main.main(["serve", str(folder), "--port", "0", words, "guidance", "--explain-config"]) == 0
 
 
 def test_ray_that_is_not_installed(
@@ -259,7 +259,7 @@ def test_what_starts_is_explained_and_leaves_nothing(
 ) -> None:
     words = ["--uds", str(tmp_path / "socket"), "--rpc-base-path", str(tmp_path)]
     before = os.sched_getaffinity(0)
-    assert cli.main(["serve", str(folder), *words, "--cpu-omp-threads-bind", "0", "--explain-config"]) == 0
+    assert main.main(["serve", str(folder), *words, "--cpu-omp-threads-bind", "0", "--explain-config"]) == 0
     assert "max_model_len" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert os.sched_getaffinity(0) == before

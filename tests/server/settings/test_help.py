@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.common.config.commands import COMMAND_SETTINGS
-from pagoda.common.config.table import ENGINE_SETTINGS, SERVER_SETTINGS
-from pagoda.server import cli
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.server.cli import main
 from pagoda.server.settings.flags import FlagParser
 
 ENGINE_COMMANDS = ("serve", "run-batch", "bench latency", "bench throughput")
@@ -22,7 +22,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(command: str, capsys: pytest.CaptureFixture[str], what: str = "") -> str:
     with pytest.raises(SystemExit) as end:
-        cli.main([*command.split(), f"--help={what}" if what else "--help"])
+        main.main([*command.split(), f"--help={what}" if what else "--help"])
     assert end.value.code == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -67,7 +67,7 @@ def test_a_command_spells_out_its_own_flags(capsys: pytest.CaptureFixture[str]) 
 def test_short_help(capsys: pytest.CaptureFixture[str]) -> None:
     whole = shown("serve", capsys)
     with pytest.raises(SystemExit):
-        cli.main(["serve", "-h"])
+        main.main(["serve", "-h"])
     assert capsys.readouterr().out == whole
 
 
@@ -170,7 +170,7 @@ def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_no_match(what: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", f"--help={what}"]) == 2
+    assert main.main(["serve", f"--help={what}"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("pagoda: error: --help: ")
@@ -187,13 +187,13 @@ def test_a_parser_prints_the_same_page() -> None:
 
 def test_help_of_a_server_imports_nothing_heavy() -> None:
     check = (
-        "import sys; from pagoda.server.cli import main\n"
+        "import sys; from pagoda.server.cli.main import main\n"
         "try: main(['serve', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'jax', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    root = str(Path(cli.__file__).resolve().parents[1])
+    root = str(Path(main.__file__).resolve().parents[1])
     paths = [path for path in sys.path if path]
     done = subprocess.run(
         [sys.executable, "-c", check],

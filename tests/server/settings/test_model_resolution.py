@@ -20,14 +20,14 @@ from support.tiny_folder import write_model
 
 from pagoda.common.errors import ConfigError, ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server import cli
-from pagoda.server.offline.llm_engine import LLMEngine
-from pagoda.server.requests.inputs import open_tokenizer
+from pagoda.server.cli import main
+from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.flags import FlagParser
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.startup.engine import build_engine
-from pagoda.server.wire import EngineInfo
 from pagoda.tests.common.weights.gguf_writing import convert
 
 PROMPT = [7 * i % 251 for i in range(1, 25)]
@@ -483,7 +483,7 @@ def test_no_code_of_a_repository_is_run(trusted: bool, tmp_path: Path, caplog: p
     ],
 )
 def test_refusals_are_one_line(words: str, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", *words.split()]) == status
+    assert main.main(["serve", *words.split()]) == status
     shown = capsys.readouterr().err
     assert f"pagoda: error: {line}" in shown
     assert len(shown.strip().splitlines()[-1:]) == 1

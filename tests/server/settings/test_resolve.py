@@ -11,7 +11,7 @@ import pytest
 from support.tiny_folder import write_model
 
 from pagoda.common.config.defaults import ResolvedRow, Usage
-from pagoda.common.config.table import ENGINE_GROUPS, settings_of
+from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import Resolved, resolve

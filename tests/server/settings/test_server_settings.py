@@ -13,14 +13,14 @@ from support.live_server import LiveServer, live_server
 from support.served import served, wait_ready
 from support.watching import eventually, logged
 
-from pagoda.common.config.server import ServerConfig
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import create_app
-from pagoda.server.commands import serve
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli import serve
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stream import with_pauses
-from pagoda.server.online.async_llm import AsyncLLM
 
 TEXT = {"prompt": "a", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}

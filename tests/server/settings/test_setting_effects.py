@@ -12,8 +12,8 @@ from support.fake_engine import build
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.offline.llm import LLM
-from pagoda.server.offline.llm_engine import LLMEngine
+from pagoda.server.llm import LLM
+from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.backend_options import backend_options

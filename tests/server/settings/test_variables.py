@@ -17,11 +17,10 @@ import pytest
 import torch
 from support.live_server import live_server
 
-from pagoda.backends.reference.numerics import thread_count
+from pagoda.backends.reference.model.numerics import thread_count
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.args import EngineArgs
-from pagoda.server.startup.affinity import pinned, ranges
-from pagoda.server.startup.engine import build_engine
+from pagoda.server.startup.engine import build_engine, pinned, ranges
 
 TESTS = Path(__file__).resolve().parents[2]
 

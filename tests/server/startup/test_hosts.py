@@ -22,13 +22,13 @@ from support.ports import two_free_ports
 from support.served import REAL, environment, served, wait_ready
 from support.tiny_folder import write_model
 
-from pagoda.common.config.table import ENGINE_SETTINGS
+from pagoda.common.config.settings import ENGINE_SETTINGS
+from pagoda.common.distributed.messages import Host, HostFingerprint
 from pagoda.common.errors import ConfigError
-from pagoda.common.hosts.facts import Host, HostFacts
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.cli import main
-from pagoda.server.offline.llm import LLM
-from pagoda.server.online.async_llm import AsyncLLM
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli.main import main
+from pagoda.server.llm import LLM
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.startup.hosts import SHARED_SETTINGS, check_devices
 
@@ -138,7 +138,7 @@ def test_hosts_that_differ_end_with_one_line(folder: Path) -> None:
 def test_a_mesh_that_leaves_devices_out() -> None:
     def host(rank: int, devices: int) -> Host:
         kind = {"devices": str(devices), "devices of kind": "V6E"}
-        facts = HostFacts(rank=rank, nodes=2, versions={}, model={}, settings={}, environment={}, devices=kind)
+        facts = HostFingerprint(rank=rank, nodes=2, versions={}, model={}, settings={}, environment={}, devices=kind)
         return Host(facts, f"10.0.0.{rank}")
 
     hosts = [host(0, 4), host(1, 4)]

@@ -17,12 +17,12 @@ from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules, PoolingTask
 from pagoda.common.engine.pooling_core import PoolingCore
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
-from pagoda.server import wire
-from pagoda.server.requests.inputs import open_tokenizer
+from pagoda.server import ipc_messages
+from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import resolve
-from pagoda.server.startup.built_engine import BuiltEngine
 from pagoda.server.startup.engine import build_engine
+from pagoda.server.startup.worker_group import BuiltEngine
 
 LABELS = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}
@@ -33,7 +33,7 @@ def args(folder: Path, **more: Any) -> EngineArgs:
     return EngineArgs(folder, **{"backend": "reference"} | more)
 
 
-def offered(folder: Path, **more: Any) -> wire.PoolingInfo | None:
+def offered(folder: Path, **more: Any) -> ipc_messages.PoolingInfo | None:
     """What the model offers, without building it; None: it generates."""
     return resolve(args(folder, **more).create_engine_config(), "llm").pooling
 
@@ -69,7 +69,7 @@ def test_an_encoder_embeds(tmp_path: Path) -> None:
     with Engine(write_encoder(tmp_path)) as engine:
         assert isinstance(engine.built.core, PoolingCore)
         assert engine.info.runner == "pooling"
-        assert engine.info.pooling == wire.PoolingInfo(tasks=("embed", "token_embed"), embedding_size=16)
+        assert engine.info.pooling == ipc_messages.PoolingInfo(tasks=("embed", "token_embed"), embedding_size=16)
         assert engine.info.num_blocks == 0
         assert engine.info.max_model_len == 32
         assert engine.info.dtype == "float32"
@@ -88,16 +88,18 @@ def test_what_the_engine_says_survives_the_wire(tmp_path: Path) -> None:
     folder = write_modules(write_encoder(tmp_path), "cls_token", "Normalize")
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
     with Engine(folder, served_model_name=("tiny",)) as engine:
-        ready = wire.decode_from_engine(wire.encode(wire.Ready(engine.info)))
-        assert isinstance(ready, wire.Ready)
+        ready = ipc_messages.decode_from_engine(ipc_messages.encode(ipc_messages.Ready(engine.info)))
+        assert isinstance(ready, ipc_messages.Ready)
         assert ready.info == engine.info
         assert engine.info.pooling is not None
         assert engine.info.pooling.prompts == {"query": "q: "}
         request = pooling_request("r", [2, 5, 3], PoolingRules(task="embed", use_activation=True, second_text=1))
-        assert wire.decode_to_engine(wire.encode(wire.AddRequest(request))) == wire.AddRequest(request)
+        assert ipc_messages.decode_to_engine(
+            ipc_messages.encode(ipc_messages.AddRequest(request))
+        ) == ipc_messages.AddRequest(request)
         engine.built.core.add_request(request)
-        step = wire.Step(engine.built.core.step())
-        assert wire.decode_from_engine(wire.encode(step)) == step
+        step = ipc_messages.Step(engine.built.core.step())
+        assert ipc_messages.decode_from_engine(ipc_messages.encode(step)) == step
 
 
 def test_a_classifier_classifies(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from support.tiny_folder import write_model
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.errors import ConfigError
-from pagoda.server import cli
+from pagoda.server.cli import main
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.startup.engine import BuiltEngine, build_engine
@@ -54,7 +54,7 @@ def vector(built: BuiltEngine) -> np.ndarray:
 
 def test_a_bundle_has_every_program(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ["--topology", "cpu", "--output", str(tmp_path), "--output-json", str(tmp_path / "table.json")]
-    assert cli.main(["compile", str(model), *WORDS, *words]) == 0
+    assert main.main(["compile", str(model), *WORDS, *words]) == 0
     table = json.loads((tmp_path / "table.json").read_text())
     names = [row["program"] for row in table["programs"]]
     assert names == ["pool 64 tokens, an answer for each", "pool 64 tokens, 4 prompts"]
@@ -83,7 +83,7 @@ def test_a_bundle_has_every_program(model: Path, tmp_path: Path, caplog: pytest.
 
 def test_the_table_of_a_model_that_does_not_fit_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--topology", "cpu", "--gpu-memory-utilization", "0.001"]
-    assert cli.main(["compile", str(model), *WORDS, *words]) == cli.USAGE_ERROR
+    assert main.main(["compile", str(model), *WORDS, *words]) == main.USAGE_ERROR
     line = capsys.readouterr().err.strip()
     assert "--max-model-len: a step of 64 tokens lacks 0." in line
     assert "\n" not in line

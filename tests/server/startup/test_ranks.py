@@ -21,8 +21,8 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
-from pagoda.server.startup.built_engine import BuiltEngine
-from pagoda.server.startup.executors import mp
+from pagoda.server.startup import executors
+from pagoda.server.startup.worker_group import BuiltEngine
 
 
 @pytest.fixture(autouse=True)
@@ -125,17 +125,17 @@ def test_a_rank_that_dies_early_keeps_nobody_waiting(
 
 def test_what_killed_a_process_is_known_before_the_system_is_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    assert mp._status(process) is None
+    assert executors._status(process) is None
     process.kill()
     assert gone(process.pid)  # but not waited for
     with monkeypatch.context() as patch:
         patch.setattr(process, "poll", lambda: None)
-        assert mp._fate(process) == "was killed by SIGKILL: out of memory?"
+        assert executors._fate(process) == "was killed by SIGKILL: out of memory?"
     process.wait()
 
 
 def test_a_rank_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, young: Children) -> None:
-    monkeypatch.setattr(mp, "_LAST_SECONDS", 0.05)
+    monkeypatch.setattr(executors, "_LAST_SECONDS", 0.05)
     built = lead("fake:stay", 2)
     built.backend.close()
     assert young() == []

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from pagoda.common.config.parallel import ParallelConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.distributed.messages import send_frame
 from pagoda.common.errors import ConfigError
-from pagoda.common.hosts.frames import send_frame
-from pagoda.server.startup.executors.executor import make_executor
-from pagoda.server.startup.executors.ray import _introduced, _visible_index
+from pagoda.server.startup.executors import make_executor
+from pagoda.server.startup.ray_executor import _introduced, _visible_index
 
 RAY = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
 SECRET = b"s" * 32

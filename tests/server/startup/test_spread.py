@@ -18,7 +18,7 @@ from support.tiny_folder import write_model
 
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.offline.llm import LLM
+from pagoda.server.llm import LLM
 
 PROMPTS = ([5, 17, 3, 80, 41, 2, 9], [60, 33, 21], list(range(20, 41)))
 SMALL: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 32}

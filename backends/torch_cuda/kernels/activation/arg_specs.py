@@ -11,8 +11,7 @@ from pagoda.backends.torch_cuda.kernels.activation.kernel import (
     quantised_kernel,
     warps,
 )
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.common.models.spec import Activation
 
 _NAMES: Final = get_args(Activation)

@@ -8,10 +8,9 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import Blocks, Shape, blocks
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeBlockSizes, DecodeShape, blocks
 from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import CHUNK, attend, reduce
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 
 TRITON_TYPES: Final = {
     torch.bfloat16: "bf16",
@@ -24,10 +23,10 @@ PAGE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ArgSpec:
+class DecodeAttentionArgs:
     """What one model's calls are compiled for. `direct`: one split. Sinks are of the queries' type."""
 
-    shape: Shape
+    shape: DecodeShape
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
     softcap: float = 0.0
@@ -91,31 +90,31 @@ class ArgSpec:
         constants |= {"HEADS": KV_HEADS * self.shape.group, "CHUNK": CHUNK}
         return Launch(reduce, signature, constants, num_stages=3)
 
-    def _common(self, use: Blocks) -> dict[str, int]:
+    def _common(self, use: DecodeBlockSizes) -> dict[str, int]:
         shape = self.shape
         common = {"QUERY_LEN": shape.query_len, "H": shape.head_dim, "WIDTH": shape.width, "PAGE": PAGE}
         return {**common, "TILE": use.TILE, "WINDOW": self.window}
 
 
-def _specs() -> Iterator[ArgSpec]:
+def _specs() -> Iterator[DecodeAttentionArgs]:
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     for cache in (bf16, fp8):
         for dim in (64, 128, 256):
             for group, query_len in ((4, 1), (4, 8), (8, 8)):
-                yield ArgSpec(Shape(dim, group, query_len, cache))
+                yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache))
     for dim, group in ((64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1)):
-        yield ArgSpec(Shape(dim, group, 1, bf16))
-    yield ArgSpec(Shape(128, 16, 8, bf16))
-    yield ArgSpec(Shape(80, 1, 1, fp8))
+        yield DecodeAttentionArgs(DecodeShape(dim, group, 1, bf16))
+    yield DecodeAttentionArgs(DecodeShape(128, 16, 8, bf16))
+    yield DecodeAttentionArgs(DecodeShape(80, 1, 1, fp8))
     for cache in (bf16, fp8):
-        yield ArgSpec(Shape(128, 4, 1, cache), direct=True)
-    yield ArgSpec(Shape(128, 4, 1, fp16), dtype=fp16)
-    yield ArgSpec(Shape(128, 4, 1, fp8), dtype=fp16)
-    yield ArgSpec(Shape(256, 2, 1, bf16), window=4096, softcap=50.0)
-    yield ArgSpec(Shape(64, 8, 1, bf16), window=128, sinks=True)
-    yield ArgSpec(Shape(64, 8, 1, bf16), window=128, sinks=True, direct=True)
-    yield ArgSpec(Shape(64, 3, 1, fp32), dtype=fp32)
-    yield ArgSpec(Shape(128, 4, 8, fp32), dtype=fp32)
+        yield DecodeAttentionArgs(DecodeShape(128, 4, 1, cache), direct=True)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp16), dtype=fp16)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp8), dtype=fp16)
+    yield DecodeAttentionArgs(DecodeShape(256, 2, 1, bf16), window=4096, softcap=50.0)
+    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True)
+    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, direct=True)
+    yield DecodeAttentionArgs(DecodeShape(64, 3, 1, fp32), dtype=fp32)
+    yield DecodeAttentionArgs(DecodeShape(128, 4, 8, fp32), dtype=fp32)
 
 
 def launches(chip: Chip) -> dict[str, Launch]:

@@ -10,8 +10,7 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import KIB, Chip
-from pagoda.backends.torch_cuda.kernels.tuning import settings
+from pagoda.backends.torch_cuda.kernels.launch import KIB, Chip, settings
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 LEAST: Final = 16
@@ -21,7 +20,7 @@ WGMMA_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecodeShape:
     """What the best blocks depend on: head dim H, query heads of a KV head, tokens of a sequence, type of the cache."""
 
     head_dim: int
@@ -46,7 +45,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class DecodeBlockSizes:
     """Constants of a launch. ROWS: query rows of a program; TILE: tokens of one step of its loop."""
 
     ROWS: int
@@ -60,24 +59,24 @@ def padded(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def blocks(shape: Shape, chip: Chip) -> Blocks:
+def blocks(shape: DecodeShape, chip: Chip) -> DecodeBlockSizes:
     """Of the table."""
     found = settings(TUNING, chip, shape.key)
-    return Blocks(min(found["ROWS"], shape.rows), found["TILE"], found["num_warps"], found["num_stages"])
+    return DecodeBlockSizes(min(found["ROWS"], shape.rows), found["TILE"], found["num_warps"], found["num_stages"])
 
 
-def shared_bytes(shape: Shape, chosen: Blocks, chip: Chip) -> int:
+def shared_bytes(shape: DecodeShape, chosen: DecodeBlockSizes, chip: Chip) -> int:
     """Shared memory of a program, to within a few KiB: the tiles in flight, the queries, the weights."""
     grouped = chosen.ROWS >= WGMMA_ROWS and chip.capability >= (9, 0)
     tiles = (chosen.num_stages - 1 + grouped) * 2 * chosen.TILE * shape.width * shape.cache.itemsize
     return tiles + chosen.ROWS * (shape.width + chosen.TILE) * max(2, shape.cache.itemsize)
 
 
-def candidates(shape: Shape, chip: Chip) -> Iterator[Blocks]:
+def candidates(shape: DecodeShape, chip: Chip) -> Iterator[DecodeBlockSizes]:
     """What a benchmark should try: enough bytes in flight for the memory, two programs to a multiprocessor."""
     all_rows = sorted({min(shape.rows, most) for most in (LEAST, 32, WGMMA_ROWS)})
     for choice in product(all_rows, (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4, 5)):
-        chosen = Blocks(*choice)
+        chosen = DecodeBlockSizes(*choice)
         size = 2 * chosen.TILE * shape.width * shape.cache.itemsize
         enough = 8 * KIB <= size <= 64 * KIB and size // chosen.num_warps >= 4 * KIB
         fits = shared_bytes(shape, chosen, chip) <= chip.shared_bytes // 2

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import Blocks, Shape, blocks
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeBlockSizes, DecodeShape, blocks
+from pagoda.backends.torch_cuda.kernels.launch import Chip
 
 NOTHING = tl.constexpr(-1e30)
 """A score that is not seen: its weight beside any other is zero, and the difference of two is not NaN."""
@@ -276,12 +276,12 @@ def launch(
     v_scale: Tensor | None,
     splits: int,
     chip: Chip,
-    chosen: Blocks | None = None,
+    chosen: DecodeBlockSizes | None = None,
 ) -> Tensor:
     """As `api.decode_attention`, by the kernels. `chosen`: blocks on trial."""
     tokens, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
-    shape = Shape(dim, heads // kv_heads, query_len, keys.dtype)
+    shape = DecodeShape(dim, heads // kv_heads, query_len, keys.dtype)
     use = blocks(shape, chip) if chosen is None else chosen
     if keys.dtype == torch.float8_e4m3fn and not chip.float8:
         keys, values = keys.view(torch.int8), values.view(torch.int8)

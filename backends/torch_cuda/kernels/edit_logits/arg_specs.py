@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.edit_logits import kernel
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.common.engine.logit_edits import HEADS
 
 VOCABS = {"v128k": 128_256, "v50k": 50_257}

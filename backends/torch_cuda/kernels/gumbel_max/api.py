@@ -5,7 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.gumbel_max import kernel, reference
+from pagoda.backends.reference.sampling import gumbel
+from pagoda.backends.torch_cuda.kernels.gumbel_max import kernel
+
+# The definition, in plain torch, with the noise of the reference backend.
+
+
+def gumbel_max_reference(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor) -> Tensor:
+    """As `api.gumbel_max`."""
+    greedy = temperature <= 0
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    noise = gumbel(keys, torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device))
+    noisy = torch.where(logits >= floor[:, None], scaled + noise, -torch.inf)
+    return torch.where(greedy, logits.argmax(-1), noisy.argmax(-1)).to(torch.int32)
+
+
+def remember_reference(tokens: Tensor, rows: Tensor, positions: Tensor, last: Tensor, history: Tensor) -> None:
+    """As `api.remember`."""
+    at = rows.long()
+    last[at] = tokens
+    history[at, positions.long()] = tokens
 
 
 def gumbel_max(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor, *, use_kernel: bool) -> Tensor:
@@ -25,7 +44,7 @@ def gumbel_max(logits: Tensor, keys: Tensor, temperature: Tensor, floor: Tensor,
     ):
         if x.shape != rows or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous {dtype} {tuple(rows)}")
-    found = kernel.gumbel_max if use_kernel else reference.gumbel_max
+    found = kernel.gumbel_max if use_kernel else gumbel_max_reference
     return found(logits, keys, temperature, floor)
 
 
@@ -39,5 +58,5 @@ def remember(
     """
     if history.ndim != 2 or last.shape != history.shape[:1]:
         raise ValueError(f"last {tuple(last.shape)} does not fit a history of {tuple(history.shape)}")
-    found = kernel.remember if use_kernel else reference.remember
+    found = kernel.remember if use_kernel else remember_reference
     found(tokens, rows, positions, last, history)

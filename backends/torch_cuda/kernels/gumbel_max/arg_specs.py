@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import triton
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
 from pagoda.backends.torch_cuda.kernels.gumbel_max import kernel
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 
 VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
 

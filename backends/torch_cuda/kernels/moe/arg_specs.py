@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES, TUNING, expert_kernel, mix_kernel
 from pagoda.backends.torch_cuda.kernels.moe.routing import align_kernel, route_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.arg_specs import NUMBERS, SCALES
-from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_settings
 
 _GROUP: Final = {"plain": 0, "int8": 0, "fp8": 0, "int4": 128}
 _FEW, _SOME, _MANY = TILES

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.activation.kernel import activated
-from pagoda.backends.torch_cuda.kernels.float8.bits import native
+from pagoda.backends.torch_cuda.kernels.fp8_convert import native
 from pagoda.backends.torch_cuda.kernels.moe.routing import align
-from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product
-from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
+from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product, tile_settings
 
 TUNING = Path(__file__).with_name("tuning.json")
 
@@ -103,7 +102,7 @@ def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexp
 def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip):
     """Every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k]."""
     count, pairs, top = matrices(inner)[0].shape[0], chosen.numel(), chosen.shape[1]
-    tile = choose_tile(pairs, count, isinstance(inner, Packed))
+    tile = choose_tile(pairs, count, isinstance(inner, PackedMatrix))
     sorted_pairs = align(chosen, count, tile)
     width = matrices(down)[2]
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -154,7 +153,7 @@ def mix(parts, weights, like):
 
 def matrices(stack):
     """(numbers, scales, inputs, scheme, group) of a stack of matrices, packed or not."""
-    if not isinstance(stack, Packed):
+    if not isinstance(stack, PackedMatrix):
         return stack, stack, stack.shape[2], "plain", 0
     data = stack.data.view(torch.uint8) if stack.scheme == "fp8" else stack.data
     return data, stack.scale, stack.inputs, stack.scheme, stack.group

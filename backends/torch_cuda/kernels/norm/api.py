@@ -6,8 +6,42 @@ from typing import Final, Literal
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip
-from pagoda.backends.torch_cuda.kernels.norm import kernel, reference
+from pagoda.backends.reference.model import ops
+from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
+from pagoda.backends.torch_cuda.kernels.norm import kernel
+from pagoda.common.models.spec import Norm
+
+# What the norm kernels compute, in plain torch.
+
+
+def norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: Literal["rms", "layer"],
+    unit_offset: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As api.norm."""
+    total = x if residual is None else x + residual
+    return ops.norm(total, Norm(eps, kind, unit_offset, bias is not None), weight, bias), total
+
+
+def norm_quantised_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: Literal["rms", "layer"],
+    unit_offset: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As api.norm_quantised."""
+    normed, total = norm_reference(x, weight, bias, eps, kind, unit_offset, residual)
+    return *quantised_rows(normed), total
+
 
 Kind = Literal["rms", "layer"]
 
@@ -33,7 +67,7 @@ def norm(
     """
     _check(x, weight, bias, residual, kind)
     if not use_kernel:
-        return reference.norm(x, weight, bias, eps, kind, unit_offset, residual)
+        return norm_reference(x, weight, bias, eps, kind, unit_offset, residual)
     return kernel.norm(x, weight, bias, eps, kind, unit_offset, residual)
 
 
@@ -52,7 +86,7 @@ def norm_quantised(
     """(float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): what `norm` gives, as stored * scale, row by row."""
     _check(x, weight, bias, residual, kind)
     if not use_kernel:
-        return reference.norm_quantised(x, weight, bias, eps, kind, unit_offset, residual)
+        return norm_quantised_reference(x, weight, bias, eps, kind, unit_offset, residual)
     return kernel.norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.norm.kernel import norm_kernel, warps
 
 _KINDS: Final = {

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8 import bits as float8
+from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
 from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 

@@ -6,8 +6,7 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import constants, prefill_attention
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import query_tile, tuned
 

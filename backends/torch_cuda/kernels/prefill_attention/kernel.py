@@ -12,11 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.float8.bits import decode, native
-from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import Rules
+from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
+from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import ScoreRules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import padded, tuned
-from pagoda.backends.torch_cuda.kernels.tuning import Settings
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -186,7 +185,7 @@ def kernel(
     kv_lens: torch.Tensor,
     tiles: torch.Tensor,
     out: torch.Tensor,
-    rules: Rules,
+    rules: ScoreRules,
     tile: int,
     chip: Chip,
     chosen: Settings | None = None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rules:
+class ScoreRules:
     """See `api.prefill_attention`. sinks [N]; k_scale, v_scale float32 [1]."""
 
     scale: float

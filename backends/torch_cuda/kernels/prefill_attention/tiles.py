@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.tuning import Settings, settings
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings, settings
 
 Int32 = npt.NDArray[np.int32]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.rope_cache.kernel import WARPS, constants, rope_cache_kernel
 
 _PAGE: Final = 16

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import kernel
 
 VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}

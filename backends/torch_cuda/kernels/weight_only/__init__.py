@@ -1,6 +1,6 @@
 """Linear maps with matrices of 8 or 4 bits."""
 
 from pagoda.backends.torch_cuda.kernels.weight_only.api import weight_only_linear
-from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed, Scheme, pack, unpack
+from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix, Scheme, pack, unpack
 
-__all__ = ["Packed", "Scheme", "pack", "unpack", "weight_only_linear"]
+__all__ = ["PackedMatrix", "Scheme", "pack", "unpack", "weight_only_linear"]

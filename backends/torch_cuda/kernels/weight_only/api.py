@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
+from pagoda.backends.torch_cuda.kernels.launch import Chip
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel, many
-from pagoda.backends.torch_cuda.kernels.weight_only.packing import Packed
-from pagoda.backends.torch_cuda.kernels.weight_only.reference import reference
+from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix, unpack
+
+# The definition of a product with a packed matrix.
 
 
-def weight_only_linear(x: Tensor, packed: Packed, bias: Tensor | None, *, use_kernel: bool, chip: Chip) -> Tensor:
+def reference(x: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """X [M, I] times the unpacked matrix in float32, plus bias [O], rounded once: [M, O] in x's dtype."""
+    out = x.float() @ unpack(packed).T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def weight_only_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, *, use_kernel: bool, chip: Chip) -> Tensor:
     """X [M, I] times a packed matrix [O, I], plus bias [O]: [M, O] in x's dtype, bfloat16, float16 or float32.
 
     Sums are float32. Up to `kernel.FEW` rows the kernel reads the packed numbers; a row's result is the same in every

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.torch_cuda.kernels.chips import Chip
-from pagoda.backends.torch_cuda.kernels.launch import Launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.weight_only.kernel import TILES, TUNING, product_kernel, sum_kernel
 from pagoda.backends.torch_cuda.kernels.weight_only.many import quantise_kernel, unpack_kernel, warps
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES
-from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import SCHEMES, tile_settings
 
 NUMBERS: Final = {"plain": "*bf16", "int8": "*i8", "fp8": "*u8", "int4": "*i32"}
 SCALES: Final = {"plain": "*fp32", "int8": "*fp32", "fp8": "*fp32", "int4": "*i32"}

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8.bits import native
-from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product
-from pagoda.backends.torch_cuda.kernels.weight_only.tile_settings import tile_settings
+from pagoda.backends.torch_cuda.kernels.fp8_convert import native
+from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product, tile_settings
 
 TUNING = Path(__file__).with_name("tuning.json")
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8.bits import native, quantise_row
+from pagoda.backends.torch_cuda.kernels.fp8_convert import native, quantise_row
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
 from pagoda.backends.torch_cuda.kernels.weight_only.tile import INT4, SCHEMES, widened, with_offset
 

@@ -34,7 +34,7 @@ def block(group: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedMatrix:
     """A matrix [..., O, I], or a stack of them, in few bits.
 
     int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn.
@@ -58,16 +58,16 @@ class Packed:
         """Of numbers and scales."""
         return self.data.nbytes + self.scale.nbytes
 
-    def channels(self, first: int, last: int) -> Packed:
+    def channels(self, first: int, last: int) -> PackedMatrix:
         """Output channels first to last - 1: views."""
         return replace(self, data=self.data[..., first:last, :], scale=self.scale[..., first:last])
 
-    def expert(self, index: int) -> Packed:
+    def expert(self, index: int) -> PackedMatrix:
         """One matrix of a stack: views."""
         return replace(self, data=self.data[index], scale=self.scale[index])
 
 
-def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> Packed:
+def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> PackedMatrix:
     """Round a matrix, or a stack of them, [..., O, I] on its own device. ValueError: a group that int4 does not have.
 
     Values go to the nearest number. In int4 the numbers of a group span its least and greatest value, and zero.
@@ -86,16 +86,16 @@ def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> Packed:
     return _pack_groups(weight, group) if scheme == "int4" else _pack_channels(weight, scheme)
 
 
-def _pack_channels(weight: Tensor, scheme: Scheme) -> Packed:
+def _pack_channels(weight: Tensor, scheme: Scheme) -> PackedMatrix:
     largest, wide = _LARGEST[scheme], weight.float()
     scale = wide.abs().amax(-1) / largest
     scale = torch.where(scale > 0, scale, 1)
     wide = (wide / scale[:, None]).clamp(-largest, largest)
     data = wide.round().to(torch.int8) if scheme == "int8" else wide.to(torch.float8_e4m3fn)
-    return Packed(scheme, data, scale, weight.shape[1])
+    return PackedMatrix(scheme, data, scale, weight.shape[1])
 
 
-def _pack_groups(weight: Tensor, group: int) -> Packed:
+def _pack_groups(weight: Tensor, group: int) -> PackedMatrix:
     outputs, inputs = weight.shape
     wide = torch.nn.functional.pad(weight.float(), (0, -inputs % block(group))).view(outputs, -1, group)
     low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
@@ -105,10 +105,10 @@ def _pack_groups(weight: Tensor, group: int) -> Packed:
     numbers = (wide / step[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.int32)
     words = (numbers.view(outputs, -1, _PLACES, block(group) // 8, 2) << _shifts(weight.device)).sum((2, 4))
     bits = step.view(torch.int16).to(torch.int32) << 16 | zero.to(torch.int32)
-    return Packed("int4", words.to(torch.int32).view(outputs, -1), bits.T.contiguous(), inputs, group)
+    return PackedMatrix("int4", words.to(torch.int32).view(outputs, -1), bits.T.contiguous(), inputs, group)
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: PackedMatrix) -> Tensor:
     """What the numbers stand for, float32 [..., O, I]."""
     if packed.scheme != "int4":
         return packed.data.float() * packed.scale[..., None]

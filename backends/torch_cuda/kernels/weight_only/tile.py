@@ -4,8 +4,16 @@ The matrix is the left operand, so that its tile fills the rows of the tensor co
 their columns: [channels, tokens] = W[channels, I] @ x[tokens, I]^T. Scales are applied to sums, never to weights.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import triton
 import triton.language as tl
+
+from pagoda.backends.torch_cuda.kernels import launch
+from pagoda.backends.torch_cuda.kernels.launch import Chip
+from pagoda.backends.torch_cuda.kernels.weight_only.packing import block
 
 SCHEMES = {"plain": 0, "int8": 1, "fp8": 2, "int4": 3}
 PLAIN, INT8, FP8, INT4 = (tl.constexpr(SCHEMES[name]) for name in ("plain", "int8", "fp8", "int4"))
@@ -171,3 +179,23 @@ def ones(CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
     """[CHANNELS, PLACE] of ones, joined of halves as `with_offset` is, so that both products read x in one layout."""
     half = tl.full([CHANNELS, PLACE // 2], 1.0, dtype)
     return tl.join(half, half).reshape(CHANNELS, PLACE)
+
+
+# The constants of a kernel that multiplies by `tile_product`: those of its numbers, and the measured ones.
+
+
+def tile_settings(table: Path, scheme: str, group: int, inputs: int, tile: int, chip: Chip) -> dict[str, int]:
+    """Constants, num_warps and num_stages for `tile` rows of x and matrices with so many `inputs`.
+
+    `table`: the kernel's launch.json; `group`: inputs that share a scale in int4.
+    """
+    found = dict(launch.settings(table, chip, f"{scheme}-{tile}"))
+    depth = block(group) if scheme == "int4" else found.pop("DEPTH")
+    return {
+        "SCHEME": SCHEMES[scheme],
+        "GROUP": group,
+        "EVEN": inputs % depth == 0,
+        "TOKENS": tile,
+        "DEPTH": depth,
+        **found,
+    }

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from pagoda.backends.torch_cuda.kernels import aot
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS, Chip, chip_of
-from pagoda.backends.torch_cuda.kernels.tuning import settings, table
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, chip_of, settings, table
 
 KERNELS = Path(aot.__file__).parent
 SCHEDULING = ("num_warps", "num_stages")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.sampling_definition import ROWS, VOCAB
 from support.torch_sampling import INTERPRETED, decode_step, follows_the_definition, run
 
-from pagoda.backends.torch_cuda.sampler import Sampler
+from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import RowStart
 
@@ -24,7 +24,7 @@ def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
 
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
     logits = (np.random.default_rng(3).standard_normal((4, VOCAB)) * 3).astype(np.float32)
-    sampler = Sampler(VOCAB, 8, 32, INTERPRETED)
+    sampler = CudaSampler(VOCAB, 8, 32, INTERPRETED)
     for row, top_k in enumerate((0, 40, 0, 7)):
         rules = SamplingRules(temperature=1.0, seed=row, top_k=top_k, top_p=0.9)
         sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rules))

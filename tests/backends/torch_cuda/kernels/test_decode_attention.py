@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from support.compile_launches import programs
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
-from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import Shape, blocks, candidates, shared_bytes
-from pagoda.backends.torch_cuda.kernels.decode_attention.splits import LEAST_TOKENS, MOST_WAVES, PROGRAMS
+from pagoda.backends.torch_cuda.kernels.decode_attention.api import LEAST_TOKENS, MOST_WAVES, PROGRAMS
+from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeShape, blocks, candidates, shared_bytes
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 
 NATIVE, OLD = CHIPS["sm_90"], CHIPS["sm_80"]
 E4M3 = torch.float8_e4m3fn
@@ -244,7 +244,7 @@ def test_splits_fill_the_chip(chip):
 def test_candidates_hold_the_settings_in_use(chip):
     """What is in the table is among what a benchmark would try, and as many programs as splits count on have room."""
     for dim in (64, 128):
-        shape = Shape(dim, 4, 1, torch.bfloat16)
+        shape = DecodeShape(dim, 4, 1, torch.bfloat16)
         use = blocks(shape, chip)
         assert use in list(candidates(shape, chip))
         assert PROGRAMS * shared_bytes(shape, use, chip) <= chip.shared_bytes
@@ -252,7 +252,7 @@ def test_candidates_hold_the_settings_in_use(chip):
 
 LAUNCHES = """
 import torch
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
 
 keys = torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)

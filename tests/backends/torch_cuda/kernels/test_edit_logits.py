@@ -10,7 +10,7 @@ from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.edit_logits import kernel as module
 from pagoda.common.engine.logit_edits import additions, allowed_bits, banned_words, penalties
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_rows import Place, RowState
+from pagoda.common.engine.sampling_state import SampledRow, SamplingState
 from pagoda.common.engine.step import EMBEDDED
 
 VOCAB, ROWS, LENGTH = 90, 4, 70
@@ -29,8 +29,8 @@ def made() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, VOCAB) * 3, history
 
 
-def place(index: int, row: int, prompt: int, known: int, **rules) -> Place:
-    return Place(index, row, known, RowState(SamplingRules(**rules), np.zeros(prompt, np.int32)))
+def place(index: int, row: int, prompt: int, known: int, **rules) -> SampledRow:
+    return SampledRow(index, row, known, SamplingState(SamplingRules(**rules), np.zeros(prompt, np.int32)))
 
 
 def both(edit, *arguments) -> torch.Tensor:

@@ -3,8 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.float8 import LARGEST, quantised_rows, saturated
-from pagoda.backends.torch_cuda.kernels.float8.bits import decode, encode
+from pagoda.backends.torch_cuda.kernels.fp8_convert import LARGEST, decode, encode, quantised_rows, saturated
 
 
 @triton.jit

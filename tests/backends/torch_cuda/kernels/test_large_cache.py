@@ -7,8 +7,8 @@ import mmap
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
 from pagoda.backends.torch_cuda.kernels.decode_attention import decode_attention
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention
 from pagoda.backends.torch_cuda.kernels.rope_cache import rope_and_cache
 

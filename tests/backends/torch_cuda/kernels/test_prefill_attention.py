@@ -11,7 +11,7 @@ import torch
 from support.compile_launches import programs
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import candidates, padded, tuned
 
@@ -222,7 +222,7 @@ def test_pages_of_keys_and_values_may_alternate():
 
 LAUNCHES = """
 import torch
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
 
 keys = torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)

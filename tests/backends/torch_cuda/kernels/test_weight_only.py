@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.kernels.chips import CHIPS
-from pagoda.backends.torch_cuda.kernels.float8 import quantised_rows
+from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel, many, pack, unpack, weight_only_linear
-from pagoda.backends.torch_cuda.kernels.weight_only.reference import reference
+from pagoda.backends.torch_cuda.kernels.weight_only.api import reference
 
 CHIP = CHIPS["sm_90"]
 SCHEMES = [("int8", 128), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]

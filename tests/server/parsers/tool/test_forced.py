@@ -8,8 +8,7 @@ import jsonschema
 import pytest
 
 from pagoda.common.errors import RequestError
-from pagoda.server.parsers.events import Arguments, Content, Event, ToolCall, joined
-from pagoda.server.parsers.parser import Tool, ToolFormat
+from pagoda.server.parsers.parser import Arguments, Content, Event, Tool, ToolCall, ToolFormat, joined
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 
 NODE = {

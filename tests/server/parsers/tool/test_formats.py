@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tool_examples import EXAMPLES, TOOLS, Example
 
-from pagoda.server.parsers.events import Arguments, Content, Event, ToolCall, joined
+from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, joined
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 ALL = pytest.mark.parametrize(

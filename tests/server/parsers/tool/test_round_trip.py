@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tool_writers import ANY, WRITERS
 
-from pagoda.server.parsers.events import Arguments, Content, Event, ToolCall
+from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 FORMATS = sorted(TOOL_FORMATS)

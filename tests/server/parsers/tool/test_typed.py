@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.server.parsers.parser import Tool
-from pagoda.server.parsers.tool.schemas import arguments_of, types_of
-from pagoda.server.parsers.tool.typed import as_json
+from pagoda.server.parsers.tool.schemas import arguments_of, as_json, types_of
 
 STRING = {"type": "string"}
 

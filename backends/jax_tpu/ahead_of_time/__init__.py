@@ -1,0 +1,1 @@
+"""`pagoda compile`: programs compiled for TPUs on a machine without one, with their cost."""

@@ -1,0 +1,1 @@
+"""From a StepPlan to compiled programs and results."""

@@ -1,0 +1,1 @@
+"""Device memory: what a model takes, and how many KV blocks fit."""

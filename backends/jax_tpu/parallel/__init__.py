@@ -1,0 +1,1 @@
+"""Meshes, shardings, hosts and the platform."""

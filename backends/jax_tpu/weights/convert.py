@@ -1,0 +1,52 @@
+"""A stream of weights -> the arrays that a number of devices will hold, on disk. The devices need not be there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.model.model import build_model
+from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.weights.checkpoint import import_orbax, save
+from pagoda.backends.jax_tpu.weights.loading import load
+from pagoda.common.backend import Weight
+from pagoda.common.config.defaults import BLOCK_SIZES
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.spec import ModelSpec
+from pagoda.common.weights.sharded import ARRAYS, Manifest
+
+_OF_XLA: Final = "xla_force_host_platform_device_count"
+
+
+def convert(
+    spec: ModelSpec, weights: Iterable[Weight], *, dtype: str, tensor: int, folder: Path, architectures: Sequence[str]
+) -> Manifest:
+    """Write the arrays of a model, laid out for `tensor` devices, into `folder`; what its manifest shall say.
+
+    They are made on CPU devices, so the machine's memory must hold the model. Raises ConfigError, WeightError, OSError.
+    """
+    import_orbax()
+    number, block = dtype_of(dtype), BLOCK_SIZES["jax_tpu"]
+    mesh = make_mesh(tensor, devices=_devices(tensor))
+    model = build_model(spec, kv_layout(spec, block), mesh, number, block, KernelChoice(block, number.name))
+    size, free = sum(leaf.size * leaf.dtype.itemsize for leaf in model.leaves), shutil.disk_usage(folder).free
+    if size > free:
+        gib = 1 << 30
+        raise ConfigError("OUT", f"the model takes {size / gib:.1f} GiB, {free / gib:.1f} are free; use another disk")
+    return save(model, load(model, weights), folder / ARRAYS, architectures)
+
+
+def _devices(count: int) -> list[jax.Device]:
+    """At least `count` devices of this machine's CPU, when none was asked for before."""
+    jax.config.update("jax_platforms", "cpu")
+    if _OF_XLA not in os.environ.get("XLA_FLAGS", "") and jax.config.values["jax_num_cpu_devices"] < count:
+        jax.config.update("jax_num_cpu_devices", count)
+    return jax.devices("cpu")

@@ -1,0 +1,271 @@
+"""StepPlan -> what the decoder reads: positions, KV slots, and per sequence the span of cache to attend to.
+
+A slot is block * block_size + offset. A sequence whose visible blocks are consecutive gets its first slot and reads
+the cache in place; any other gets its slots listed and gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model.ops import softcap
+from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.pooling import PoolPlan
+from pagoda.common.engine.step import Int32, StepPlan
+from pagoda.common.models.spec import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpan:
+    """The keys one sequence can see: cache slots for positions [start, start + length).
+
+    `first_slot` when the slots are consecutive, else `slots` int64 [length]. What the sequence's t-th new token sees
+    of it: everything, or with `causal` the first t+1, or `mask` bool [T, length].
+    """
+
+    start: int
+    length: int
+    first_slot: int
+    slots: Tensor | None
+    causal: bool = False
+    mask: Tensor | None = None
+
+    def read(self, cache: Tensor) -> Tensor:
+        """[K, length, H] of a cache [K, P*B, H]; a view where it can be."""
+        if self.slots is None:
+            return cache[:, self.first_slot : self.first_slot + self.length]
+        return cache.index_select(1, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewBatch:
+    """What layers that read the cache alike need in a step. `write_slots`: int64 [T], where each token's K, V go."""
+
+    write_slots: Tensor
+    spans: tuple[CacheSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Tokens [begin, end) of the step belong to one sequence, `context` tokens of which are cached already."""
+
+    begin: int
+    end: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """Embeddings in place of what some tokens would look up: `rows` [n, D] of the tokens `places` int64 [n]."""
+
+    places: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, plan: StepPlan, dtype: torch.dtype, device: torch.device | None = None) -> Embedded | None:
+        """Those of a step, in the model's dtype; None: it has none. Nobody waits until they are on the device."""
+        if plan.embeds is None:
+            return None
+        places, rows = torch.from_numpy(plan.embedded), torch.tensor(plan.embeds).view(dtype)
+        if device is None or device.type == "cpu":
+            return cls(places, rows)
+        return cls(*(part.pin_memory().to(device, non_blocking=True) for part in (places, rows)))
+
+    def without(self, token_ids: Tensor) -> Tensor:
+        """Token ids [T] that can all be looked up."""
+        return token_ids.index_fill(0, self.places, 0)
+
+    def over(self, x: Tensor) -> Tensor:
+        """What was looked up, [T, D], with the rows in their places."""
+        return x.index_copy(0, self.places, self.rows.to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step on the device."""
+
+    positions: Tensor  # int64 [T]
+    sequences: tuple[Sequence, ...]
+    views: tuple[ViewBatch, ...]  # one per entry of the layout's views
+    num_decodes: int  # the first so many sequences have exactly one token
+
+
+def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
+    """Arrays for one step."""
+    lengths = np.diff(plan.query_start)
+    owner = np.repeat(np.arange(plan.num_seqs), lengths)
+    positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
+    views = tuple(
+        ViewBatch(
+            torch.from_numpy(_slots(plan.block_tables[group], owner, positions, layout.block_size)),
+            _spans(plan.block_tables[group], plan.context, lengths, window, layout.block_size),
+        )
+        for group, window in layout.views
+    )
+    starts = plan.query_start.tolist()
+    sequences = tuple(map(Sequence, starts[:-1], starts[1:], plan.context.tolist()))
+    longer = np.flatnonzero(lengths != 1)
+    num_decodes = int(longer[0]) if len(longer) else plan.num_seqs
+    return StepBatch(torch.from_numpy(positions), sequences, views, num_decodes)
+
+
+def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """int64 [T]: the cache slot of each (row of the table, position)."""
+    blocks = table[rows, positions // block_size].astype(np.int64)
+    return blocks * block_size + positions % block_size
+
+
+def _spans(
+    table: Int32, context: Int32, lengths: np.ndarray, window: int | None, block_size: int
+) -> tuple[CacheSpan, ...]:
+    ends = context + lengths
+    starts = np.zeros_like(ends)
+    if window is not None:
+        starts = np.maximum(context - window + 1, 0)  # what the first new token sees
+    first_pages, last_pages = starts // block_size, (ends - 1) // block_size
+    consecutive = _consecutive(table, first_pages, last_pages)
+    first_slots = table[np.arange(len(ends)), first_pages].astype(np.int64) * block_size + starts % block_size
+    spans = []
+    for row, (cached, start, end, slot, whole) in enumerate(
+        zip(context.tolist(), starts.tolist(), ends.tolist(), first_slots.tolist(), consecutive.tolist())
+    ):
+        slots = None if whole else _listed(table[row], start, end, block_size)
+        causal = end - cached > 1 and cached == 0 and (window is None or end <= window)
+        mask = _mask(start, cached, end, window) if end - cached > 1 and not causal else None
+        spans.append(CacheSpan(start, end - start, slot, slots, causal, mask))
+    return tuple(spans)
+
+
+def _mask(start: int, cached: int, end: int, window: int | None) -> Tensor:
+    """bool [end - cached, end - start]: which positions from `start` each token from `cached` on sees."""
+    query, key = torch.arange(cached, end)[:, None], torch.arange(start, end)[None]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def _consecutive(table: Int32, first_pages: np.ndarray, last_pages: np.ndarray) -> np.ndarray:
+    """bool [S]: the row's blocks first_pages..last_pages are consecutive."""
+    breaks = np.diff(table, axis=1) != 1
+    columns = np.arange(breaks.shape[1])
+    inside = (columns >= first_pages[:, None]) & (columns < last_pages[:, None])
+    return ~(breaks & inside).any(axis=1)
+
+
+def _listed(row: Int32, start: int, end: int, block_size: int) -> Tensor:
+    positions = np.arange(start, end)
+    return torch.from_numpy(row[positions // block_size].astype(np.int64) * block_size + positions % block_size)
+
+
+# PoolPlan -> what an encoder reads: whole prompts end to end, none padded, those of one length attended together.
+#
+# Device-neutral: the arrays go to whatever device is named.
+
+QUERIES: Final = 256
+"""Queries whose scores are in memory at a time where they are written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameLength:
+    """Prompts of `length` tokens. `rows`: where the tokens of each are, int64 [n, length]; a slice for one prompt."""
+
+    length: int
+    rows: Tensor | slice
+
+    def take(self, x: Tensor) -> Tensor:
+        """[T, heads, H] -> [n, heads, length, H]."""
+        taken = x[self.rows]
+        return (taken[None] if isinstance(self.rows, slice) else taken).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompts:
+    """A step of whole prompts. `masks`: made when a layer first asks, by (length, causal, window)."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    token_types: Tensor | None  # int64 [T]
+    groups: tuple[SameLength, ...]
+    masks: dict[tuple[int, bool, int | None], Tensor] = field(default_factory=dict)
+
+    def mask(self, length: int, spec: Attention) -> Tensor | None:
+        """bool [length, length]: which token (row) sees which (column); None where all see all."""
+        window = spec.window if spec.window is not None and spec.window < length else None
+        if window is None and not spec.causal:
+            return None
+        key = length, spec.causal, window
+        if key not in self.masks:
+            self.masks[key] = _mask_packed(length, spec.causal, window, self.positions.device)
+        return self.masks[key]
+
+
+def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPrompts:
+    """Arrays for one step, on the device."""
+    lengths = np.diff(plan.query_start)
+    starts = plan.query_start[:-1].astype(np.int64)
+    positions = np.arange(plan.num_tokens) - np.repeat(starts, lengths)
+
+    def up(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    def same_length(length: int) -> SameLength:
+        begins = starts[lengths == length]
+        if len(begins) == 1:
+            return SameLength(length, slice(int(begins[0]), int(begins[0]) + length))
+        return SameLength(length, up(begins[:, None] + np.arange(length)))
+
+    return PackedPrompts(
+        token_ids=up(plan.token_ids),
+        positions=up(positions),
+        token_types=None if plan.token_types is None else up(plan.token_types),
+        groups=tuple(same_length(length) for length in np.unique(lengths).tolist()),
+    )
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, batch: PackedPrompts, spec: Attention) -> Tensor:
+    """Softmax attention within each prompt: queries [T, N, H], keys and values [T, K, H] -> [T, N*H]."""
+    out = torch.empty_like(queries)
+    repeats = spec.heads // spec.kv_heads
+    for group in batch.groups:
+        q, k, v = group.take(queries), group.take(keys), group.take(values)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        mixed = _attend(q, k, v, batch, spec).transpose(1, 2)
+        out[group.rows] = mixed[0] if isinstance(group.rows, slice) else mixed
+    return out.flatten(1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedPrompts, spec: Attention) -> Tensor:
+    """All of [n, N, length, H]."""
+    length = q.shape[2]
+    mask = batch.mask(length, spec)
+    if spec.softcap is None:
+        whole = mask is not None and spec.causal and (spec.window is None or spec.window >= length)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if whole else mask, is_causal=whole, scale=spec.scale
+        )
+    rows = [
+        _capped(q[:, :, at : at + QUERIES], k, v, None if mask is None else mask[at : at + QUERIES], spec)
+        for at in range(0, length, QUERIES)
+    ]
+    return torch.cat(rows, 2)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attention) -> Tensor:
+    """With a softcap, which torch's own attention does not have."""
+    assert spec.softcap is not None, "_attend comes before"
+    scores = softcap((q @ k.transpose(-1, -2)) * spec.scale, spec.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.float().softmax(-1).to(v.dtype) @ v
+
+
+def _mask_packed(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    ahead = torch.arange(length, device=device)[None] - torch.arange(length, device=device)[:, None]  # key - query
+    seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    return seen if window is None else seen & (ahead.abs() < window)

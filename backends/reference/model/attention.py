@@ -1,0 +1,97 @@
+"""Grouped-query attention over the paged cache.
+
+Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend (sequences may share
+blocks that another one fills in the same step).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.execution import CacheSpan, StepBatch
+from pagoda.backends.reference.memory import LayerCache
+from pagoda.backends.reference.model.ops import norm, softcap
+from pagoda.backends.reference.model.rotary import Rotation
+from pagoda.backends.reference.weights import AttentionParams
+from pagoda.common.models.spec import Attention
+
+# From the residual stream to queries, keys and values, and back: what attention over any kind of keys shares.
+
+
+class Projection:
+    """One layer's products around attention. `out`: [T, N*H] -> [T, D]."""
+
+    def __init__(self, spec: Attention, params: AttentionParams) -> None:
+        self.spec, self.params, self.out = spec, params, params.out
+
+    def __call__(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """X [T, D] -> queries [T, N, H], keys and values [T, K, H], normalised and rotated."""
+        spec = self.spec
+        projected = self.params.qkv(x).view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        heads = self._normalise(projected[:, : spec.heads + spec.kv_heads])
+        if rotation is not None:
+            heads = rotation(heads)
+        return heads[:, : spec.heads], heads[:, spec.heads :], projected[:, spec.heads + spec.kv_heads :]
+
+    def _normalise(self, heads: Tensor) -> Tensor:
+        """QK norm of heads [T, N+K, H], when the layer has one."""
+        spec, params = self.spec, self.params
+        if spec.qk_norm is None or params.q_norm is None or params.k_norm is None:
+            return heads
+        parts = (heads[:, : spec.heads], params.q_norm), (heads[:, spec.heads :], params.k_norm)
+        if spec.qk_norm_over == "full":
+            return torch.cat([norm(h.flatten(1), spec.qk_norm, w).view(h.shape) for h, w in parts], dim=1)
+        return torch.cat([norm(h, spec.qk_norm, w) for h, w in parts], dim=1)
+
+
+class PagedAttention:
+    """One layer's attention. N query heads, K KV heads, H head dim; head n reads KV head n // (N/K)."""
+
+    def __init__(self, spec: Attention, params: AttentionParams) -> None:
+        self.spec, self.project = spec, Projection(spec, params)
+        self.group = spec.heads // spec.kv_heads
+
+    def __call__(self, x: Tensor, batch: StepBatch, cache: LayerCache, rotation: Rotation | None) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        queries, keys, values = self.project(x, rotation)
+        view = batch.views[cache.view]
+        cache.keys.index_copy_(1, view.write_slots, keys.transpose(0, 1))
+        cache.values.index_copy_(1, view.write_slots, values.transpose(0, 1))
+        return self.project.out(self._attend_all(queries, batch, view.spans, cache))
+
+    def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:
+        """Queries [T, N, H] -> [T, N*H], sequence by sequence."""
+        if len(queries) == 1:
+            return self._decode(queries[0], spans[0], cache).view(1, -1)
+        out = torch.empty(len(queries), self.spec.heads * self.spec.head_dim, dtype=queries.dtype)
+        for sequence, span in zip(batch.sequences[: batch.num_decodes], spans):
+            out[sequence.begin] = self._decode(queries[sequence.begin], span, cache)
+        for sequence, span in zip(batch.sequences[batch.num_decodes :], spans[batch.num_decodes :]):
+            out[sequence.begin : sequence.end] = self._prefill(queries[sequence.begin : sequence.end], span, cache)
+        return out
+
+    def _decode(self, query: Tensor, span: CacheSpan, cache: LayerCache) -> Tensor:
+        """One query token [N, H] -> [N*H]; the heads of a group are the rows of one product."""
+        spec = self.spec
+        q = query.view(1, spec.kv_heads, self.group, spec.head_dim)
+        return self._attend(q, span.read(cache.keys)[None], span.read(cache.values)[None], span).reshape(-1)
+
+    def _prefill(self, queries: Tensor, span: CacheSpan, cache: LayerCache) -> Tensor:
+        """Several query tokens [T, N, H] -> [T, N*H]: each sees the span up to itself, within the window."""
+        keys = span.read(cache.keys).repeat_interleave(self.group, 0)[None]
+        values = span.read(cache.values).repeat_interleave(self.group, 0)[None]
+        return self._attend(queries.transpose(0, 1)[None], keys, values, span)[0].transpose(0, 1).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, span: CacheSpan) -> Tensor:
+        """Softmax attention; q [1, n, T, H], k and v [1, n, C, H]; visibility from the span."""
+        spec = self.spec
+        if spec.softcap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=span.mask, is_causal=span.causal, scale=spec.scale)
+        scores = softcap((q @ k.transpose(-1, -2)) * spec.scale, spec.softcap)
+        if span.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        elif span.mask is not None:
+            scores = scores.masked_fill(~span.mask, float("-inf"))
+        return scores.float().softmax(-1).to(v.dtype) @ v

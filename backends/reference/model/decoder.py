@@ -1,0 +1,180 @@
+"""The decoder, built once from a model spec and run once per step.
+
+`match` happens here, at build time; a step only calls what was built. Knows layers and tensors; does not know
+requests, sampling or where weights came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.execution import Embedded, StepBatch
+from pagoda.backends.reference.memory import LayerCache
+from pagoda.backends.reference.model.attention import PagedAttention
+from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.backends.reference.model.ops import activation, mix_experts, norm, route, softcap
+from pagoda.backends.reference.model.rotary import RotaryTables
+from pagoda.backends.reference.weights import LayerParams, MlpParams, ModelParams, MoeParams, NormParams
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe, Norm
+
+# Feed-forward blocks: one MLP, or a routed mixture of them.
+
+FfnStep = Callable[[Tensor], Tensor]
+
+
+def make_ffn(spec: Ffn, params: MlpParams | MoeParams) -> FfnStep:
+    """The block as a function of x [T, D]."""
+    match spec:
+        case Mlp():
+            assert isinstance(params, MlpParams)
+            return _mlp(spec, params)
+        case Moe():
+            assert isinstance(params, MoeParams)
+            return _moe(spec, params)
+        case _:
+            assert_never(spec)
+
+
+def _mlp(spec: Mlp, params: MlpParams) -> FfnStep:
+    act, width = activation(spec.activation), spec.width
+    inner, down = params.inner, params.down
+    if not spec.gated:
+        return lambda x: down(act(inner(x)))
+
+    def gated(x: Tensor) -> Tensor:
+        both = inner(x)
+        return down(act(both[:, :width]).mul_(both[:, width:]))
+
+    return gated
+
+
+def _moe(spec: Moe, params: MoeParams) -> FfnStep:
+    experts = [_mlp(spec.expert, expert) for expert in params.experts]
+
+    def mixture(x: Tensor) -> Tensor:
+        weights, chosen = route(params.router(x), spec.router)
+        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows))
+
+    return mixture
+
+
+NormStep = Callable[[Tensor], Tensor]
+
+
+class Decoder:
+    """Token ids and a batch in, hidden states and logits out."""
+
+    def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
+        self.spec, self.params, self.numerics = spec, params, numerics
+        self.embed = TokenEmbedding(spec, params, numerics)
+        self.layers = tuple(
+            DecoderLayer(layer, p, PagedAttention(layer.mixer, p.mixer)) for layer, p in zip(spec.layers, params.layers)
+        )
+        self.final_norm = make_norm(spec.final_norm, params.final_norm)
+        self.rotary = RotaryTables(spec, max_len, numerics.compute)
+
+    def hidden(
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
+    ) -> Tensor:
+        """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V land in the caches."""
+        x = self.embed(token_ids, batch.positions, embedded=embedded)
+        rotations = self.rotary.at(batch.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, caches[index], rotations[layer.rope])
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden [R, D] -> float32 logits [R, V]."""
+        if self.params.embed_out is not None:
+            hidden = self.params.embed_out(hidden)
+        assert self.params.head is not None, "the model generates"
+        logits = self.params.head(hidden).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
+
+
+class TokenEmbedding:
+    """Tokens to the residual stream: the sum of what is looked up, normalised where the model does so."""
+
+    def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics) -> None:
+        self.spec, self.params, self.compute = spec.embedding, params, numerics.compute
+        self.norm = make_norm(spec.embedding.norm, params.embed_norm)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None = None,
+        embedded: Embedded | None = None,
+    ) -> Tensor:
+        """token_ids, positions, token_types int64 [T] -> [T, D]. No token types: all are 0.
+
+        `embedded`: rows as they are once they are looked up and scaled.
+        """
+        spec, params = self.spec, self.params
+        x = F.embedding(token_ids if embedded is None else embedded.without(token_ids), params.embed)
+        if spec.scale != 1.0:
+            x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as it was trained
+        if embedded is not None:
+            x = embedded.over(x)
+        x = x.to(self.compute)
+        if params.embed_in is not None:
+            x = params.embed_in(x)
+        if params.positions is not None:
+            x = x + params.positions[positions + spec.position_offset]
+        if params.token_types is not None:
+            x = x + (params.token_types[0] if token_types is None else params.token_types[token_types])
+        return self.norm(x)
+
+
+class DecoderLayer:
+    """One layer: mixer and ffn, each between its norms, on the residual stream.
+
+    `mixer`: x [T, D] and whatever else it reads -> [T, D].
+    """
+
+    def __init__(self, spec: Layer, params: LayerParams, mixer: Callable[..., Tensor]) -> None:
+        self.mixer = mixer
+        self.ffn = make_ffn(spec.ffn, params.ffn)
+        self.rope = spec.mixer.rope
+        self.norm_after_add = spec.norm_after_add
+        norms = params.norms
+        self.before_mixer = make_norm(spec.norms.before_mixer, norms.get("before_mixer"))
+        self.after_mixer = make_norm(spec.norms.after_mixer, norms.get("after_mixer"))
+        self.before_ffn = make_norm(spec.norms.before_ffn, norms.get("before_ffn"))
+        self.after_ffn = make_norm(spec.norms.after_ffn, norms.get("after_ffn"))
+
+    def __call__(self, x: Tensor, *mixer_reads: object) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        mixed = self.mixer(self.before_mixer(x), *mixer_reads)
+        x = self._add(x, mixed, self.after_mixer)
+        return self._add(x, self.ffn(self.before_ffn(x)), self.after_ffn)
+
+    def _add(self, x: Tensor, update: Tensor, after: NormStep) -> Tensor:
+        return after(x + update) if self.norm_after_add else x + after(update)
+
+
+def make_norm(spec: Norm | None, params: NormParams | None) -> NormStep:
+    """The norm as a function of x [T, D]; the identity when there is none."""
+    if spec is None or params is None:
+        return lambda x: x
+    if spec.kind == "rms" and params.weight.dtype == torch.float32:
+        return _rms(params.weight + 1 if spec.unit_offset else params.weight, spec.eps)
+    return lambda x: norm(x, spec, params.weight, params.bias)
+
+
+def _rms(weight: Tensor, eps: float) -> NormStep:
+    """RMSNorm in float32 with few operations: torch's own is a composite of twice as many."""
+    epsilon, per_element = torch.tensor(eps), 1.0 / weight.shape[0]
+
+    def rms(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(epsilon, length, length, value=per_element).rsqrt_()).mul_(weight)
+
+    return rms

@@ -1,0 +1,147 @@
+"""The readable definition of every model: the whole sequence at once, plain torch, no cache and no paging.
+
+This is the oracle of the fast decoder, so it favours clarity over speed everywhere.
+
+Axis letters: T tokens, N query heads, K KV heads, H head dim, D width, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model import ops
+from pagoda.common.backend import Weight
+from pagoda.common.errors import WeightError
+from pagoda.common.models.rope import cos_sin
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import Attention, Ffn, Layer, Mlp, ModelSpec, Moe, Norm
+
+
+class NaiveModel:
+    """A model that answers one question: the logits of a sequence.
+
+    `max_len`: the longest context to be served, which some rotary scalings depend on; default: the spec's.
+    Raises WeightError when a parameter of the spec is missing.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Iterable[Weight],
+        dtype: torch.dtype = torch.float32,
+        max_len: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.max_len = max_len or spec.max_positions
+        self._weights = {name: ops.to_torch(array).to(dtype) for name, array in weights}
+        missing = params(spec).keys() - self._weights.keys()
+        if missing:
+            raise WeightError(f"no weights for {', '.join(sorted(missing))}")
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """Logits [T, V] after each token of one sequence."""
+        x = self._embed(token_ids)
+        for index, layer in enumerate(self.spec.layers):
+            x = self._layer(f"layers.{index}", layer, x)
+        return self._head(self._norm("final_norm", self.spec.final_norm, x))
+
+    @torch.inference_mode()
+    def greedy(self, token_ids: list[int], count: int) -> list[int]:
+        """The next `count` tokens, each the most likely one."""
+        tokens = list(token_ids)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(token_ids) :]
+
+    def _embed(self, token_ids: list[int]) -> Tensor:
+        embedding = self.spec.embedding
+        x = self._weights["embed"][torch.tensor(token_ids)]
+        x = x * torch.tensor(embedding.scale, dtype=self.dtype)
+        if embedding.width not in (None, self.spec.width):
+            x = self._linear("embed_in", x)
+        if embedding.positions is not None:
+            x = x + self._weights["positions"][torch.arange(len(token_ids)) + embedding.position_offset]
+        return x
+
+    def _layer(self, name: str, layer: Layer, x: Tensor) -> Tensor:
+        norms = layer.norms
+        mixed = self._attention(
+            f"{name}.mixer", layer.mixer, self._norm(f"{name}.norms.before_mixer", norms.before_mixer, x)
+        )
+        x = self._add(f"{name}.norms.after_mixer", norms.after_mixer, x, mixed, layer.norm_after_add)
+        fed = self._ffn(f"{name}.ffn", layer.ffn, self._norm(f"{name}.norms.before_ffn", norms.before_ffn, x))
+        return self._add(f"{name}.norms.after_ffn", norms.after_ffn, x, fed, layer.norm_after_add)
+
+    def _add(self, name: str, norm: Norm | None, x: Tensor, update: Tensor, norm_after_add: bool) -> Tensor:
+        if norm_after_add:
+            return self._norm(name, norm, x + update)
+        return x + self._norm(name, norm, update)
+
+    def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
+        tokens = len(x)
+        q, k, v = (self._linear(f"{name}.{part}", x) for part in "qkv")
+        if mixer.qk_norm_over == "full":
+            q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
+        q, k, v = (part.view(tokens, -1, mixer.head_dim) for part in (q, k, v))  # [T, N or K, H]
+        if mixer.qk_norm_over == "per_head":
+            q, k = self._norm(f"{name}.q_norm", mixer.qk_norm, q), self._norm(f"{name}.k_norm", mixer.qk_norm, k)
+        if mixer.rope is not None:
+            tables = cos_sin(mixer.rope, self.max_len, np.arange(tokens))
+            cos, sin = (torch.from_numpy(table).to(self.dtype) for table in tables)
+            q, k = (ops.apply_rope(part, cos, sin, mixer.rope.dim) for part in (q, k))
+        group = mixer.heads // mixer.kv_heads
+        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [T, N, H]
+        scores = torch.einsum("tnh,snh->nts", q, k) * mixer.scale
+        if mixer.softcap is not None:
+            scores = ops.softcap(scores, mixer.softcap)
+        scores = scores.masked_fill(~visible(tokens, mixer.window), -torch.inf)
+        weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
+        return self._linear(f"{name}.o", torch.einsum("nts,snh->tnh", weights, v).reshape(tokens, -1))
+
+    def _ffn(self, name: str, ffn: Ffn, x: Tensor) -> Tensor:
+        match ffn:
+            case Mlp():
+                return self._mlp(name, ffn, x)
+            case Moe():
+                weights, experts = ops.route(self._linear(f"{name}.router", x), ffn.router)
+                return ops.mix_experts(
+                    x, weights, experts, lambda e, rows: self._mlp(f"{name}.experts", ffn.expert, rows, expert=e)
+                )
+
+    def _mlp(self, name: str, mlp: Mlp, x: Tensor, expert: int | None = None) -> Tensor:
+        act = ops.activation(mlp.activation)
+        up = self._linear(f"{name}.up", x, expert)
+        hidden = act(self._linear(f"{name}.gate", x, expert)) * up if mlp.gated else act(up)
+        return self._linear(f"{name}.down", hidden, expert)
+
+    def _head(self, x: Tensor) -> Tensor:
+        if self.spec.embedding.width not in (None, self.spec.width):
+            x = self._linear("embed_out", x)
+        logits = F.linear(x, self._weights["embed" if self.spec.tied else "head"], self._weights.get("head_bias"))
+        logits = logits * self.spec.logit_scale
+        return logits if self.spec.logit_softcap is None else ops.softcap(logits, self.spec.logit_softcap)
+
+    def _linear(self, name: str, x: Tensor, expert: int | None = None) -> Tensor:
+        weight, bias = self._weights[name], self._weights.get(f"{name}_bias")
+        if expert is not None:
+            weight, bias = weight[expert], None if bias is None else bias[expert]
+        return F.linear(x, weight, bias)
+
+    def _norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
+        return ops.norm(x, norm, self._weights[name], self._weights.get(f"{name}_bias"))
+
+
+def visible(tokens: int, window: int | None) -> Tensor:
+    """bool [T, T]: which tokens (columns) each token (row) may see."""
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)

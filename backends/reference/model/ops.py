@@ -1,0 +1,92 @@
+"""The torch maths that the readable model and the fast one share.
+
+Knows tensors and the spec's small values. Does not know layers, caches or parameter names.
+Rounding follows transformers: norms in float32, then one cast.
+
+Axis letters: T tokens, n heads of any kind, H head dim, D width, E experts, k chosen experts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.common.models.spec import Norm, PoolerActivation, Router
+from pagoda.common.weights import dtypes
+
+_NARROW = {
+    dtypes.BFLOAT16: torch.bfloat16,
+    dtypes.FLOAT8_E4M3FN: torch.float8_e4m3fn,
+    dtypes.FLOAT8_E5M2: torch.float8_e5m2,
+}
+
+_ACTIVATIONS: dict[PoolerActivation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
+
+
+def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
+    """A tensor over the same memory. A read-only array (a mapped file) gives a tensor that must not be written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if array.dtype in _NARROW:
+            return torch.from_numpy(dtypes.bits(array)).view(_NARROW[array.dtype])
+        return torch.from_numpy(array)
+
+
+def norm(x: Tensor, spec: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """RMSNorm or LayerNorm of x [..., D] over its last axis; weight and bias [D]. Keeps x's dtype."""
+    if spec.kind == "layer":
+        scale = 1 + weight if spec.unit_offset else weight
+        return F.layer_norm(x, (x.shape[-1],), scale, bias, spec.eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if spec.unit_offset:
+        return (wide * (1 + weight.float())).to(x.dtype)
+    return wide.to(x.dtype) * weight
+
+
+def activation(name: PoolerActivation) -> Callable[[Tensor], Tensor]:
+    """The elementwise function of that name."""
+    return _ACTIVATIONS[name]
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): about x when small, never beyond the cap."""
+    return torch.tanh(x / cap) * cap
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
+    """Rotate the first `dim` channels of x [T, n, H]; channel i pairs with i + dim/2. cos, sin: [T, dim/2]."""
+    half = dim // 2
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second, rest = x[..., :half], x[..., half:dim], x[..., dim:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:
+    """Weights float32 [T, k] and expert numbers int64 [T, k] from router logits [T, E]."""
+    weights, experts = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
+    if spec.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Sum of each token's chosen experts, [T, D]. `expert(e, rows [t, D])` runs one expert on the rows routed to it."""
+    mixed = torch.zeros_like(x)
+    for e in set(experts.flatten().tolist()):
+        rows, slots = (experts == e).nonzero(as_tuple=True)
+        mixed.index_add_(0, rows, (expert(e, x[rows]) * weights[rows, slots, None]).to(x.dtype))
+    return mixed

@@ -1,0 +1,83 @@
+"""Hidden states -> answers: pooled, through dense layers and a classifier, cut, normalised. All in float32.
+
+Device-neutral: works where its parameters and the hidden states are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model.ops import activation, norm
+from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules
+from pagoda.common.models import spec as models
+
+Step = Callable[[Tensor], Tensor]
+
+
+class ReferencePooler:
+    """A model's pooler. `params`: by canonical name, float32."""
+
+    def __init__(self, spec: models.Pooler, params: Mapping[str, Tensor]) -> None:
+        self.spec = spec
+        self.dense = tuple(_dense(dense, f"pooler.dense.{index}", params) for index, dense in enumerate(spec.dense))
+        self.weight, self.bias = params.get("pooler.classifier"), params.get("pooler.classifier_bias")
+
+    def __call__(self, hidden: Tensor, bounds: Sequence[int], rules: Sequence[PoolingRules]) -> tuple[Tensor, ...]:
+        """Hidden [T, D], tokens bounds[s] to bounds[s+1] of prompt s -> of each prompt [n] or [length, n]."""
+        pooled = [self._pool(hidden[begin:end], rule) for (begin, end), rule in zip(pairwise(bounds), rules)]
+        rows = torch.cat(pooled)
+        for dense in self.dense:
+            rows = dense(rows)
+        if self.weight is not None:
+            rows = F.linear(rows, self.weight, self.bias)
+        answers = rows.split([len(part) for part in pooled])
+        return tuple(self._finish(answer, rule) for answer, rule in zip(answers, rules))
+
+    def _pool(self, hidden: Tensor, rules: PoolingRules) -> Tensor:
+        """One prompt's hidden states [length, D] -> [1, D], or as many as there are."""
+        kind = "all" if rules.task in OF_TOKENS else self.spec.kind
+        match kind:
+            case "first":
+                return hidden[:1].float()
+            case "last":
+                return hidden[-1:].float()
+            case "mean":
+                return hidden.float().mean(0, keepdim=True)
+            case "all":
+                return hidden.float()
+
+    def _finish(self, answer: Tensor, rules: PoolingRules) -> Tensor:
+        """[1 or length, n] -> [n] or [length, n]."""
+        if rules.task in EMBEDS:
+            answer = answer[:, : rules.dimensions]
+            answer = F.normalize(answer, dim=-1) if rules.use_activation else answer
+        elif rules.use_activation and self.spec.classifier is not None:
+            answer = _activated(answer, self.spec.classifier.activation)
+        return answer if rules.task in OF_TOKENS else answer[0]
+
+
+def _dense(spec: models.Dense, name: str, params: Mapping[str, Tensor]) -> Step:
+    weight, bias = params[name], params.get(f"{name}_bias")
+    act = activation(spec.activation) if spec.activation is not None else None
+
+    def dense(x: Tensor) -> Tensor:
+        x = F.linear(x, weight, bias)
+        x = x if act is None else act(x)
+        return x if spec.norm is None else norm(x, spec.norm, params[f"{name}.norm"], params.get(f"{name}.norm_bias"))
+
+    return dense
+
+
+def _activated(answer: Tensor, name: str | None) -> Tensor:
+    match name:
+        case "sigmoid":
+            return answer.sigmoid()
+        case "softmax":
+            return answer.softmax(-1)
+        case _:
+            return answer

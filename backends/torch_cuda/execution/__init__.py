@@ -1,0 +1,1 @@
+"""From a StepPlan to tensors, CUDA graphs and results."""

@@ -1,0 +1,146 @@
+"""What the parts of a decoder are made from, and the parts that several of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.execution import Embedded
+from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.kernels.norm import norm
+from pagoda.backends.torch_cuda.kernels.weight_only import weight_only_linear
+from pagoda.backends.torch_cuda.model.parameters import Matrix, RankParams
+from pagoda.backends.torch_cuda.parallel.comm import Comm
+from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.common.models.rope import cos_sin
+from pagoda.common.models.spec import Embedding, ModelSpec, Norm, Rope
+
+# Linear maps over a rank's tensors, made once when a decoder is built.
+
+Linear = Callable[[Tensor], Tensor]
+"""[T, in] -> [T, out]."""
+
+
+def linear(weight: Matrix, bias: Tensor | None, device: Device) -> Linear:
+    """A map for weight [out, in], packed or not, and bias [out]; filling them anew in place changes the map."""
+    if isinstance(weight, Tensor):
+        return partial(F.linear, weight=weight, bias=bias)
+    return partial(weight_only_linear, packed=weight, bias=bias, use_kernel=device.use_kernels, chip=device.chip)
+
+
+NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(update [T, D], residual [T, D] or None) -> their sum normalised, and their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaBuildContext:
+    """A rank's parameters, the device they are on, the line to the other ranks, and who attends to long queries."""
+
+    params: RankParams
+    device: Device
+    comm: Comm
+    prefill: Prefill
+
+    @property
+    def shard(self) -> RankShard:
+        """Which part of the model this rank holds."""
+        return RankShard(self.comm.rank, self.comm.size)
+
+    def linear(self, name: str) -> Linear:
+        """The product of that name; where ranks share its outputs, this rank's."""
+        return linear(self.params.matrix(name), self.params.get(f"{name}_bias"), self.device)
+
+    def summed(self, name: str) -> Linear:
+        """The product of that name whose inputs the ranks share: summed over them."""
+        mine, comm = self.linear(name), self.comm
+        return mine if comm.size == 1 else lambda x: comm.all_reduce(mine(x))
+
+    def norm(self, spec: Norm | None, name: str) -> NormStep:
+        """The norm of that name; without one only the sum."""
+        if spec is None:
+            return _add
+        normalise = partial(
+            norm,
+            weight=self.params[name],
+            bias=self.params.get(f"{name}_bias"),
+            eps=spec.eps,
+            kind=spec.kind,
+            unit_offset=spec.unit_offset,
+            use_kernel=self.device.use_kernels,
+        )
+        return lambda update, residual: normalise(update, residual=residual)
+
+
+def _add(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    total = update if residual is None else update + residual
+    return total, total
+
+
+# Token ids -> the first hidden states. Each rank holds some rows of the table.
+
+
+class CudaTokenEmbedding:
+    """The table [V, D'], its scale, the projection to the model's width, positions, token types and the norm."""
+
+    def __init__(self, spec: Embedding, build: CudaBuildContext) -> None:
+        params = build.params
+        self.spec, self.comm = spec, build.comm
+        self.table, self.positions = params["embed"], params.get("positions")
+        self.types = params.get("token_types")
+        self.norm = build.norm(spec.norm, "embed_norm")
+        self.project = build.linear("embed_in") if params.get("embed_in") is not None else None
+        self.scale = float(torch.tensor(spec.scale).to(self.table.dtype))  # rounded to the weights' dtype, as trained
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        token_types: Tensor | None = None,
+        embedded: Embedded | None = None,
+    ) -> Tensor:
+        """token_ids, positions, token_types [T] -> [T, D]. No token types: all are 0.
+
+        `embedded`: rows as they are once they are looked up and scaled.
+        """
+        x = self._rows(token_ids if embedded is None else embedded.without(token_ids))
+        if self.scale != 1.0:
+            x = x * self.scale
+        if embedded is not None:
+            x = embedded.over(x)
+        if self.project is not None:
+            x = self.project(x)
+        if self.positions is not None:
+            x = x + F.embedding(positions + self.spec.position_offset, self.positions)
+        if self.types is not None:
+            x = x + (self.types[0] if token_types is None else F.embedding(token_types, self.types))
+        return self.norm(x, None)[0]
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
+        if self.comm.size == 1:
+            return F.embedding(token_ids, self.table)
+        rows = token_ids - self.comm.rank * len(self.table)
+        absent = (rows < 0) | (rows >= len(self.table))
+        x = F.embedding(rows.masked_fill(absent, 0), self.table)
+        return self.comm.all_reduce(x.masked_fill(absent[:, None], 0))
+
+
+# Tables of cos and sin on the device, one for every distinct Rope of a model.
+
+
+def rotary_tables(spec: ModelSpec, max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:
+    """Float32 [max_len, 2, R/2] of cos and sin for each Rope, made in float64; None for None."""
+    tables: dict[Rope | None, Tensor | None] = {None: None}
+    for layer in spec.layers:
+        rope = layer.mixer.rope
+        if rope not in tables:
+            assert rope is not None, "None is in the table"
+            both = np.stack(cos_sin(rope, max_len, np.arange(max_len)), axis=1)
+            tables[rope] = torch.from_numpy(both.astype(np.float32)).to(device)
+    return tables

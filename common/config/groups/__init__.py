@@ -1,0 +1,1 @@
+"""One group of settings per file: dataclasses whose fields are flags."""

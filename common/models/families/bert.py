@@ -1,0 +1,124 @@
+"""BERT: an encoder with learned positions and token types, norms after each addition; and what its heads look like."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pagoda.common.models import hf_config
+from pagoda.common.models.family import Family, PoolUse, classifier
+from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
+from pagoda.common.weights.rules import Rename, Rule, linear
+
+_POOLER: Final = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
+"""`pooler_*` of the first release's files, which its own code does not read."""
+
+
+def encoder(config: HfConfig, *, position_offset: int = 0) -> ModelSpec:
+    """The layers. `position_offset`: rows of the position table before that of the first token."""
+    width = config.size("hidden_size")
+    config.expect("position_embedding_type", "absolute")
+    config.expect("attention_bias", True)
+    config.ignore("classifier_dropout", "tie_word_embeddings")
+    config.ignore("directionality", *(f"pooler_{name}" for name in _POOLER))
+    norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
+    ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_act", "gelu"), gated=False, bias=True)
+    layer = Layer(_attention(config, width), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
+    positions = config.size("max_position_embeddings") - position_offset
+    return ModelSpec(
+        vocab=config.size("vocab_size"),
+        width=width,
+        layers=(layer,) * config.size("num_hidden_layers"),
+        final_norm=None,
+        tied=True,
+        max_positions=positions,
+        embedding=Embedding(
+            positions=positions,
+            position_offset=position_offset,
+            token_types=config.opt_size("type_vocab_size", 2),
+            norm=norm,
+        ),
+    )
+
+
+def _attention(config: HfConfig, width: int) -> Attention:
+    heads = config.size("num_attention_heads")
+    head_dim = hf_config.head_dim(config, width, heads)
+    return Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+        causal=False,
+    )
+
+
+def encoder_rules(prefix: str) -> tuple[Rule, ...]:
+    """Names of the layers' tensors. `prefix`: of a model that has a head."""
+    layer, ours = f"[{prefix}.]encoder.layer.{{l}}", "layers.{l}"
+    return (
+        Rename(f"[{prefix}.]embeddings.word_embeddings.weight", "embed"),
+        Rename(f"[{prefix}.]embeddings.position_embeddings.weight", "positions"),
+        Rename(f"[{prefix}.]embeddings.token_type_embeddings.weight", "token_types"),
+        *linear(f"[{prefix}.]embeddings.LayerNorm", "embed_norm"),
+        *linear(f"{layer}.attention.self.query", f"{ours}.mixer.q"),
+        *linear(f"{layer}.attention.self.key", f"{ours}.mixer.k"),
+        *linear(f"{layer}.attention.self.value", f"{ours}.mixer.v"),
+        *linear(f"{layer}.attention.output.dense", f"{ours}.mixer.o"),
+        *linear(f"{layer}.attention.output.LayerNorm", f"{ours}.norms.after_mixer"),
+        *linear(f"{layer}.intermediate.dense", f"{ours}.ffn.up"),
+        *linear(f"{layer}.output.dense", f"{ours}.ffn.down"),
+        *linear(f"{layer}.output.LayerNorm", f"{ours}.norms.after_ffn"),
+    )
+
+
+def encoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
+    """The first token's state; a classifier of texts has a dense layer before it."""
+    match use:
+        case "embed":
+            return Pooler("first")
+        case "classify":
+            dense = Dense(config.size("hidden_size"), "tanh")
+            return Pooler("first", (dense,), classifier(config))
+        case "token_classify":
+            return Pooler("all", classifier=classifier(config))
+        case "reward":
+            return Pooler("all")
+
+
+IGNORED = ("*embeddings.position_ids", "*embeddings.token_type_ids")
+
+BERT = Family(
+    encoder,
+    encoder_rules("bert"),
+    IGNORED,
+    pooler=encoder_pooler,
+    pooler_rules=(*linear("[bert.]pooler.dense", "pooler.dense.0"), *linear("classifier", "pooler.classifier")),
+    heads=("*pooler.dense.*", "classifier.*", "cls.*"),
+    generates=False,
+)
+
+
+# RoBERTa, XLM-RoBERTa and CamemBERT: BERT's layers, positions from the row after the padding token's on.
+
+
+def _roberta(config: HfConfig) -> ModelSpec:
+    return encoder(config, position_offset=config.opt("pad_token_id", int, 1) + 1)
+
+
+ROBERTA = Family(
+    _roberta,
+    encoder_rules("roberta"),
+    IGNORED,
+    pooler=encoder_pooler,
+    pooler_rules=(
+        *linear("classifier.dense", "pooler.dense.0"),
+        *linear("classifier.out_proj", "pooler.classifier"),
+        *linear("classifier", "pooler.classifier"),
+    ),
+    heads=("*pooler.dense.*", "classifier.*", "lm_head.*"),
+    generates=False,
+)

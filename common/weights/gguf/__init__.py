@@ -1,0 +1,1 @@
+"""GGUF files: metadata, quantised blocks, and both as a Hugging Face checkpoint."""

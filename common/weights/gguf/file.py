@@ -1,0 +1,248 @@
+"""One .gguf file: its metadata and its tensors under their own names. Knows no architecture.
+
+The container is read here rather than through the `gguf` package, whose reader makes several numpy arrays per
+vocabulary entry and takes seconds for a file that this reads in a tenth of one. The format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.weights.files import map_file
+from pagoda.common.weights.gguf.dequantize import BlockType, block_type, dequantize
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+_DEFAULT_ALIGNMENT = 32
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies: `offset` and `size` in bytes of the file; `shape` in numpy's order (rows first)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockType
+    offset: int
+    size: int
+
+
+class GgufFile:
+    """An opened file. `metadata` maps keys to int, float, bool, str or lists of those; tensors are read on demand."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data = map_file(path)
+        reader = _Reader(path, self._data)
+        num_tensors, num_pairs = reader.start()
+        self.metadata: Mapping[str, Any] = reader.pairs(num_pairs)
+        if self.metadata.get("split.count", 1) > 1:
+            raise WeightError(f"{path}: is one part of a split model; merge it first (llama-gguf-split --merge)")
+        self.tensors: Mapping[str, GgufTensor] = reader.tensors(num_tensors, self.metadata)
+
+    def tensor(self, name: str) -> npt.NDArray[np.generic]:
+        """The values of one tensor: float32 where it was quantised, else the stored numbers without a copy.
+
+        Raises KeyError for an unknown name, WeightError for a type that nobody here can dequantise.
+        """
+        info = self.tensors[name]
+        try:
+            return dequantize(self._data[info.offset : info.offset + info.size], info.type, info.shape)
+        except NotImplementedError:
+            raise WeightError(f"{self.path}: tensor {name}: type {info.type.name} cannot be dequantised") from None
+
+
+class _Reader:
+    """A cursor over the file's head. Every read is checked against the end of the file."""
+
+    def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
+        self._path = path
+        self._file_size = len(data)
+        self._buffer = data.data
+        self._at = 0
+
+    def start(self) -> tuple[int, int]:
+        """Check magic and version; the number of tensors and of metadata pairs."""
+        magic = self._take(4)
+        if magic != _MAGIC:
+            raise WeightError(f"{self._path}: is not a GGUF file (it begins with {bytes(magic)!r})")
+        version = self._scalar("<I")
+        if version not in _VERSIONS:
+            big = int.from_bytes(version.to_bytes(4, "big"), "little")
+            hint = "big-endian; convert it with gguf-convert-endian" if big in _VERSIONS else "convert it again"
+            raise WeightError(f"{self._path}: GGUF version {version} is not supported ({hint})")
+        return self._scalar("<Q"), self._scalar("<Q")
+
+    def pairs(self, count: int) -> dict[str, Any]:
+        """The metadata."""
+        result: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._string()
+            if key in result:
+                raise WeightError(f"{self._path}: corrupt: metadata key {key} occurs twice")
+            result[key] = self._value(self._scalar("<I"))
+        return result
+
+    def tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
+        """The table of tensors, with offsets from the start of the file, all inside it."""
+        described = [self._tensor() for _ in range(count)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment <= 0:
+            raise WeightError(f"{self._path}: corrupt: alignment {alignment}")
+        start = -(-self._at // alignment) * alignment
+        result: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in described:
+            if name in result:
+                raise WeightError(f"{self._path}: corrupt: tensor {name} occurs twice")
+            if offset % alignment:
+                raise WeightError(
+                    f"{self._path}: corrupt: tensor {name} at offset {offset}, no multiple of {alignment}"
+                )
+            result[name] = GgufTensor(name, shape, kind, start + offset, prod(shape) // kind.elements * kind.bytes)
+        self._check_extents(result)
+        return result
+
+    def _check_extents(self, tensors: Mapping[str, GgufTensor]) -> None:
+        position, previous = 0, ""
+        for info in sorted(tensors.values(), key=lambda info: info.offset):
+            if info.offset < position:
+                raise WeightError(f"{self._path}: corrupt: tensor {info.name} overlaps {previous}")
+            position, previous = info.offset + info.size, info.name
+        if position > self._file_size:
+            raise WeightError(
+                f"{self._path}: truncated: expected at least {position} bytes, the file has {self._file_size}; "
+                "download it again"
+            )
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+        name = self._string()
+        num_dims = self._scalar("<I")
+        if num_dims > _MAX_DIMS:
+            raise WeightError(f"{self._path}: corrupt: tensor {name} has {num_dims} dimensions")
+        shape = tuple(self._scalar("<Q") for _ in range(num_dims))[::-1]
+        number, offset = self._scalar("<I"), self._scalar("<Q")
+        kind = block_type(number)
+        if kind is None:
+            raise WeightError(f"{self._path}: tensor {name}: type number {number} is unknown to this version")
+        if (shape[-1] if shape else 1) % kind.elements:
+            raise WeightError(
+                f"{self._path}: corrupt: rows of tensor {name} hold {shape[-1]} elements, "
+                f"no multiple of {kind.name}'s {kind.elements}"
+            )
+        return name, shape, kind, offset
+
+    def _take(self, size: int) -> memoryview:
+        end = self._at + size
+        if end > self._file_size:
+            raise WeightError(
+                f"{self._path}: truncated: the head needs at least {end} bytes, the file has {self._file_size}; "
+                "download it again"
+            )
+        piece = self._buffer[self._at : end]
+        self._at = end
+        return piece
+
+    def _scalar(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        # The hot loop of start-up (two strings per vocabulary entry): bounds are checked by what unpack_from and
+        # the final comparison raise, not per string.
+        buffer, at, length_of = self._buffer, self._at, struct.Struct("<Q").unpack_from
+        result = []
+        try:
+            for _ in range(count):
+                (length,) = length_of(buffer, at)
+                at += 8 + length
+                result.append(str(buffer[at - length : at], "utf-8"))
+        except (struct.error, OverflowError):
+            self._take(self._file_size)  # ran past the end: raises
+        except UnicodeDecodeError as error:
+            self._take(at - self._at)  # raises if it is the end of the file that cuts the string
+            raise WeightError(f"{self._path}: corrupt: a string near byte {at} is not UTF-8 ({error.reason})") from None
+        self._take(at - self._at)
+        return result
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array(self._scalar("<I"), self._scalar("<Q"))
+        return self._scalar(self._form(kind))
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return self._strings(count)
+        dtype = np.dtype(self._form(kind))
+        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return values
+
+    def _form(self, kind: int) -> str:
+        form = _SCALARS.get(kind)
+        if form is None:
+            raise WeightError(f"{self._path}: corrupt: metadata of type {kind} before byte {self._at}")
+        return form
+
+
+# Which of several GGUF files a person means. Knows file names only.
+
+_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_NO_MODELS: Final = ("mmproj", "imatrix")  # in the names of files that come beside models
+
+
+def with_models(folder: Path) -> list[str]:
+    """The .gguf files of a folder and its sub-folders, as paths within it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf"))
+
+
+def pick_gguf(names: Sequence[str], quant: str = "") -> str:
+    """The one GGUF model among `names`, or the one that `quant` names: Q4_K_M, in any case, or a file's own name.
+
+    Raises ModelError, listing what there is, when there is none or a choice to make.
+    """
+    files = [name for name in names if _is_model(name)]
+    if not files:
+        raise ModelError("it holds no GGUF file; " + (f"drop :{quant}" if quant else "drop --load-format gguf"))
+    found = [name for name in files if _matches(name, quant)] if quant else files
+    if not found:
+        raise ModelError(f"no GGUF file in it is {quant}; there are: {', '.join(files)}")
+    if all(_PART.search(name) for name in found) and len(found) > 1:
+        raise ModelError(
+            f"its GGUF file is split into {len(found)} parts; merge them (llama-gguf-split --merge) and give the file"
+        )
+    if len(found) > 1:
+        example = PurePosixPath(found[0]).stem
+        raise ModelError(f"it holds several GGUF files; name one after a colon, like :{example}: {', '.join(found)}")
+    return found[0]
+
+
+def _is_model(name: str) -> bool:
+    base = PurePosixPath(name).name.lower()
+    return base.endswith(".gguf") and not any(word in base for word in _NO_MODELS)
+
+
+def _matches(name: str, quant: str) -> bool:
+    """Whether `quant` is the file's name, or stands in it between separators: Q4_K is not in x-Q4_K_M.gguf."""
+    path = PurePosixPath(name)
+    if quant in (path.name, path.stem):
+        return True
+    stem = _PART.sub("", path.name).removesuffix(".gguf")
+    return re.search(rf"(?:^|[-._]){re.escape(quant)}(?:$|[-.])", stem, re.IGNORECASE) is not None

@@ -1,0 +1,59 @@
+"""Paths of vLLM's server for which there is nothing here: each is refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pagoda.server.http.fields.errors import HttpError
+
+_NO_TRANSFER: Final = "weights are read from the checkpoint; restart the server, or use /sleep level 2 and /wake_up"
+_NO_ELASTIC: Final = "the number of copies is fixed; restart the server with another --data-parallel-size"
+_NO_LORA: Final = "adapters are not in this version (--enable-lora); merge them into the checkpoint and serve that"
+
+ABSENT: Final[dict[tuple[str, str], str]] = {
+    ("POST", "/v1/load_lora_adapter"): _NO_LORA,
+    ("POST", "/v1/unload_lora_adapter"): _NO_LORA,
+    ("POST", "/v1/systemone"): "it is not in this version; use /v1/chat/completions",
+}
+"""Method and path -> why not, and what instead."""
+
+ABSENT_IN_DEVELOPMENT: Final[dict[tuple[str, str], str]] = {
+    ("POST", "/collective_rpc"): "workers take no calls by name; use the routes that there are",
+    ("POST", "/init_weight_transfer_engine"): _NO_TRANSFER,
+    ("POST", "/shutdown_weight_transfer_engine"): _NO_TRANSFER,
+    ("POST", "/start_weight_update"): _NO_TRANSFER,
+    ("POST", "/start_draft_weight_update"): _NO_TRANSFER,
+    ("POST", "/finish_weight_update"): _NO_TRANSFER,
+    ("POST", "/update_weights"): _NO_TRANSFER,
+    ("POST", "/update_weight_version"): _NO_TRANSFER,
+    ("GET", "/weight_info"): _NO_TRANSFER,
+    ("POST", "/weight_checker"): _NO_TRANSFER,
+    ("POST", "/release_kv_cache_memory"): "use /sleep (--enable-sleep-mode), which gives the memory of the cache back",
+    ("GET", "/kv_event_sources"): "the cache publishes no events; read /metrics",
+    ("POST", "/scale_elastic_ep"): _NO_ELASTIC,
+    ("POST", "/is_scaling_elastic_ep"): _NO_ELASTIC,
+}
+"""The same, of the development server."""
+
+
+def _refusal(path: str, why: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        raise HttpError(501, f"{path} is not supported: {why}")
+
+    refuse.__doc__ = f"501: {why}."
+    return refuse
+
+
+def _router(absent: dict[tuple[str, str], str]) -> APIRouter:
+    router = APIRouter(tags=["absent"])
+    for (method, path), why in absent.items():
+        router.add_api_route(path, _refusal(path, why), methods=[method], response_model=None, name=path[1:])
+    return router
+
+
+router: Final = _router(ABSENT)
+development: Final = _router(ABSENT_IN_DEVELOPMENT)

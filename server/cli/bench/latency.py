@@ -1,0 +1,72 @@
+"""`pagoda bench latency`: how long one batch of requests takes, end to end, over many repetitions."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from tqdm import tqdm
+
+from pagoda.common.config.groups.bench import LatencyConfig
+from pagoda.common.config.settings import Settled
+from pagoda.server.cli.bench.offline import (
+    add_load_arguments,
+    check_fits,
+    check_load,
+    random_prompts,
+    sampling_params,
+    settle_load,
+    start_llm,
+    write_results,
+)
+from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.resolve import Resolved
+
+COMMAND: Final = "bench latency"
+PERCENTAGES: Final = (10, 25, 50, 75, 90, 99)
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """Flags of the command."""
+    add_load_arguments(parser, COMMAND)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """See `check_load`."""
+    return check_load(args, COMMAND, LatencyConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    load, settled = settle_load(args, COMMAND, LatencyConfig)
+    llm = start_llm(EngineArgs.from_settled(settled))
+    params = sampling_params(load)
+    try:
+        check_fits(llm, load)
+        prompts = random_prompts(llm, load.batch_size, load.input_len, llm.llm_engine.config.model.seed)
+
+        def batch() -> float:
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            llm.reset_prefix_cache()
+            return time.perf_counter() - began
+
+        _repeat(batch, load.num_iters_warmup, "Warmup iterations")
+        latencies = _repeat(batch, load.num_iters, "Bench iterations")
+    finally:
+        llm.shutdown()
+    percentiles = dict(zip(PERCENTAGES, np.percentile(latencies, PERCENTAGES).tolist()))
+    mean = float(np.mean(latencies))
+    print(f"Avg latency: {mean} seconds")
+    for percentage, value in percentiles.items():
+        print(f"{percentage}% percentile latency: {value} seconds")
+    write_results(load.output_json, {"avg_latency": mean, "latencies": latencies, "percentiles": percentiles})
+    return 0
+
+
+def _repeat(batch: Callable[[], float], times: int, label: str) -> list[float]:
+    return [batch() for _ in tqdm(range(times), desc=label)]

@@ -1,0 +1,95 @@
+"""What the offline benchmarks share: their settings, the engine, prompts of random tokens, and a file of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pagoda.common.config.defaults import Usage
+from pagoda.common.config.groups.bench import LatencyConfig, ThroughputConfig
+from pagoda.common.config.groups.commands import OWN_SETTINGS
+from pagoda.common.config.settings import ENGINE_SETTINGS, Settled, build
+from pagoda.common.errors import ConfigError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.llm import LLM
+from pagoda.server.settings.args import EngineArgs, settle_all
+from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.resolve import Resolved
+from pagoda.server.startup.engine import check_engine
+
+LoadT = TypeVar("LoadT")
+
+
+def add_load_arguments(parser: FlagParser, command: str) -> None:
+    """Flags of a benchmark, and the engine's own."""
+    add_settings(parser, OWN_SETTINGS[command].values())
+    EngineArgs.add_cli_args(parser)
+
+
+def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, Settled]:
+    """The load, and everything that flags, file and environment said. Raises ConfigError."""
+    own = OWN_SETTINGS[command]
+    settled = settle_all(args, ENGINE_SETTINGS, own)
+    return build(config, settled.values, own.values()), settled
+
+
+def check_load(
+    args: argparse.Namespace, command: str, config: type[LoadT], usage: Usage = "llm"
+) -> tuple[Settled, Resolved]:
+    """What was said, and what it comes to. Raises what the benchmark raises before it loads a model."""
+    _, settled = settle_load(args, command, config)
+    return settled, check_engine(EngineArgs.from_settled(settled).create_engine_config(), usage, settled.sources)
+
+
+def start_llm(engine_args: EngineArgs) -> LLM:
+    """The engine to measure."""
+    return LLM.from_engine_args(engine_args)
+
+
+def check_fits(llm: LLM, load: LatencyConfig | ThroughputConfig) -> None:
+    """Raise ConfigError when a request does not fit the engine's context."""
+    limit = llm.llm_engine.info.max_model_len
+    if load.input_len + load.output_len > limit:
+        raise ConfigError(
+            "--output-len",
+            f"{load.input_len} + {load.output_len} tokens exceed the context of {limit}; lower one of them",
+        )
+
+
+def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
+    """Prompts of random token ids, without special tokens; the same for the same seed."""
+    vocab = llm.llm_engine.info.vocab_size
+    special = set() if llm.llm_engine.config.model.skip_tokenizer_init else set(llm.get_tokenizer().special_ids)
+    ids = np.random.default_rng(seed).choice(ordinary_tokens(vocab, special), size=(count, length))
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def ordinary_tokens(vocab_size: int, special: set[int]) -> np.ndarray:
+    """Token ids [V - special] that stand for text."""
+    return np.setdiff1d(np.arange(vocab_size), np.array(sorted(special), np.int64))
+
+
+def sampling_params(load: LatencyConfig | ThroughputConfig) -> SamplingParams:
+    """Exactly `output_len` tokens at temperature 1."""
+    return SamplingParams(
+        n=load.n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=load.output_len,
+        detokenize=not load.disable_detokenize,
+    )
+
+
+def write_results(path: str | None, results: Mapping[str, Any], flag: str = "--output-json") -> None:
+    """Write results as JSON. Raises ConfigError when the file cannot be written."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(results, indent=4) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(flag, f"{path}: {error.strerror}") from None

@@ -1,0 +1,122 @@
+"""`pagoda bench startup`: seconds from the command `pagoda serve` to the first token that a client receives.
+
+Each start is a process of its own, asked for one token again and again from the moment it begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tqdm import tqdm
+
+from pagoda.common.config.env import API_KEY
+from pagoda.common.config.groups.bench import StartupConfig
+from pagoda.common.config.settings import ENGINE_SETTINGS, Settled
+from pagoda.common.errors import PagodaError
+from pagoda.server.cli.bench.offline import add_load_arguments, check_load, settle_load, write_results
+from pagoda.server.cli.http_client import ApiClient, ApiError
+from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.resolve import Resolved
+
+COMMAND: Final = "bench startup"
+SERVE: Final = (sys.executable, "-m", "pagoda.server.cli.main", "serve")
+RETRY_SECONDS: Final = 0.02
+END_SECONDS: Final = 30.0
+_LOADING: Final = 503
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """Flags of the command."""
+    add_load_arguments(parser, COMMAND)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """See `check_load`."""
+    return check_load(args, COMMAND, StartupConfig, "server")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    load, settled = settle_load(args, COMMAND, StartupConfig)
+    EngineArgs.from_settled(settled)  # what cannot be used is told before a server is started with it
+    with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
+        settings = Path(folder, "settings.yaml")
+        settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML
+        for _ in tqdm(range(load.num_iters_warmup), desc="Warmup starts", disable=not load.num_iters_warmup):
+            time_start(settings, load.input_len)
+        seconds = [time_start(settings, load.input_len) for _ in tqdm(range(load.num_iters), desc="Measured starts")]
+    mean, median = statistics.mean(seconds), statistics.median(seconds)
+    print(f"Avg time to first token: {mean:.3f} seconds")
+    print(f"Median time to first token: {median:.3f} seconds")
+    print(f"Fastest {min(seconds):.3f}, slowest {max(seconds):.3f} seconds of {len(seconds)} starts")
+    write_results(load.output_json, {"avg_startup": mean, "median_startup": median, "startups": seconds})
+    return 0
+
+
+def engine_settings(settled: Settled) -> dict[str, Any]:
+    """The engine settings that were said, as `serve --config` reads them."""
+    return {
+        name.replace("_", "-"): settled.values[name]
+        for name in settled.sources
+        if name in ENGINE_SETTINGS and ENGINE_SETTINGS[name].option.deprecated is None
+    }
+
+
+def time_start(settings: Path, input_len: int) -> float:
+    """Seconds from a server's command to its first token. Raises PagodaError when it does not start."""
+    port = _free_port()
+    client = ApiClient(f"http://127.0.0.1:{port}/v1", API_KEY.read())
+    body = {"prompt": [1 + index % 64 for index in range(input_len)], "max_tokens": 1, "temperature": 0.0}
+    began = time.perf_counter()
+    with _server(settings, port) as (process, log):
+        while True:
+            try:
+                next(client.stream("/completions", body))
+                return time.perf_counter() - began
+            except ApiError as error:
+                if error.status not in (None, _LOADING):
+                    raise
+            if process.poll() is not None:
+                raise PagodaError(f"the server did not start: {_last_line(log)}")
+            time.sleep(RETRY_SECONDS)
+
+
+@contextlib.contextmanager
+def _server(settings: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    with tempfile.TemporaryFile() as log:
+        words = [*SERVE, "--config", str(settings), "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            yield process, log
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing").removeprefix("pagoda: error: ")

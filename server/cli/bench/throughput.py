@@ -1,0 +1,70 @@
+"""`pagoda bench throughput`: requests and tokens per second of an engine that has all its requests at once."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Final
+
+from pagoda.common.config.groups.bench import ThroughputConfig
+from pagoda.common.config.settings import Settled
+from pagoda.server.cli.bench.offline import (
+    add_load_arguments,
+    check_fits,
+    check_load,
+    random_prompts,
+    sampling_params,
+    settle_load,
+    start_llm,
+    write_results,
+)
+from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.resolve import Resolved
+
+COMMAND: Final = "bench throughput"
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """Flags of the command."""
+    add_load_arguments(parser, COMMAND)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """See `check_load`."""
+    return check_load(args, COMMAND, ThroughputConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    load, settled = settle_load(args, COMMAND, ThroughputConfig)
+    llm = start_llm(EngineArgs.from_settled(settled))
+    try:
+        check_fits(llm, load)
+        prompts = random_prompts(llm, load.num_prompts, load.input_len, llm.llm_engine.config.model.seed)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, sampling_params(load))
+        elapsed = time.perf_counter() - began
+    finally:
+        llm.shutdown()
+    prompt_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
+    output_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    total = prompt_tokens + output_tokens
+    print(
+        f"Throughput: {len(outputs) / elapsed:.2f} requests/s, {total / elapsed:.2f} total tokens/s, "
+        f"{output_tokens / elapsed:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {prompt_tokens}")
+    print(f"Total num output tokens:  {output_tokens}")
+    write_results(
+        load.output_json,
+        {
+            "elapsed_time": elapsed,
+            "num_requests": len(outputs),
+            "total_num_tokens": total,
+            "requests_per_second": len(outputs) / elapsed,
+            "tokens_per_second": total / elapsed,
+            "output_tokens_per_second": output_tokens / elapsed,
+        },
+    )
+    return 0

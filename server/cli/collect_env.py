@@ -1,0 +1,104 @@
+"""`pagoda collect-env`: what a bug report should say about a machine. No keys, no names, no paths of the user's own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import pagoda
+from pagoda.backends.registry import BACKENDS
+from pagoda.common.config.env import PREFIXES, VARIABLES, is_secret
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.server.cli.doctor import machine
+from pagoda.server.redact import HIDDEN, Redactor
+from pagoda.server.settings.flags import FlagParser
+
+Lines = Iterator[tuple[str, str]]
+
+_MORE_PACKAGES: Final = ("jaxlib", "starlette", "huggingface-hub", "nvidia-cuda-runtime-cu12", "nvidia-nccl-cu12")
+_FAMILIES: Final = re.compile(
+    r"(OMP|GOMP|KMP|MKL|DNNL|ONEDNN|ATEN|TORCH|PYTORCH|CUDA|NVIDIA|NCCL|TRITON|JAX|XLA|TPU|LIBTPU|HF|TRANSFORMERS"
+    r"|TOKENIZERS)_\w+|(HTTPS?|NO|ALL)_PROXY|LD_PRELOAD|MALLOC_\w+",
+    re.IGNORECASE,
+)
+"""Variables of the libraries below, which bugs depend on."""
+
+_LIMITS: Final = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """There are none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    hide = Redactor()
+    for title, lines in (
+        ("pagoda", iter([("version", pagoda.__version__)])),
+        ("system", _system()),
+        ("devices", _devices()),
+        ("packages", _packages()),
+        ("environment", _environment()),
+        ("limits", _limits()),
+        ("backends", _backends()),
+    ):
+        print(f"[{title}]")
+        for name, value in lines:
+            print(hide(f"{name:<28}{value}").rstrip())
+        print()
+    return 0
+
+
+def _system() -> Lines:
+    total, free = machine.memory()
+    quota = machine.cpu_quota()
+    yield "python", sys.version.split()[0]
+    yield "platform", platform.platform()
+    yield "processor", machine.processor()
+    yield "features", " ".join(machine.vector_features())
+    yield "cores", str(machine.cores()) + ("" if quota is None else f" ({quota:g} at a time)")
+    yield "memory", f"{total / machine.GIB:.1f} GiB, {free / machine.GIB:.1f} GiB free"
+
+
+def _devices() -> Lines:
+    listed, problem = machine.gpus()
+    for line in listed or [problem]:
+        yield "gpu", line
+    yield "tpu", " ".join(map(str, machine.device_files("accel[0-9]*", "vfio/[0-9]*"))) or "none"
+
+
+def _packages() -> Lines:
+    names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in machine.project()[1]]
+    for name in sorted({*names, *_MORE_PACKAGES} - {"pagoda"}):
+        if (found := machine.version(name)) is not None:
+            yield name, found
+
+
+def _environment() -> Lines:
+    """Variables that are set: those of the table, those that set a setting, and those of the libraries below.
+
+    Of other PAGODA_ and VLLM_ variables only the name is told: nobody knows what is in them.
+    """
+    known = {name for variable in VARIABLES for name in variable.names}
+    known |= {setting.variable for settings in COMMAND_SETTINGS.values() for setting in settings.values()}
+    for name in sorted(os.environ):
+        if name in known or _FAMILIES.fullmatch(name):
+            yield name, HIDDEN if is_secret(name) else repr(os.environ[name])
+        elif name.startswith(PREFIXES):
+            yield name, f"{HIDDEN} (not read)"
+
+
+def _limits() -> Lines:
+    for name, resource in _LIMITS.items():
+        found = machine.limit(resource)
+        yield name, "unlimited" if found is None else str(found)
+
+
+def _backends() -> Lines:
+    for entry in BACKENDS:
+        yield entry.name, entry.obstacle() or "available"

@@ -1,0 +1,92 @@
+"""`pagoda compile`: a model's programs compiled for a TPU that need not be there, and what they say about it.
+
+The table and the memory budget are those of the machine compiled for; with --output the programs are kept as a bundle
+that `pagoda serve --compiled-bundle` starts from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from pagoda.backends.modules import CompileTarget
+from pagoda.backends.registry import load_compiler
+from pagoda.common.config.defaults import Platform
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS, CompileConfig
+from pagoda.common.config.settings import Settled, build
+from pagoda.common.errors import ConfigError
+from pagoda.server.cli.bench.offline import write_results
+from pagoda.server.plugins import sampler_options
+from pagoda.server.settings.args import EngineArgs, add_config_file, settle_all
+from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.resolve import Resolved, resolve
+
+SETTINGS: Final = COMMAND_SETTINGS["compile"]
+_BACKEND: Final = "jax_tpu"
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """MODEL, the engine's flags, and those of compiling."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
+    add_settings(parser, SETTINGS.values())
+    add_config_file(parser, explains=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and print. Raises ConfigError for what cannot be compiled, in a line with the remedy."""
+    settled = settle_all(args, SETTINGS)
+    config: CompileConfig = build(CompileConfig, settled.values, SETTINGS.values())
+    if config.topology is None:
+        raise ConfigError("--topology", "is missing: name the chips to compile for, such as v6e:1x1")
+    compiler = load_compiler()
+    target = compiler.find_target(config.topology)
+    data = settled.values["data_parallel_size"]
+    tensor = config.tensor_parallel_size or max(1, len(target.devices) // data)
+    resolved = resolve_for(settled, config, target, tensor)
+    report = compiler.compile_ahead(
+        target,
+        resolved.spec,
+        limits=resolved.limits,
+        layout=resolved.layout,
+        cache=resolved.config.cache,
+        dtype=resolved.dtype,
+        tensor=tensor,
+        data=data,
+        mode=sampler_options(resolved.config).logprobs_mode,
+        largest=config.budget_only,
+        stated=("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settled.sources,
+        quantization=resolved.config.model.quantized_here,
+    )
+    print(report)
+    write_results(config.output_json, report.as_json())
+    if config.output is not None:
+        print(report.save(Path(config.output)))
+    return 0
+
+
+def resolve_for(settled: Settled, config: CompileConfig, target: CompileTarget, tensor: int) -> Resolved:
+    """The model and its limits as the target would have them. Raises ConfigError or ModelError."""
+    values = {**settled.values, "tensor_parallel_size": tensor}
+    engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
+    if engine.model.backend not in ("auto", _BACKEND):
+        raise ConfigError("--backend", f"{engine.model.backend} is not compiled ahead; drop it")
+    engine = replace(engine, model=replace(engine.model, backend=_BACKEND))
+    if config.config_only:
+        engine = _config_only(engine)
+    platform = Platform("tpu", target.hbm_bytes, target.device_name, tensor)
+    return resolve(engine, "server", settled.sources, weights=not config.config_only, platform=platform)
+
+
+def _config_only(engine: EngineConfig) -> EngineConfig:
+    """The model is a config.json, or the folder that holds one; nothing else of it is read."""
+    path = Path(engine.model.model)
+    if path.suffix == ".json" and path.is_file():
+        if path.name != "config.json":
+            raise ConfigError("--config-only", f"{path} is not called config.json; rename it, or name its folder")
+        path = path.parent
+    model = replace(engine.model, model=os.fspath(path))
+    return replace(engine, model=model, load=replace(engine.load, load_format="dummy"))

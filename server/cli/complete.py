@@ -1,0 +1,39 @@
+"""`pagoda complete`: text completions from a running server."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Final
+
+from pagoda.common.config.groups.commands import OWN_SETTINGS, ClientConfig
+from pagoda.common.config.settings import build
+from pagoda.server.cli.chat import TerminalReply, connect, said_lines, show
+from pagoda.server.cli.http_client import ApiClient
+from pagoda.server.settings.args import settle_flags
+from pagoda.server.settings.flags import FlagParser, add_settings
+
+SETTINGS: Final = OWN_SETTINGS["complete"]
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """Flags of the command."""
+    add_settings(parser, SETTINGS.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Complete line by line until the end of the input, or one text with --quick. Raises ApiError."""
+    config: ClientConfig = build(ClientConfig, settle_flags(args, SETTINGS), SETTINGS.values())
+    client, model = connect(config)
+    for line in said_lines(config):
+        show(_completion(client, model, line, config.max_tokens))
+    return 0
+
+
+def _completion(client: ApiClient, model: str, prompt: str, max_tokens: int | None) -> Iterator[TerminalReply]:
+    body: dict[str, object] = {"model": model, "prompt": prompt}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    for event in client.stream("/completions", body):
+        for choice in event["choices"]:
+            yield TerminalReply(choice["text"])

@@ -1,0 +1,104 @@
+"""`pagoda convert`: a model in any form that is read here -> a model folder whose weights are a backend's own arrays.
+
+The folder is served like any other, with `--load-format sharded_state` or without a word about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from pagoda.backends.registry import load_converter
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS, ConvertConfig
+from pagoda.common.config.settings import ENGINE_SETTINGS, Settled, build
+from pagoda.common.errors import ConfigError
+from pagoda.common.weights.sharded import ShardedCheckpoint
+from pagoda.server.processing.inputs import open_tokenizer
+from pagoda.server.settings.args import EngineArgs, settle_all
+from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.resolve import Resolved, resolve
+from pagoda.server.startup.parameters import read_weights
+
+SETTINGS: Final = COMMAND_SETTINGS["convert"]
+_BACKEND: Final = "jax_tpu"
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """MODEL, OUT, and the flags that say what is converted."""
+    parser.add_argument("model_tag", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
+    parser.add_argument("out", metavar="OUT", help="The folder to make; it may exist when it is empty.")
+    add_settings(parser, SETTINGS.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and say what that gave. Raises ConfigError or ModelError, in a line with the remedy."""
+    settled = settle_all(argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS)
+    config: ConvertConfig = build(ConvertConfig, settled.values, SETTINGS.values())
+    with _made(Path(args.out)) as folder:
+        resolved = _resolved(args.model_tag, settled)
+        architectures = tuple(resolved.hf_config["architectures"])
+        tokenizer = open_tokenizer(resolved.config)
+        manifest = load_converter().convert(
+            resolved.spec,
+            read_weights(resolved.config, resolved.checkpoint, resolved),
+            dtype=resolved.dtype,
+            tensor=config.tensor_parallel_size,
+            folder=folder,
+            architectures=architectures,
+        )
+        manifest.write(folder)
+        _write_json(folder / "config.json", _config(resolved))
+        if generation := resolved.checkpoint.generation_config():
+            _write_json(folder / "generation_config.json", generation)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+    numbers = sum(leaf.size for leaf in manifest.leaves.values())
+    devices = "1 device" if manifest.tensor_parallel_size == 1 else f"{manifest.tensor_parallel_size} devices"
+    print(f"{args.out}: {numbers:,} {manifest.dtype} numbers in {len(manifest.leaves)} arrays, laid out for {devices}")
+    return 0
+
+
+def _resolved(model: str, settled: Settled) -> Resolved:
+    """What is converted. Raises ConfigError, ModelError."""
+    usual = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
+    said = {name: value for name, value in settled.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
+    values = {**usual, **said, "model": model, "backend": _BACKEND, "runner": "generate"}
+    engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
+    resolved = resolve(engine, "llm", settled.sources, weights=True)
+    if isinstance(resolved.checkpoint, ShardedCheckpoint):
+        raise ConfigError("MODEL", f"{model} is converted already, and loads on any number of devices; serve it")
+    return resolved
+
+
+def _config(resolved: Resolved) -> dict[str, Any]:
+    """The config that was read, overrides included, with the dtype of the arrays."""
+    return {**{k: v for k, v in resolved.hf_config.items() if k != "torch_dtype"}, "dtype": resolved.dtype}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its place when all went well, and goes when not."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("OUT", f"{out} exists and is not an empty folder; name another, or remove it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        try:
+            yield folder
+            folder.chmod(0o755)
+            folder.replace(out)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError("OUT", f"{out} cannot be written ({error.strerror or error}); name another place") from None

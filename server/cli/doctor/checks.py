@@ -1,0 +1,358 @@
+"""Which backend would run here, and on how many devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import urllib.request
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, runs_ranks, spread
+from pagoda.common.config import env
+from pagoda.common.config.groups.commands import COMMAND_SETTINGS, DoctorConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.config.settings import from_environment
+from pagoda.common.errors import ConfigError, PagodaError
+from pagoda.server.cli.doctor import machine
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+
+# What a check yields: findings, in words that say what to do.
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. `text`: what was found and, unless it is ok, what to do."""
+
+    level: Level
+    subject: str
+    text: str
+
+
+Findings: TypeAlias = Iterator[Finding]
+Check: TypeAlias = Callable[[DoctorConfig], Findings]
+
+
+def backends(config: DoctorConfig) -> Findings:
+    """Which backend would run, and why the others would not."""
+    try:
+        chosen = choose_backend(config.backend)
+    except ConfigError as error:
+        yield Finding("fail", "backend", str(error).partition("; here: ")[0])
+        chosen = ""
+    for entry in BACKENDS:
+        obstacle = entry.obstacle()
+        if entry.name == chosen:
+            yield _serving(entry)
+        elif entry.name == config.backend or not entry.needs:
+            continue
+        elif obstacle is not None and entry.name != "reference" and entry.has_device():
+            yield Finding("warn", "backend", f"{entry.name}: there is a {entry.device}, but: {obstacle}")
+        else:
+            yield Finding(
+                "ok",
+                "backend",
+                f"{entry.name} is not used: {obstacle or (f'{chosen} comes first' if chosen else 'nobody asked')}",
+            )
+
+
+def _serving(entry: Entry) -> Finding:
+    """The chosen backend; its framework is asked about the device where that knows more than the machine tells."""
+    if entry.ranks is None:
+        return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
+    runtime = load_rank_runtime(entry.name)
+    try:
+        runtime.check_devices(1)
+    except (ConfigError, ImportError, OSError) as error:
+        return Finding("fail", "backend", str(error))
+    return Finding("ok", "backend", f"{entry.name}, on {entry.device if runtime.needs_gpu() else 'CPU tensors'}")
+
+
+def spreading(config: DoctorConfig) -> Findings:
+    """Whether a model can be spread as asked, where that is over more than one device."""
+    tensor, data = config.tensor_parallel_size, config.data_parallel_size
+    wanted = tensor * data
+    if wanted == 1:
+        return
+    try:
+        asked = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
+        backend = choose_backend(config.backend)
+        spread(backend, asked)
+        if ranks := runs_ranks(backend, asked):
+            load_rank_runtime(backend).check_devices(tensor)
+    except (ConfigError, ImportError, OSError) as error:
+        yield Finding("fail", "spread", str(error).partition("; here: ")[0])
+        return
+    if ranks:
+        yield Finding("ok", "spread", f"{tensor} ranks have a device each")
+        return
+    chips = len(machine.device_files("accel[0-9]*", "vfio/[0-9]*"))
+    if chips < wanted:
+        yield Finding("warn", "spread", f"{wanted} devices are asked for, here are {chips} chips; use what is there")
+    else:
+        yield Finding("ok", "spread", f"{wanted} of {chips} chips")
+
+
+# Room and permission where files go.
+
+LITTLE_DISK: Final = 10 * machine.GIB
+
+
+def folders(config: DoctorConfig) -> Findings:
+    """Room and permission where downloads and sockets go."""
+    cache = machine.hub_cache(config.download_dir)
+    yield _folder("downloads", cache, "--download-dir or HF_HOME", LITTLE_DISK)
+    yield _folder("sockets", Path(config.rpc_base_path or tempfile.gettempdir()), "--rpc-base-path or TMPDIR", 2**20)
+    shared = Path("/dev/shm")
+    if shared.exists():
+        yield Finding(
+            "ok", "shared memory", f"{machine.gib(machine.free_bytes(shared))} free; the engine uses none of it"
+        )
+
+
+def _folder(subject: str, folder: Path, remedy: str, enough: int) -> Finding:
+    try:
+        if not os.access(machine.existing(folder), os.W_OK | os.X_OK):
+            return Finding("fail", subject, f"{folder} cannot be written to; name another with {remedy}")
+        free = machine.free_bytes(folder)
+    except OSError as error:
+        return Finding("fail", subject, f"{folder}: {error.strerror or error}; name another with {remedy}")
+    if free < enough:
+        return Finding(
+            "warn", subject, f"{folder} has {machine.gib(free)} left; make room, or name another with {remedy}"
+        )
+    return Finding("ok", subject, f"{folder}, {machine.gib(free)} free")
+
+
+# Devices, processor, memory, and what the system grants of them.
+
+FEW_FILES: Final = 4096
+LITTLE_MEMORY: Final = 2 * machine.GIB
+
+
+def devices(config: DoctorConfig) -> Findings:
+    """Device files and drivers of GPUs and TPUs."""
+    nvidia = machine.device_files("nvidia[0-9]*", "nvidiactl")
+    listed, problem = machine.gpus()
+    if listed:
+        yield from (Finding("ok", "gpu", line) for line in listed)
+    elif nvidia:
+        yield Finding("warn", "gpu", f"{nvidia[0]} is there, but {problem}; install the driver's tools, or its version")
+    elif problem and problem != "nvidia-smi is not installed":
+        yield Finding("warn", "gpu", f"{problem}; without the driver, or docker run --gpus all, no GPU can be used")
+    else:
+        yield Finding("ok", "gpu", "none")
+    chips = machine.device_files("accel[0-9]*", "vfio/[0-9]*")
+    for path in chips:
+        if not os.access(path, os.R_OK | os.W_OK):
+            yield Finding("warn", "tpu", f"{path} is not yours to open; run as root, or docker run --privileged")
+    if not chips:
+        yield Finding("ok", "tpu", "none")
+    elif all(os.access(path, os.R_OK | os.W_OK) for path in chips):
+        yield Finding("ok", "tpu", f"{len(chips)} chips or groups: {', '.join(map(str, chips))}")
+
+
+def processor(config: DoctorConfig) -> Findings:
+    """What the processor multiplies fast, and how much of it there is."""
+    features = ", ".join(machine.vector_features()) or "no vector instructions known here"
+    wide = "" if machine.has_bfloat16() else "; no bfloat16, so products run in float32 and weights take more memory"
+    yield Finding("ok", "processor", f"{machine.processor()}: {features}{wide}")
+    cores, quota = machine.cores(), machine.cpu_quota()
+    if quota is not None and quota < cores and env.OMP_NUM_THREADS.read() is None:
+        threads = max(1, int(quota))
+        yield Finding(
+            "warn", "cores", f"{cores}, but the container may use {quota:g} at a time; set OMP_NUM_THREADS={threads}"
+        )
+    else:
+        yield Finding("ok", "cores", str(cores) if quota is None else f"{cores}, {quota:g} at a time")
+
+
+def memory(config: DoctorConfig) -> Findings:
+    """Memory in all and free."""
+    total, free = machine.memory()
+    text = f"{machine.gib(free)} of {machine.gib(total)} free"
+    if free < LITTLE_MEMORY:
+        yield Finding("warn", "memory", f"{text}; end other programs, or set --kv-cache-memory-bytes low")
+    else:
+        yield Finding("ok", "memory", text)
+
+
+def limits(config: DoctorConfig) -> Findings:
+    """Open files: each client's connection is one."""
+    files = machine.limit("RLIMIT_NOFILE")
+    if files is not None and files < FEW_FILES:
+        yield Finding("warn", "open files", f"at most {files}, one per client; ulimit -n 65536 before the start")
+    else:
+        yield Finding("ok", "open files", "no limit" if files is None else f"at most {files}")
+
+
+# The model that would be served.
+
+
+def model(config: DoctorConfig) -> Findings:
+    """Whether the model's files are here and describe a model that can be served."""
+    if config.model is None:
+        return
+    path = Path(config.model).expanduser()
+    if not path.exists() and not _is_downloaded(config):
+        yield Finding("ok", "model", f"{config.model} is not here; serve would look for it on the hub")
+        return
+    from pagoda.server.settings.args import EngineArgs
+    from pagoda.server.settings.resolve import resolve
+
+    try:
+        asked = EngineArgs(
+            config.model,
+            backend=config.backend,
+            download_dir=config.download_dir,
+            tensor_parallel_size=config.tensor_parallel_size,
+            data_parallel_size=config.data_parallel_size,
+        )
+        found = resolve(asked.create_engine_config(), "server")
+    except PagodaError as error:
+        yield Finding("fail", "model", str(error))
+        return
+    yield Finding("ok", "model", f"{config.model}: {found.dtype}, up to {found.limits.max_model_len} tokens")
+
+
+def _is_downloaded(config: DoctorConfig) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    repository = (config.model or "").partition(":")[0]
+    cache = machine.hub_cache(config.download_dir)
+    try:
+        return isinstance(try_to_load_from_cache(repository, "config.json", cache_dir=cache), str)
+    except (HFValidationError, OSError):
+        return False
+
+
+# Who can be reached, and whether this server could be.
+
+HUB_SECONDS: Final = 5.0
+
+
+def port(config: DoctorConfig) -> Findings:
+    """Whether the server could listen."""
+    from pagoda.server.cli.serve import bind
+
+    server = ServerConfig(host=config.host, port=config.port)
+    try:
+        bind(server).close()
+    except ConfigError as error:
+        yield Finding("fail", "port", str(error))
+    else:
+        yield Finding("ok", "port", f"{server.address}:{config.port} is free")
+
+
+def hub(config: DoctorConfig) -> Findings:
+    """Whether models can be fetched."""
+    if env.HF_HUB_OFFLINE.is_on():
+        yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: only models that were downloaded before")
+        return
+    from huggingface_hub import constants
+
+    try:
+        with urllib.request.urlopen(constants.ENDPOINT, timeout=HUB_SECONDS):
+            yield Finding("ok", "hub", "reachable")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        yield Finding(
+            "warn",
+            "hub",
+            f"not reachable ({reason}); check network and proxy, or serve local files with HF_HUB_OFFLINE=1",
+        )
+
+
+# The interpreter, its packages, and the variables it runs under.
+
+_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}
+"""Backend -> the extra that brings its packages."""
+
+
+def python_version(config: DoctorConfig) -> Findings:
+    """The interpreter, against the range that pagoda is made for."""
+    found, (wanted, _) = platform.python_version(), machine.project()
+    if not wanted or _within(found, wanted) is not False:
+        yield Finding("ok", "python", found)
+    else:
+        yield Finding("fail", "python", f"{found} is outside {wanted}; make an environment with such a Python")
+
+
+def packages(config: DoctorConfig) -> Findings:
+    """What is installed, against the ranges of the base and of the chosen backend's extra."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield Finding("warn", "packages", "versions cannot be compared; pip install packaging")
+        return
+    extras = {"gguf", "uvloop", _EXTRAS.get(_chosen(config), "")}
+    good = 0
+    wanted = list(_applying(map(Requirement, machine.project()[1]), extras))
+    for requirement in list(wanted):  # "jax[tpu]" says which libtpu is meant
+        wanted += _applying(map(Requirement, machine.requires(requirement.name)), requirement.extras, base=False)
+    for requirement in wanted:
+        optional = _is_optional(requirement)
+        found = machine.version(requirement.name)
+        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+        if found is None and not optional:
+            yield Finding("fail", "packages", f"{requirement.name} is not installed; {remedy}")
+        elif found is not None and not requirement.specifier.contains(found, prereleases=True):
+            yield Finding("warn", "packages", f"{requirement.name} {found} is not a version that was tried; {remedy}")
+        else:
+            good += found is not None
+    yield Finding("ok", "packages", f"{good} in their ranges")
+
+
+def _applying(requirements: Iterable[Requirement], extras: Collection[str], base: bool = True) -> Iterator[Requirement]:
+    """Those of the base, unless `base` is False, and those of these extras."""
+    for requirement in requirements:
+        if not _is_optional(requirement):
+            if base:
+                yield requirement
+        elif any(requirement.marker.evaluate({"extra": extra}) for extra in extras if extra):  # type: ignore[union-attr]
+            yield requirement
+
+
+def _is_optional(requirement: Requirement) -> bool:
+    return requirement.marker is not None and "extra" in str(requirement.marker)
+
+
+def environment(config: DoctorConfig) -> Findings:
+    """Variables that have no effect, are refused, or cannot be read."""
+    settings = COMMAND_SETTINGS["serve"]
+    quiet = True
+    try:
+        from_environment([settings])
+        for note in env.notes(settings={name for each in COMMAND_SETTINGS.values() for name in each}):
+            quiet = False
+            yield Finding("warn", "environment", note)
+    except ConfigError as error:
+        yield Finding("fail", "environment", str(error))
+    else:
+        if quiet:
+            yield Finding("ok", "environment", "no variable that is without effect")
+
+
+def _chosen(config: DoctorConfig) -> str:
+    try:
+        return choose_backend(config.backend)
+    except ConfigError:
+        return config.backend
+
+
+def _within(version: str, wanted: str) -> bool | None:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return None
+    return SpecifierSet(wanted).contains(version, prereleases=True)

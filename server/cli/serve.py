@@ -1,0 +1,318 @@
+"""`pagoda serve`: bind the port, start the engine, and answer HTTP from the first moment to the last request.
+
+The engine starts before anything else is imported, in a process of its own, so that loading the model and importing
+the HTTP stack overlap. Until the model is warm, /health and /ready say 503.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Coroutine, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.observability import LoggingConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.config.groups.server import ServerConfig
+from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Settled, build
+from pagoda.common.errors import ConfigError
+from pagoda.common.observe.logs import configure
+from pagoda.server.core_client.client import NoEngine, check_start, start_engine
+from pagoda.server.core_client.process_client import ProcessClient, check_folder
+from pagoda.server.parsers.registry import check_formats
+from pagoda.server.settings.args import AsyncEngineArgs, settle_all
+from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.machine import check_machine
+
+if TYPE_CHECKING:
+    from pagoda.server.async_llm import AsyncLLM
+    from pagoda.server.http.server import HttpServer
+    from pagoda.server.http.state import ServerState
+    from pagoda.server.settings.resolve import Resolved
+
+
+# `pagoda serve --headless`: an engine without HTTP, which does what host 0 says.
+
+
+class _Stopped(BaseException):
+    """A signal asked for the end."""
+
+
+def check_headless(parallel: ParallelConfig, headless: bool) -> None:
+    """Host 0 serves HTTP, and only it. Raises ConfigError."""
+    rank, last = parallel.node_rank, parallel.nnodes - 1
+    if last and rank > last:
+        raise ConfigError("--node-rank", f"{rank} is none of {last + 1} hosts; use 0 to {last}")
+    if headless and not last:
+        raise ConfigError("--headless", "there is no host 0 to follow; give --nnodes and --node-rank, or drop it")
+    if headless and not rank:
+        raise ConfigError("--headless", "host 0 takes the requests; drop it, or give this host another --node-rank")
+    if rank and not headless:
+        raise ConfigError("--node-rank", "only host 0 serves HTTP; add --headless and --nnodes on the others")
+
+
+def run_headless(config: EngineConfig) -> int:
+    """Follow host 0 until it ends or a signal comes (0). Raises what this host or host 0 failed with."""
+    client = ProcessClient(config)
+    try:
+        with _stopping_on_signals():
+            info = client.wait_ready()
+            logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+            logger.info("ready to follow host 0")
+            client.wait_end()
+            logger.info("host 0 has ended")
+    except _Stopped:
+        logger.info("stopping")
+    finally:
+        client.close(timeout=0)
+    return 0
+
+
+@contextlib.contextmanager
+def _stopping_on_signals() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped
+
+    usual = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+BACKLOG: Final = 2048
+
+_YOUNG: Final = 50_000
+"""Objects to a collection of the youngest: a step makes thousands, nearly all of which end by themselves."""
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: FlagParser) -> None:
+    """MODEL, the engine's flags, and the server's."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
+    AsyncEngineArgs.add_cli_args(parser)
+    add_settings(parser, SERVER_SETTINGS.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
+    began = time.monotonic()
+    _, engine_config, config = _prepared(args)
+    if config.headless:
+        return run_headless(engine_config)
+    listener = bind(config)
+    client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
+    try:
+        from pagoda.server.async_llm import AsyncLLM
+
+        llm = AsyncLLM(engine_config, wait=False, client=client)
+        return _serve(llm, config, listener, began)
+    finally:
+        client.close()
+        listener.close()
+        _remove_socket(config)
+
+
+def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+    """What was said, and what it comes to. Raises what `run` raises before weights are read."""
+    from pagoda.server.async_llm import AsyncLLM
+    from pagoda.server.startup.engine import check_engine
+
+    settled, engine_config, config = _prepared(args)
+    if config.headless:
+        check_folder(engine_config.runtime)
+    else:
+        bind(config).close()
+        _remove_socket(config)
+        check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
+        _application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+    return settled, check_engine(engine_config, "server", settled.sources)
+
+
+def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, ServerConfig]:
+    """What was said and the configurations it makes, with the logs set up. Raises ConfigError."""
+    settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
+    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    engine_config, config = configured(settled)
+    check_machine(engine_config)  # before the hub is asked for a model that nothing here could run
+    return settled, engine_config, config
+
+
+def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """What flags, file and environment ask for. Raises ConfigError."""
+    return configured(settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS))
+
+
+def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
+    """The two configurations that the settings make. Raises ConfigError."""
+    server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
+    if server.enable_log_outputs and not settled.values["enable_log_requests"]:
+        raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
+    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
+    check_headless(engine.parallel, server.headless)
+    check_formats(engine, server)
+    return engine, server
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A bound socket. Raises ConfigError when the address is taken or impossible."""
+    if config.uds is not None:
+        return _bind_unix(config.uds)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.address or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError("--host", f"{config.address}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        flag = "--port" if error.errno in (98, 48, 13) else "--host"
+        raise ConfigError(
+            flag, f"cannot listen on {config.address}:{config.port}: {error.strerror}; choose another {flag}"
+        ) from None
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError("--uds", f"cannot listen on {path}: {error.strerror or error}") from None
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that nobody listens on any more."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+
+
+def _remove_socket(config: ServerConfig) -> None:
+    if config.uds is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(config.uds)
+
+
+def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, ServerState]:
+    """The server that will answer, and what its routes share. Raises ConfigError."""
+    from pagoda.common.observe.metrics import Metrics
+    from pagoda.server.app import create_app
+    from pagoda.server.http.server import http_server
+    from pagoda.server.http.state import ServerState
+
+    metrics = Metrics(llm.names[0])
+    llm.on_step = metrics.on_step
+    state = ServerState(llm, config, metrics)
+    return http_server(create_app(state), config), state
+
+
+def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, began: float) -> int:
+    server, state = _application(llm, config)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        return runner.run(_until_stopped(server, state, listener, began))
+
+
+async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, began: float) -> int:
+    """Run server and engine side by side; 0 after a signal, 1 after the engine's death."""
+    http = asyncio.ensure_future(server.serve(sockets=[listener]))
+    stop = asyncio.Event()
+    _on_signals(server, stop)
+    logger.info("listening on %s, loading %s", _shown(listener, state.config), state.engine.config.model.model)
+    stopped = asyncio.ensure_future(stop.wait())
+    life = asyncio.ensure_future(_live(state, began))
+    try:
+        await asyncio.wait({http, stopped, life}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            logger.info("stopping; %d requests are running", state.running)
+            await _first_of(state.drain(), http)
+        server.should_exit = True
+        await http
+        if life.done() and (error := life.exception()) is not None:
+            raise error
+        return 0 if stopped.done() else 1
+    finally:
+        for task in (life, stopped):
+            task.cancel()
+        await asyncio.gather(life, stopped, return_exceptions=True)
+        state.engine.shutdown()
+
+
+async def _live(state: ServerState, began: float) -> None:
+    """The engine's life. Raises what keeps it from starting, or its death."""
+    await state.wait_until_ready()
+    gc.collect()
+    gc.freeze()  # what is here now stays: collections while serving look at requests only
+    gc.set_threshold(_YOUNG)
+    info = state.engine.info
+    logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+    logger.info("ready after %.1f s: %s", time.monotonic() - began, _phases(info.phases))
+    quiet = state.engine.config.observability.disable_log_stats
+    statistics = None if quiet else asyncio.ensure_future(state.log_stats())
+    try:
+        death = await state.until_dead()
+        if not state.config.keep_alive_on_engine_death:
+            raise death
+        logger.error("the engine died: %s; the server stays up, because of --keep-alive-on-engine-death", death)
+        await asyncio.Event().wait()
+    finally:
+        if statistics is not None:
+            statistics.cancel()
+
+
+async def _first_of(work: Coroutine[Any, Any, None], other: asyncio.Future[None]) -> None:
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
+    """The first signal asks for an end in good order, the second for the end."""
+
+    def hear() -> None:
+        if stop.is_set():
+            server.should_exit = server.force_exit = True
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hear)
+
+
+def _phases(phases: tuple[tuple[str, float], ...]) -> str:
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases)
+
+
+def _shown(listener: socket.socket, config: ServerConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if config.ssl_certfile is not None else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

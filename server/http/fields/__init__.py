@@ -1,0 +1,1 @@
+"""Fields that request and response bodies of several APIs share."""

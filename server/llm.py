@@ -1,0 +1,420 @@
+"""LLM: the offline face. A list of prompts in, a list of answers out.
+
+Knows lists and progress bars; the engine below it knows the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
+from pagoda.common.errors import RequestError
+from pagoda.common.pooling_params import PoolingParams
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text import chat_template as templates
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.chat.conversation import checked_tools
+from pagoda.server.llm_engine import LLMEngine
+from pagoda.server.llm_runs import OfflineRuns
+from pagoda.server.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from pagoda.server.processing.beams import candidates_of, check_engine, check_prompts, step_params
+from pagoda.server.processing.inputs import PreparedRequest, PromptType, is_token_ids
+from pagoda.server.processing.pooling_inputs import PairTemplate, PooledPrompt, PoolingInputs, TextOptions
+from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
+from pagoda.server.settings.args import EngineArgs
+
+# What LLM does with pooling models: vectors, labels and scores of lists of prompts.
+
+Prompts = PromptType | Sequence[PromptType]
+Params = PoolingParams | Sequence[PoolingParams] | None
+Bar = bool | Callable[..., Any]
+T = TypeVar("T")
+
+
+class PoolingMethods(OfflineRuns):
+    """A face of LLM. Each method raises RequestError, before anything is run, for what the model cannot do.
+
+    `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults.
+    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    """
+
+    def encode(
+        self,
+        prompts: Prompts,
+        pooling_params: Params = None,
+        *,
+        use_tqdm: Bar = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model makes of each prompt, as numbers. `pooling_task`: one of its tasks; None: its usual one."""
+        inputs = self._pooling_inputs(lora_request)
+        listed = listed_prompts(prompts)
+        params = [
+            _with_task(each, pooling_task)
+            for each in paired("pooling_params", pooling_params or PoolingParams(), len(listed))
+        ]
+        options = TextOptions.of(tokenization_kwargs)
+        return self._pool([inputs.parse(prompt, options) for prompt in listed], params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt."""
+        found = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="embed",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [EmbeddingRequestOutput.from_base(each) for each in found]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """How likely each label is, for each prompt."""
+        found = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="classify",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [ClassificationRequestOutput.from_base(each) for each in found]
+
+    def reward(
+        self,
+        prompts: Prompts,
+        /,
+        *,
+        pooling_params: Params = None,
+        use_tqdm: Bar = True,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A reward model's numbers for each token of each prompt; for the whole prompt where it has no others."""
+        tasks = self._pooling_inputs(lora_request).pooling.tasks
+        return self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            pooling_task="token_classify" if "token_classify" in tasks else "classify",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
+    def score(
+        self,
+        data_1: Text | Sequence[Text],
+        data_2: Text | Sequence[Text],
+        /,
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one with one, one with each of many, or many with as many.
+
+        A cross-encoder reads each pair as one prompt, made by `chat_template` when there is one (messages of roles
+        query and document); an embedder's score is the cosine of two vectors.
+        """
+        inputs = self._pooling_inputs(lora_request)
+        pairs = Pairs(inputs, texts_of("data_1", data_1), texts_of("data_2", data_2))
+        template = None if chat_template is None else PairTemplate(source=chat_template, keywords={})
+        options = ScoreOptions(text=TextOptions.of(tokenization_kwargs), template=template)
+        prompts = pairs.prompts(options)
+        params = _with_task(pooling_params or PoolingParams(), pairs.task)
+        return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
+
+    def _pooling_inputs(self, lora_request: object) -> PoolingInputs:
+        if lora_request is not None:
+            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+        return self.llm_engine.pooling_inputs
+
+    def _pool(
+        self, prompts: Sequence[PooledPrompt], params: Sequence[PoolingParams], use_tqdm: Bar
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        inputs = self.llm_engine.pooling_inputs
+        return self._run([inputs.prepare(self._new_id(), *each) for each in zip(prompts, params)], use_tqdm)
+
+
+def listed_prompts(prompts: Prompts) -> list[PromptType]:
+    """One prompt or many, as a list."""
+    single = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
+    """One value per prompt, of `count`: the same for all, or their own. Raises RequestError naming `name`."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(name, f"{name} has {len(value)} entries for {count} prompts")
+    return value
+
+
+def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
+    """Params for a task, which may be theirs already."""
+    if not isinstance(params, PoolingParams):
+        raise RequestError("pooling_params", f"pooling_params must be PoolingParams, not {type(params).__name__}")
+    if task is None or params.task == task:
+        return params
+    if params.task is not None:
+        raise RequestError("task", f"pooling_params ask for {params.task!r}, but {task!r} is wanted here")
+    own = params.clone()
+    own.task = task
+    return own
+
+
+# Beam search for lists of prompts, as LLM.beam_search gives it.
+
+Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
+"""Answers to token prompts, in their order."""
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer. `tokens` and `text` begin with the prompt's."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The answers to one prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def search(
+    generate: Generate,
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    *,
+    ends: frozenset[int],
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+) -> list[BeamSearchOutput]:
+    """Search for all prompts (token ids) in step, so that each batch holds the live beams of all of them."""
+    searches = [BeamSearch(params, ends, max_model_len - len(prompt)) for prompt in prompts]
+    asked = step_params(params)
+    while live := [index for index, each in enumerate(searches) if not each.finished]:
+        beams = [(index, beam) for index in live for beam in searches[index].live]
+        outputs = generate([{"prompt_token_ids": [*prompts[i], *beam.token_ids]} for i, beam in beams], asked)
+        for index in live:
+            searches[index].take([candidates_of(out) for out, (owner, _) in zip(outputs, beams) if owner == index])
+    return [
+        BeamSearchOutput([_sequence(prompt, beam, params, tokenizer) for beam in each.best()])
+        for prompt, each in zip(prompts, searches)
+    ]
+
+
+def _sequence(
+    prompt: list[int], beam: Beam, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchSequence:
+    keeps_end = params.include_stop_str_in_output or not beam.ended
+    tokens = [*prompt, *(beam.token_ids if keeps_end else beam.token_ids[:-1])]
+    return BeamSearchSequence(
+        tokens=tokens,
+        cum_logprob=beam.logprob,
+        text=None if tokenizer is None else tokenizer.decode(tokens),
+        finish_reason="stop" if beam.ended else "length",
+    )
+
+
+Message = Mapping[str, Any]
+
+
+class LLM(PoolingMethods):
+    """A model for offline use: `LLM(model="...").generate(["Hello"], SamplingParams(max_tokens=32))`.
+
+    Keywords are those of EngineArgs. Raises ConfigError, ModelError or WeightError when the model cannot be served.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
+        self._start(LLMEngine(EngineArgs(model, **engine_args).create_engine_config()))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The model that the arguments describe."""
+        return cls.from_engine(LLMEngine.from_engine_args(engine_args))
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> Self:
+        """A face for an engine that runs already."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        print(
+            f"{engine.info.backend} on {engine.info.device}, ready in\n{engine.info.startup_table()}", file=sys.stderr
+        )
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the answers come in the prompts' order.
+
+        `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
+        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params serves all prompts, a list is
+        paired with them; None takes the model's defaults. `use_tqdm`: a bar on stderr, or a callable that makes one.
+        `priority`: smaller runs first, with scheduling_policy="priority".
+
+        Raises RequestError for the first prompt that cannot be served, before any is run. Ctrl-C ends all of them.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+        listed = listed_prompts(prompts)
+        params = paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
+        priorities = paired("priority", 0 if priority is None else priority, len(listed))
+        if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
+            raise RequestError("priority", "priority needs scheduling_policy='priority'")
+        prepared = [self._prepare(*each) for each in zip(listed, params, priorities)]
+        return self._run(prepared, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them. Each is a list of {"role": ..., "content": ...}.
+
+        `chat_template`: a jinja template instead of the model's. `continue_final_message`: go on with the last message
+        instead of answering it (add_generation_prompt must then be False). `tools`: functions that the template shows
+        to the model; its calls are in the text, as it writes them. Raises RequestError, as generate does.
+        """
+        checked_tools(tools or ())
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        prompts = [
+            self._render(
+                each,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                must_show_tools=True,
+                **(chat_template_kwargs or {}),
+            )
+            for each in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json sets, on top of SamplingParams' own defaults."""
+        return self.llm_engine.get_default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Returns True."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give the device's memory back until wake_up(); generate() raises SleepError meanwhile. Needs
+        enable_sleep_mode=True. See LLMEngine.sleep.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have the memory again, or only the parts named of `weights` and `kv_cache`. See LLMEngine.wake_up."""
+        self.llm_engine.wake_up(tags)
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""
+        self.llm_engine.shutdown()
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` best answers to each prompt. `concurrency_limit`: prompts searched for at once.
+
+        Raises RequestError, as generate does.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+        engine = self.llm_engine
+        check_engine(engine.config.model, params, engine.info.vocab_size)
+        listed = listed_prompts(prompts)
+        check_prompts(listed)
+        ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed]
+        size = concurrency_limit or max(1, len(ids))
+        found: list[BeamSearchOutput] = []
+        for first in range(0, len(ids), size):
+            found += search(
+                lambda asked, step: self.generate(asked, step, use_tqdm=use_tqdm),
+                ids[first : first + size],
+                params,
+                ends=engine.inputs.end_token_ids,
+                max_model_len=engine.info.max_model_len,
+                tokenizer=engine.tokenizer,
+            )
+        return found
+
+    def _prepare(self, prompt: PromptType, params: SamplingParams, priority: int) -> PreparedRequest:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                "sampling_params", f"sampling_params must be SamplingParams, not {type(params).__name__}"
+            )
+        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority)
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
+        tokenizer = self.get_tokenizer()
+        text = templates.render_chat(tokenizer, messages, **options)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

@@ -1,1 +1,0 @@
-"""The face for servers: AsyncLLM, where each request is a stream."""

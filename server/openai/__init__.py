@@ -1,0 +1,1 @@
+"""The OpenAI API: chat completions, completions, responses, models."""

@@ -1,0 +1,358 @@
+"""The body of POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, Tag
+
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.server.chat.conversation import Conversation, NamedTool
+from pagoda.server.chat.conversation import ToolChoice as Choice
+from pagoda.server.http.fields.base import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
+from pagoda.server.http.fields.structured import StructuredOutputs
+from pagoda.server.http.fields.tagged import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, refused, text_or_list
+from pagoda.server.openai.responses.input import Input, Item, messages_of
+
+# Tools, the choice among them, and the form of the text, as the Responses API writes them.
+
+
+class FunctionTool(RequestBody):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Any = hint(why="all tools are shown to the model at once")
+    allowed_callers: Annotated[Any, refused(["direct"])] = None
+    output_schema: Any = hint()
+
+    def as_chat(self) -> dict[str, Any]:
+        """The tool in the shape of chat completions."""
+        function = {key: value for key, value in self.shown().items() if key != "type" and value is not None}
+        return {"type": "function", "function": function}
+
+    def shown(self) -> dict[str, Any]:
+        """What a response says about it."""
+        return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag(OTHER)],
+    by_type("function"),
+]
+
+
+class FunctionChoice(RequestBody):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedChoice(RequestBody):
+    """Functions out of which the model may choose, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice] = Field(min_length=1)
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
+    | Annotated[
+        Annotated[FunctionChoice, Tag("<function>")]
+        | Annotated[AllowedChoice, Tag("<allowed_tools>")]
+        | Annotated[Unsupported, Tag(OTHER)],
+        by_type("function", "allowed_tools"),
+        Tag(LIST),
+    ],
+    text_or_list(),
+]
+
+
+def chosen(tools: Sequence[FunctionTool], choice: Any) -> tuple[list[dict[str, Any]], Choice]:
+    """The tools to offer, in the shape of chat completions, and the choice among them. Raises RequestError."""
+    offered = [tool.as_chat() for tool in tools]
+    if isinstance(choice, FunctionChoice):
+        return offered, NamedTool(choice.name)
+    if isinstance(choice, AllowedChoice):
+        names = [tool.name for tool in choice.tools]
+        unknown = next((name for name in names if name not in {tool.name for tool in tools}), None)
+        if unknown is not None:
+            raise RequestError("tool_choice", f"tool_choice allows {unknown[:128]!r}, which is not among the tools")
+        return [tool for tool in offered if tool["function"]["name"] in names], choice.mode
+    if choice == "required":
+        return offered, "required"
+    return offered, "auto" if choice != "none" and offered else "none"
+
+
+class ResponsesTextFormat(RequestBody):
+    """The form of the text. `strict` makes no difference: an answer always has the form that was asked for."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponsesText(RequestBody):
+    """What the text is like."""
+
+    format: ResponsesTextFormat | None = None
+    verbosity: Any = hint(harmless=("medium",), why="no model served here has levels of it")
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """What holds the answer to its form. Raises RequestError."""
+        form = self.format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if form.schema_ is None or not form.name:
+            raise RequestError("text", "text.format needs a name and a schema")
+        return StructuredOutputsParams(json=form.schema_)
+
+    def shown(self) -> Mapping[str, Any]:
+        """What a response says about it."""
+        form = self.format
+        told = form.model_dump(by_alias=True, exclude_unset=True) if form is not None else {"type": "text"}
+        return {"format": told, "verbosity": "medium"}
+
+
+MAX_TOP_LOGPROBS: Final = 20
+
+_PASSED_ON: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+"""Fields that SamplingParams has under the same name; it checks their bounds."""
+
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+_INCLUDED: Final = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
+Label = Annotated[str, Field(max_length=64)]
+
+
+class ReasoningOptions(RequestBody):
+    """How to think. Thinking is shown as it is, so a summary "auto" has nothing to add; other summaries are hints."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Any = hint(harmless=("auto",), why="thinking is shown as it is")
+    generate_summary: Any = hint(harmless=("auto",), why="thinking is shown as it is")
+    context: Any = hint(harmless=("auto",))
+    mode: Any = hint(harmless=("standard",))
+
+
+class ResponseStreamOptions(RequestBody):
+    """What a stream holds besides its events."""
+
+    include_obfuscation: Any = hint(why="streams are not padded")
+
+
+class ResponsesRequest(RequestBody):
+    """Something to respond to. null means: the model's default, else the engine's."""
+
+    input: Input
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    background: bool | None = False
+    store: bool | None = True
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    include: list[str] | None = Field(
+        None,
+        description="message.output_text.logprobs and reasoning.encrypted_content; others are hints.",
+    )
+    max_output_tokens: Int64 | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Bounds calls of built-in tools, of which there are none."
+    )
+    metadata: Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: ReasoningOptions | None = None
+    include_reasoning: bool = True
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] = Field(
+        "auto", description="There is one tier, which answers name default."
+    )
+    text: ResponsesText | None = None
+    tool_choice: ToolChoice = "auto"
+    tools: list[Tool] | None = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = 0
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    user: str | None = Field(None, description="The end user, for the request log; changes no answer.")
+    safety_identifier: Label | None = Field(None, description="As user.")
+    prompt_cache_key: str | None = Field(
+        None,
+        max_length=1024,
+        description="Equal beginnings of prompts share their cache untold; shown only.",
+    )
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Int64 | None = None
+    stop: Annotated[StringOrList, Field(max_length=4)] | None = Field(default_factory=list)
+    stop_token_ids: list[Int64] | None = Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    priority: Int64 = 0
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    vllm_xargs: dict[str, Any] | None = Field(None, description="For logits processors; refused without any.")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    prompt: Any = unsupported()
+    conversation: Any = unsupported()
+    moderation: Any = unsupported()
+    watermarking: Any = unsupported()
+    mm_payload: Any = unsupported("tensors", harmless=("none",))
+    return_mm_kwargs: Any = unsupported()
+    enable_response_messages: Any = unsupported(False)
+    previous_input_messages: Any = unsupported()
+    kv_transfer_params: Any = unsupported()
+    ec_transfer_params: Any = unsupported()
+
+    client_metadata: Any = hint(why="it is about the client")
+    context_management: Any = hint(why="conversations are not compacted")
+    media_io_kwargs: Any = hint(why="this version serves text only")
+    mm_processor_kwargs: Any = hint(why="this version serves text only")
+    prompt_cache_options: Any = hint(why="prefixes are cached without options")
+    prompt_cache_retention: Any = hint(
+        harmless=("in_memory",), why="prefixes are kept in memory, for as long as there is room"
+    )
+    session_id: Any = hint(why="no session is kept")
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the parts that have no effect, values of `include` among them."""
+        yield from super().ignored(path)
+        for index, value in enumerate(self.include or ()):
+            if value not in _INCLUDED:
+                where = f"include[{index}]"
+                yield Ignored(where, "hint", f"{where}: {value[:100]!r} is not supported; leave it out")
+
+    def check(self) -> None:
+        """What no single field shows. Raises RequestError."""
+        if self.background and self.store is False:
+            raise RequestError("background", "background needs store true: its response is fetched from the store")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "stream_options are only allowed when stream is true")
+        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        if fault:
+            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the text comes with log-probabilities."""
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def seals_reasoning(self) -> bool:
+        """Whether reasoning comes with what can be sent back in its place."""
+        return "reasoning.encrypted_content" in (self.include or ())
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools, which are functions all."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    def conversation_of(self, items: Sequence[Item], before: int) -> Conversation:
+        """What is to be answered. `before`: how many of the items are earlier requests'. Raises RequestError."""
+        tools, choice = chosen(self.functions, self.tool_choice)
+        return Conversation(
+            messages=messages_of(self.instructions, items, before),
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            keywords=self.chat_template_kwargs or {},
+        )
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """SamplingParams. `defaults`: the model's own. Raises RequestError."""
+        values = {name: getattr(self, name) for name in _PASSED_ON}
+        values |= {"max_tokens": self.max_output_tokens, "extra_args": self.vllm_xargs}
+        values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
+        kind = RequestOutputKind.DELTA if self.stream or self.background else RequestOutputKind.FINAL_ONLY
+        try:
+            return SamplingParams.from_optional(
+                **values,
+                logprobs=(self.top_logprobs or 0) if self.shows_logprobs else None,
+                structured_outputs=self._structured(),
+                output_kind=kind,
+            )
+        except RequestError as error:
+            raise self.in_own_names(error) from None
+
+    def _structured(self) -> StructuredOutputsParams | None:
+        form = self.text.structured() if self.text is not None else None
+        if self.structured_outputs is None:
+            return form
+        if form is not None:
+            raise RequestError("structured_outputs", "structured_outputs and text.format exclude each other; set one")
+        return self.structured_outputs.params()
+
+    def own_name(self, field: str) -> str:
+        """The name of a SamplingParams field, or of one of chat completions, in this request."""
+        by_format = self.text is not None and self.structured_outputs is None
+        names = {
+            "structured_outputs": "text" if by_format else "tools" if self.structured_outputs is None else field,
+            "extra_args": "vllm_xargs",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "prompt": "input",
+            "messages": "input",
+            "reasoning_effort": "reasoning.effort",
+        }
+        return names.get(field, field.replace(".function", "") if field.startswith("tools[") else field)
+
+    def shown(self, params: SamplingParams) -> dict[str, Any]:
+        """The fields that a response repeats."""
+        reasoning = {"effort": self.reasoning.effort if self.reasoning is not None else None, "summary": None}
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
+        return {
+            "background": bool(self.background),
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": reasoning,
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "temperature": params.temperature,
+            "text": (self.text or ResponsesText()).shown(),
+            "tool_choice": choice,
+            "tools": [tool.shown() for tool in self.functions],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": self.truncation or "disabled",
+            "user": self.user,
+        }

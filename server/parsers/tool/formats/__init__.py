@@ -1,0 +1,1 @@
+"""Tool-call formats, grouped by the machine that parses them."""

@@ -1,0 +1,1 @@
+"""Embeddings, classification, scoring and pooling."""

@@ -1,0 +1,131 @@
+"""POST /generative_scoring: how likely a generating model finds a label behind a query and each of several items."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import MAX_LOGPROB_IDS, RequestOutputKind, SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.http.body import read_body
+from pagoda.server.http.fields.base import Int64, RequestBody
+from pagoda.server.http.fields.usage import Usage
+from pagoda.server.http.generation import Generation
+from pagoda.server.http.request_context import answer_id, server_of
+from pagoda.server.http.stream import encode_json, until_left
+from pagoda.server.outputs import RequestOutput
+
+# The body of POST /generative_scoring.
+
+MAX_ITEMS: Final = 4_096
+MAX_TOKENS: Final = 1 << 24
+"""Most tokens in all prompts of one request; the query is in each of them."""
+
+
+class GenerativeScoringRequest(RequestBody):
+    """A query, items to put behind it (before it, with `item_first`), and the labels that may follow."""
+
+    model: str | None = None
+    query: str | list[Int64]
+    items: (
+        Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS)]
+        | Annotated[list[list[Int64]], Field(min_length=1, max_length=MAX_ITEMS)]
+    )
+    label_token_ids: list[Int64] = Field(min_length=1, max_length=MAX_LOGPROB_IDS)
+    apply_softmax: bool = Field(True, description="Probabilities among the labels; false: among all tokens.")
+    item_first: bool = False
+    add_special_tokens: bool = True
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Int64 = 0
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+    def own_name(self, field: str) -> str:
+        """The name of a SamplingParams field in this request."""
+        return {"logprob_token_ids": "label_token_ids", "prompt": "items"}.get(field, field)
+
+
+router = APIRouter(tags=["scoring"])
+
+
+@router.post("/generative_scoring", response_model=None)
+async def generative_scoring(request: Request) -> Response:
+    """The probability of the first label as the next token, for each item."""
+    state = server_of(request)
+    body = await read_body(request, GenerativeScoringRequest, state.config)
+    model = state.model_name(body.model)
+    state.llm()
+    name = answer_id(request, body, "generative-scoring")
+    parts = await asyncio.to_thread(_prompts, state.tokenizer(), body)
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        logprob_token_ids=body.label_token_ids,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompts = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in parts]
+    generation = Generation(state, name, prompts, params, priority=body.priority)
+    try:
+        outputs = await until_left(request.receive, state.stopping, _collected(generation.outputs(), len(prompts)))
+    except RequestError as error:
+        raise body.in_own_names(error) from None
+    usage = Usage(details=state.config.enable_prompt_tokens_details)
+    for index, output in enumerate(outputs):
+        usage.count(index, output)
+    scores = [_score(output, body.label_token_ids, body.apply_softmax) for output in outputs]
+    answer = {
+        "id": name,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+        "usage": usage.as_dict(),
+    }
+    return Response(encode_json(answer), media_type="application/json")
+
+
+async def _collected(outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int) -> list[RequestOutput]:
+    found: dict[int, RequestOutput] = {}
+    async with aclosing(outputs) as news:
+        async for index, output in news:
+            found[index] = output
+    return [found[index] for index in range(count)]
+
+
+def _prompts(tokenizer: Tokenizer | None, body: GenerativeScoringRequest) -> list[list[int]]:
+    """Query and item as one prompt each, tokenised apart; what surrounds a text surrounds the first."""
+
+    def ids(field: str, part: str | list[int], first: bool) -> list[int]:
+        if not isinstance(part, str):
+            return part
+        if tokenizer is None:
+            raise RequestError(field, f"{field} needs a tokenizer, which is switched off; give token ids")
+        return tokenizer.encode(part, first and body.add_special_tokens)
+
+    query = ids("query", body.query, not body.item_first)
+    items = [ids("items", item, body.item_first) for item in body.items]
+    total = len(query) * len(items) + sum(map(len, items))
+    if total > MAX_TOKENS:
+        raise RequestError("items", f"query and items have {total} tokens in all; at most {MAX_TOKENS} are allowed")
+    return [[*item, *query] if body.item_first else [*query, *item] for item in items]
+
+
+def _score(output: RequestOutput, labels: list[int], apply_softmax: bool) -> float:
+    """The first label's probability, among the labels or among all tokens."""
+    positions = output.outputs[0].logprobs
+    if not positions:
+        raise RequestError("items", "the scoring was aborted")
+    probabilities = [math.exp(positions[0][label].logprob) for label in labels]
+    total = math.fsum(probabilities)
+    if not apply_softmax:
+        return probabilities[0]
+    return probabilities[0] / total if total else 1 / len(labels)

@@ -1,0 +1,91 @@
+"""What a beam search asks of an engine, and how its beams become answers.
+
+How beams are chosen: common.beam_search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pagoda.common.beam_search import Beam, BeamSearchParams
+from pagoda.common.config.groups.model import ModelConfig
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.text.detokenizer import Detokenizer
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.outputs import CompletionOutput, RequestOutput
+from pagoda.server.processing.inputs import PromptType
+
+
+def step_params(params: BeamSearchParams) -> SamplingParams:
+    """One token with its rivals. The token itself is of no interest, so it is the likeliest."""
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        logprobs=params.candidates,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def candidates_of(output: RequestOutput) -> dict[int, float]:
+    """The best next tokens of one beam."""
+    (position,) = output.outputs[0].logprobs or ({},)
+    return {token: each.logprob for token, each in position.items()}
+
+
+def check_engine(config: ModelConfig, params: BeamSearchParams, vocab_size: int) -> None:
+    """Raises RequestError where the engine does not report what a search needs."""
+    if config.logprobs_mode != "raw_logprobs":
+        raise RequestError(
+            "use_beam_search", f"beam search needs --logprobs-mode raw_logprobs; it is {config.logprobs_mode}"
+        )
+    most = vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, vocab_size)
+    if params.candidates > most:
+        raise RequestError(
+            "beam_width",
+            f"a beam search {params.beam_width} wide needs {params.candidates} logprobs a step; "
+            f"the limit is {most} (--max-logprobs)",
+        )
+
+
+def check_prompts(prompts: Iterable[PromptType]) -> None:
+    """Raises RequestError for a prompt that has no tokens to search on from."""
+    if any(isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None for prompt in prompts):
+        raise RequestError("prompt_embeds", "beam search goes on from tokens, and prompt_embeds have none; drop one")
+
+
+@dataclass(frozen=True, slots=True)
+class BeamText:
+    """How beams become answers."""
+
+    tokenizer: Tokenizer | None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_end: bool = False
+
+    def answers(self, prompt_token_ids: list[int], beams: Sequence[Beam]) -> list[CompletionOutput]:
+        """Best first."""
+        return [self._answer(index, prompt_token_ids, beam) for index, beam in enumerate(beams)]
+
+    def _answer(self, index: int, prompt_token_ids: list[int], beam: Beam) -> CompletionOutput:
+        spoken = beam.token_ids if self.include_end or not beam.ended else beam.token_ids[:-1]
+        return CompletionOutput(
+            index=index,
+            text=self._text(prompt_token_ids, spoken),
+            token_ids=list(beam.token_ids),
+            cumulative_logprob=beam.logprob,
+            finish_reason="stop" if beam.ended else "length",
+        )
+
+    def _text(self, prompt_token_ids: list[int], token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+        )
+        return detokenizer.append(token_ids, True)

@@ -1,0 +1,192 @@
+"""Grammars are tried in a process of their own before the engine sees them; what passed is remembered.
+
+A grammar that takes too long, or takes the process with it, is refused; the next one gets a new process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import Final
+
+import msgspec
+
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.child import environment
+from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.processing.grammar_worker import READY, Words
+from pagoda.server.processing.inputs import open_tokenizer
+
+WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
+SECONDS: Final = 5.0
+"""That a grammar may take."""
+START_SECONDS: Final = 60.0
+MAX_PASSED: Final = 4096
+MAX_WAITING: Final = 64
+"""Grammars that wait for the process; what comes beyond is refused at once."""
+
+
+class _TooLongError(Exception):
+    pass
+
+
+class GrammarCheck:
+    """Tries grammars. `make_vocabulary`: called once, when the first one comes; raises RequestError."""
+
+    def __init__(
+        self, make_vocabulary: Callable[[], Vocabulary], program: Sequence[str] = WORKER, seconds: float = SECONDS
+    ) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._program, self._seconds = tuple(program), seconds
+        self._thread = ThreadPoolExecutor(1, "pagoda-grammar-check")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words: bytes | None = None
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting = 0
+        self._closed = False
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises RequestError when the grammar cannot be had."""
+        name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
+        if name in self._passed:
+            self._passed.move_to_end(name)
+            return
+        if self._waiting >= MAX_WAITING:
+            raise refused("too many new grammars at once; try again in a few seconds")
+        self._waiting += 1
+        try:
+            why = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
+        finally:
+            self._waiting -= 1
+        if why:
+            raise refused(why)
+        self._passed[name] = None
+        if len(self._passed) > MAX_PASSED:
+            self._passed.popitem(last=False)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _try(self, grammar: Grammar) -> str:
+        """What is wrong with a grammar; empty: nothing. In the thread."""
+        try:
+            data = msgspec.msgpack.encode(grammar)
+        except ValueError:  # half of a surrogate pair
+            return "the grammar holds characters that are no text"
+        process = self._start()
+        try:
+            answer = _ask(process, data, self._seconds)
+        except _TooLongError:
+            self._end()
+            return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
+        if answer is None:
+            self._end()
+            return "the grammar is too large or nested too deeply to compile; make it simpler"
+        return answer.decode("utf-8", "replace")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """The process, ready. Raises RequestError."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        if self._words is None:
+            found = self._make_vocabulary()
+            self._words = msgspec.msgpack.encode(Words(found.tokens, found.special, found.ends))
+        self._process = subprocess.Popen(
+            self._program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()
+        )
+        if self._closed:  # it was closed while the thread was on its way here
+            self._end()
+            raise RuntimeError("the check of grammars is closed")
+        try:
+            ready = _ask(self._process, self._words, START_SECONDS)
+        except _TooLongError:
+            ready = None
+        if ready != READY:
+            self._end()
+            raise RuntimeError("the process that tries grammars did not start")
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+def _ask(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
+    """Send a frame and wait for its answer; None when the process ended. Raises _TooLongError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    until = time.monotonic() + seconds
+    try:
+        _send(process.stdin.fileno(), len(data).to_bytes(4, "big") + data, until)
+        size = _receive(process.stdout.fileno(), 4, until)
+        return None if size is None else _receive(process.stdout.fileno(), int.from_bytes(size, "big"), until)
+    except BrokenPipeError:
+        return None
+
+
+def _send(descriptor: int, data: bytes, until: float) -> None:
+    left = memoryview(data)
+    os.set_blocking(descriptor, False)
+    while left:
+        _, writable, _ = select.select([], [descriptor], [], max(0.0, until - time.monotonic()))
+        if not writable:
+            raise _TooLongError
+        left = left[os.write(descriptor, left) :]
+
+
+def _receive(descriptor: int, size: int, until: float) -> bytes | None:
+    found = b""
+    while len(found) < size:
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+        if not readable:
+            raise _TooLongError
+        piece = os.read(descriptor, size - len(found))
+        if not piece:
+            return None
+        found += piece
+    return found
+
+
+# The grammars of one server: what compiles them in the engine, and what tries them before.
+
+
+def structured_of(config: EngineConfig, info: EngineInfo) -> Structured | None:
+    """For the engine; it opens the tokenizer when the first grammar comes. None without a tokenizer."""
+    if config.model.skip_tokenizer_init:
+        return None
+
+    def vocabulary() -> Vocabulary:
+        tokenizer = open_tokenizer(config)
+        return _vocabulary(tokenizer and tokenizer.with_vocab(info.vocab_size), info)
+
+    return Structured(vocabulary)
+
+
+def check_of(tokenizer: Tokenizer | None, info: EngineInfo) -> GrammarCheck:
+    """For the API process."""
+    return GrammarCheck(lambda: _vocabulary(tokenizer, info))
+
+
+def _vocabulary(tokenizer: Tokenizer | None, info: EngineInfo) -> Vocabulary:
+    if tokenizer is None:
+        raise no_tokenizer()
+    return vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids)

@@ -1,1 +1,0 @@
-"""Request and response bodies of the HTTP API."""

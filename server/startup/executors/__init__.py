@@ -1,1 +1,0 @@
-"""Ways to start the ranks of an engine, a process each."""

@@ -1,0 +1,274 @@
+"""The JAX backend on XLA's CPU client: against the naive oracle, in batches, on several devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("flax")
+
+import jax
+import numpy as np
+import support.jax_devices  # noqa: F401
+from support.jax_requests import requests
+from support.reference_driver import Driver, random_weights, tiny_spec
+
+from pagoda.backends.jax_tpu.backend import create
+from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, RecompileError
+from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
+from pagoda.common.engine.step import PREVIOUS, StepPlan
+from pagoda.common.errors import ConfigError, WeightError
+from pagoda.common.models.spec import Attention, ModelSpec
+
+SPECS = {
+    "full": tiny_spec(),
+    "window": tiny_spec(window=6),
+    "softcap": tiny_spec(window=6, softcap=2.0),
+    "moe": tiny_spec(moe=True),
+}
+PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
+EVERYTHING = SamplingRules(logprobs=-1, prompt_logprobs=-1)
+
+
+def driver(spec: ModelSpec, order: str = "scattered", **make) -> Driver:
+    return Driver(spec, order, block_size=8, backend="jax_tpu", **make)
+
+
+def by_token(found) -> np.ndarray:
+    """[n, V] logprobs in vocabulary order."""
+    out = np.full((len(found.ranks), 96), np.nan, np.float32)
+    np.put_along_axis(out, found.token_ids[:, 1:], found.logprobs[:, 1:], 1)
+    return out
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
+    spec = SPECS[kind]
+    naive = NaiveModel(spec, random_weights(spec))
+    d = driver(spec, tensor=tensor)
+    want = naive.logits(PROMPT).log_softmax(-1).numpy()
+    _, first = d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
+    _, result = d.step({3: PROMPT[6:]})
+    found = [by_token(part.prompt_logprobs[0]) for part in (first, result)]
+    np.testing.assert_allclose(np.concatenate(found), want[:-1], atol=3e-5)
+    tokens = list(PROMPT)
+    for _ in range(6):
+        want = naive.logits(tokens).log_softmax(-1)[-1].numpy()
+        np.testing.assert_allclose(by_token(result.logprobs[0])[0], want, atol=3e-5)
+        assert result.token_ids[0] == want.argmax()
+        tokens.append(int(result.token_ids[0]))
+        _, result = d.step({3: [PREVIOUS]})
+
+
+@pytest.mark.parametrize("best", [0, 3])
+def test_the_device_finds_the_best_few(best: int) -> None:
+    rules = SamplingRules(logprobs=best, prompt_logprobs=best)
+    few, all_of_them = driver(SPECS["full"]), driver(SPECS["full"])
+    _, small = few.step({0: PROMPT}, [few.start(0, PROMPT, rules)])
+    _, whole = all_of_them.step({0: PROMPT}, [all_of_them.start(0, PROMPT, EVERYTHING)])
+    for ours, theirs in ((small.logprobs, whole.logprobs), (small.prompt_logprobs, whole.prompt_logprobs)):
+        np.testing.assert_array_equal(ours[0].token_ids, theirs[0].token_ids[:, : 1 + best])
+        np.testing.assert_allclose(ours[0].logprobs, theirs[0].logprobs[:, : 1 + best], atol=1e-5)
+        np.testing.assert_array_equal(ours[0].ranks, theirs[0].ranks)
+
+
+def test_a_mixed_batch_answers_like_one_at_a_time() -> None:
+    spec = SPECS["window"]
+    prompts = [[(7 * i + j * j) % 96 for j in range(2 + 3 * i)] for i in range(4)]
+    one = driver(spec)
+    alone = [one.generate(prompt, 8, row=row) for row, prompt in enumerate(prompts)]
+    d = driver(spec)
+    outputs: dict[int, list[int]] = {i: [] for i in range(4)}
+    waiting = dict(enumerate(prompts))
+    while any(len(tokens) < 8 for tokens in outputs.values()):
+        pieces = {row: [PREVIOUS] for row, tokens in outputs.items() if tokens and len(tokens) < 8}
+        starts = []
+        if waiting:  # one prompt joins per step, beside the rows already decoding
+            row, prompt = waiting.popitem()
+            pieces[row] = prompt
+            starts.append(d.start(row, prompt))
+        rows, result = d.step(pieces, starts)
+        for row, token in zip(rows, result.token_ids):
+            outputs[row].append(int(token))
+    assert [outputs[i] for i in range(4)] == alone
+
+
+def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
+    alone = driver(SPECS["full"]).generate(PROMPT, 1)
+    d = driver(SPECS["full"])
+    d.tables[0][1, 0] = d.tables[0][0, 0]  # row 1 reuses row 0's first eight tokens
+    starts = [d.start(0, PROMPT), d.start(1, PROMPT)]
+    d.context[1] = 8
+    _, result = d.step({0: PROMPT, 1: PROMPT[8:]}, starts)
+    assert result.token_ids.tolist() == alone * 2
+
+
+def test_a_short_reader_comes_after_who_fills_its_page() -> None:
+    """Row 1 has one token left of a prompt whose first page row 0 fills in the same step: it may not go first."""
+    rules = SamplingRules(logprobs=2)
+    one = driver(SPECS["full"])
+    _, alone = one.step({1: PROMPT[:9]}, [one.start(1, PROMPT[:9], rules)])
+    d = driver(SPECS["full"])
+    d.tables[0][1, 0] = d.tables[0][0, 0]
+    starts = [d.start(0, PROMPT), d.start(1, PROMPT[:9], rules)]
+    d.context[1] = 8
+    rows, result = d.step({0: PROMPT, 1: PROMPT[8:9]}, starts)
+    assert rows == [1, 0]
+    assert result.token_ids[0] == alone.token_ids[0]
+    np.testing.assert_array_equal(result.logprobs[0].token_ids, alone.logprobs[0].token_ids)
+    pending = d.backend.execute(plan := shared_page_plan(d))
+    assert pending.steps.steps[0].plan.rows.tolist() == [0, 1]
+    assert pending.result().token_ids.tolist() == result.token_ids.tolist()
+    assert plan.rows.tolist() == [1, 0]
+
+
+def shared_page_plan(d: Driver) -> StepPlan:
+    return StepPlan(
+        step=9,
+        starts=(d.start(0, PROMPT), d.start(1, PROMPT[:9])),
+        rows=np.array([1, 0], np.int32),
+        query_start=np.array([0, 1, 1 + len(PROMPT)], np.int32),
+        context=np.array([8, 0], np.int32),
+        token_ids=np.array([PROMPT[8], *PROMPT], np.int32),
+        block_tables=tuple(table[[1, 0]].copy() for table in d.tables),
+        samples=np.ones(2, np.bool_),
+    )
+
+
+def eight_heads() -> ModelSpec:
+    """As `tiny_spec` with eight query heads over two KV heads, so that eight devices share them."""
+    spec = tiny_spec(window=6)
+
+    def wider(mixer: Attention) -> Attention:
+        return replace(mixer, heads=8)
+
+    return replace(spec, layers=tuple(replace(layer, mixer=wider(layer.mixer)) for layer in spec.layers))
+
+
+def test_any_number_of_devices_gives_the_same_tokens() -> None:
+    rules = SamplingRules(temperature=1.0, top_k=20, seed=7)
+    answers = []
+    for tensor in (1, 2, 8):
+        d = driver(eight_heads(), tensor=tensor)
+        answers.append((d.generate(PROMPT, 12), d.generate(PROMPT, 12, rules, row=1)))
+        assert len(d.backend.model.mesh.devices.flat) == tensor
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_too_many_devices_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"here are 8 .*use at most 8"):
+        driver(SPECS["full"], tensor=16)
+    with pytest.raises(ConfigError, match="8 devices cannot share 4 query heads; use 4 or less"):
+        driver(SPECS["full"], tensor=8)
+
+
+def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
+    limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
+    layout = kv_layout(spec, 8)
+    backend = create(spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32", **make)
+    backend.load(random_weights(spec))
+    backend.init_cache(60)
+    if warm:
+        backend.warmup()
+    return EngineCore(backend, layout, limits, 60)
+
+
+def test_500_random_requests_compile_nothing() -> None:
+    core = engine(tiny_spec(window=6), strict=True)
+    compiles: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiles.append(event) if "backend_compile" in event else None
+    )
+    finished = 0
+    waiting = requests(500, seed=1)
+    while finished < 500:
+        for request in [next(waiting, None) for _ in range(2)]:
+            if request is not None:
+                core.add_request(request)
+        finished += sum(output.finish_reason is not None for output in core.step().outputs)
+    assert compiles == []
+    assert core.stats.recompiles == 0
+    core.check_integrity()
+    jax.jit(lambda x: x * 3 + len(compiles))(np.zeros(7, np.float32))
+    assert compiles, "the count counts"
+
+
+def test_a_missing_program_is_an_error_or_a_count() -> None:
+    core = engine(SPECS["full"], warm=False)
+    core.add_request(next(requests(1, seed=1)))
+    while core.has_work:
+        core.step()
+    assert core.stats.recompiles == core._backend.recompiles > 1
+    strict = driver(SPECS["full"], strict=True)
+    with pytest.raises(RecompileError, match="was not compiled before serving"):
+        strict.generate(PROMPT, 1)
+    assert isinstance(strict.backend._programs, CompiledPrograms)
+
+
+def test_the_cache_is_updated_in_place() -> None:
+    """Every step program aliases the whole cache and makes no temporary of its size."""
+    d = driver(SPECS["full"])
+    programs = d.backend._programs
+    size = sum(int(np.prod(c.shape)) * c.dtype.itemsize for c in d.backend.model.caches(programs.catalogue.num_blocks))
+    for key in list(programs.catalogue)[:2]:
+        memory = programs.catalogue.lower(key).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= size
+
+
+def test_weights_are_strict_both_ways() -> None:
+    spec = tiny_spec()
+    weights = dict(random_weights(spec))
+    limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
+    backend = create(spec, limits=limits, layout=kv_layout(spec, 8), cache=CacheConfig(), dtype="float32")
+    missing = dict(list(weights.items())[:-1])
+    with pytest.raises(WeightError, match="lacks 1 parameters, first head"):
+        backend.load(missing.items())
+    with pytest.raises(WeightError, match="stray is unknown"):
+        backend.load({**weights, "stray": np.zeros(3, np.float32)}.items())
+    with pytest.raises(WeightError, match=r"embed has shape \(3,\)"):
+        backend.load({**weights, "embed": np.zeros(3, np.float32)}.items())
+
+
+def test_float16_is_refused_with_what_works() -> None:
+    with pytest.raises(ConfigError, match="float16 is not computed here; use bfloat16 or float32"):
+        Driver(SPECS["full"], block_size=8, backend="jax_tpu", dtype="float16")
+
+
+def test_bfloat16_stays_close_to_float32() -> None:
+    answers = {}
+    for dtype in ("float32", "bfloat16"):
+        d = Driver(SPECS["full"], block_size=8, backend="jax_tpu", dtype=dtype)
+        _, result = d.step({0: PROMPT}, [d.start(0, PROMPT, EVERYTHING)])
+        answers[dtype] = by_token(result.logprobs[0])
+    assert 0 < np.abs(answers["float32"] - answers["bfloat16"]).max() < 0.2
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_show_what_their_mode_says(mode: str, temperature: float) -> None:
+    """As the reference backend shows them."""
+    rules = SamplingRules(
+        temperature=temperature, top_k=9, top_p=0.9, logit_bias=((3, 2.0),), logprobs=5, prompt_logprobs=2, seed=1
+    )
+    results = []
+    for backend in ("jax_tpu", "reference"):
+        d = Driver(SPECS["full"], block_size=8, backend=backend, sampling=SamplerOptions(logprobs_mode=mode))
+        results.append(d.step({0: PROMPT}, [d.start(0, PROMPT, rules)])[1])
+        d.backend.close()
+    ours, theirs = results
+    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+    for found, wanted in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
+        np.testing.assert_allclose(found[0].logprobs, wanted[0].logprobs, atol=1e-4)
+        np.testing.assert_array_equal(found[0].ranks, wanted[0].ranks)
+
+
+def test_logits_processors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--logits-processors: logits stay on the device here"):
+        Driver(SPECS["full"], block_size=8, backend="jax_tpu", sampling=SamplerOptions(processors=(None,)))

@@ -1,0 +1,145 @@
+"""K and V in other numbers than the activations: rounded as they say, in less room, or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flax")
+
+import jax.numpy as jnp
+import numpy as np
+import support.jax_devices  # noqa: F401
+import torch
+from support.reference_driver import Driver, random_weights, tiny_spec
+from support.tiny_folder import write_model
+
+from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
+from pagoda.backends.jax_tpu.execution.program_keys import Forward
+from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
+from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE, ROOM
+from pagoda.backends.jax_tpu.memory.plan import cache_dtype
+from pagoda.backends.reference.model.naive import NaiveModel
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.errors import ConfigError
+from pagoda.kernels_pallas.chips import CHIPS
+from pagoda.server.cli import main
+
+SPEC = tiny_spec(window=6)
+PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
+EVERYTHING = SamplingRules(logprobs=-1)
+
+
+def driver(tensor: int = 1, data: int = 1, **cache) -> Driver:
+    make = {"cache": CacheConfig(**cache), "tensor": tensor, "data": data}
+    return Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", **make)
+
+
+def scales(d: Driver) -> np.ndarray:
+    """[L, 2], as the device has them."""
+    backend = d.backend
+    found = [leaf for path, leaf in zip(backend.model.paths, backend._leaves) if path[-1] == KV_SCALE]
+    return np.concatenate([np.asarray(leaf) for leaf in found])
+
+
+def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
+    """What is left of x once it was stored."""
+    x = x / scale
+    x = x.round().clamp(-127, 127) if dtype == "int8" else x.to(getattr(torch, dtype)).float()
+    return x * scale
+
+
+@pytest.mark.setting("--calculate-kv-scales")
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("asked", "stored", "scaled"),
+    [
+        ("bfloat16", "bfloat16", False),
+        ("fp8", "float8_e4m3fn", False),
+        ("fp8_e5m2", "float8_e5m2", True),
+        ("int8", "int8", True),
+    ],
+)
+def test_answers_are_those_of_rounded_keys_and_values(
+    asked: str, stored: str, scaled: bool, tensor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = driver(tensor, cache_dtype=asked, calculate_kv_scales=scaled)
+    used = iter(scales(d).ravel().tolist() if asked != "bfloat16" else [1.0] * 4)  # K, V of each layer in turn
+    spread = torch.Tensor.repeat_interleave
+    monkeypatch.setattr(
+        torch.Tensor,
+        "repeat_interleave",
+        lambda x, *args, **named: spread(rounded(x, stored, next(used)), *args, **named),
+    )
+    want = NaiveModel(SPEC, random_weights(SPEC)).logits(PROMPT).log_softmax(-1)[-1].numpy()
+    d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
+    _, result = d.step({3: PROMPT[6:]})
+    found = result.logprobs[0]
+    np.testing.assert_allclose(found.logprobs[0, 1:], want[found.token_ids[0, 1:]], atol=3e-5)
+
+
+def test_scales_reach_a_little_beyond_what_is_stored() -> None:
+    """V of the first layer is a projection of its token; most of the 96 tokens are among those that were tried."""
+    d = driver(cache_dtype="int8", calculate_kv_scales=True)
+    weights = dict(random_weights(SPEC))
+    embedded = weights["embed"]
+    normed = embedded / np.sqrt((embedded**2).mean(-1, keepdims=True) + 1e-5) * weights["layers.0.norms.before_mixer"]
+    values = normed @ weights["layers.0.mixer.v"].T + weights["layers.0.mixer.v_bias"]
+    most = np.abs(values).max() * ROOM / 127
+    assert 0.9 * most < scales(d)[0, 1] < 1.001 * most
+    np.testing.assert_array_equal(scales(driver(cache_dtype="fp8")), np.ones((2, 2)))
+    copies = driver(cache_dtype="int8", calculate_kv_scales=True, data=2)
+    np.testing.assert_allclose(scales(copies), scales(d), rtol=1e-6)
+
+
+LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
+STEP = Forward(JaxStepShape(64, 64, 8, 1, True))
+
+
+def test_half_the_room_and_half_the_reading() -> None:
+    wide = replace(SPEC.layers[0].mixer, heads=32, kv_heads=8, head_dim=128)
+    spec = replace(SPEC, layers=tuple(replace(layer, mixer=wide) for layer in SPEC.layers))
+    target, load = find_target("cpu"), Load(64 * 1024, 64 * 1024)
+    plain, small = (
+        model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=asked))
+        for asked in ("auto", "fp8")
+    )
+    assert plain.block_bytes == 2 * 2 * 8 * 128 * 128 * 2
+    assert small.block_bytes == plain.block_bytes // 2
+    assert need(small, STEP, load).kernel_bytes == pytest.approx(need(plain, STEP, load).kernel_bytes / 2, rel=0.02)
+
+
+@pytest.mark.setting("--kv-cache-dtype")
+def test_the_budget_of_a_smaller_cache(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    words = ["--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8"]
+    words += ["--topology", "cpu", "--budget-only", "--num-gpu-blocks-override", "9"]
+    blocks = []
+    for asked in ("auto", "fp8"):
+        table = tmp_path / f"{asked}.json"
+        more = ["--kv-cache-dtype", asked, "--output-json", str(table)]
+        assert main.main(["compile", str(model), *words, *more]) == 0
+        blocks.append(json.loads(table.read_text())["budget"]["kv_cache"])
+    assert blocks == [9 * 2 * 2 * 8 * 128 * 4, 9 * 2 * 1 * 8 * 128 * 4]
+
+
+def test_refusals_say_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype: int8 .* add --calculate-kv-scales, or use fp8"):
+        cache_dtype(CacheConfig(cache_dtype="int8"), jnp.dtype("bfloat16"), None)
+    with pytest.raises(ConfigError, match="--calculate-kv-scales: a cache of bfloat16 numbers has no scales"):
+        cache_dtype(CacheConfig(cache_dtype="bfloat16", calculate_kv_scales=True), jnp.dtype("bfloat16"), None)
+    with pytest.raises(ConfigError, match="--calculate-kv-scales: a cache of auto numbers has no scales"):
+        Driver(SPEC, cache=CacheConfig(calculate_kv_scales=True))
+    int8 = CacheConfig(cache_dtype="int8", calculate_kv_scales=True)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: v7x has no int8; use fp8"):
+        cache_dtype(int8, jnp.dtype("bfloat16"), CHIPS["v7x"])
+    assert cache_dtype(int8, jnp.dtype("bfloat16"), CHIPS["v6e"]) == "int8"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: the reference backend's cache holds the activations'"):
+        Driver(SPEC, cache=CacheConfig(cache_dtype="fp8"))

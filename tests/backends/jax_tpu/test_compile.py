@@ -1,0 +1,269 @@
+"""Whole step programs compiled for TPUs that are not here: what the compiler says of memory, cycles and roofline."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+pytest.importorskip("flax")
+
+import support.jax_devices  # noqa: F401
+from jax.experimental import topologies
+
+from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
+from pagoda.backends.jax_tpu.ahead_of_time.report import Compiled
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, full_load, need
+from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
+from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
+from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
+from pagoda.backends.jax_tpu.execution.shapes import StepShapes, check_tables
+from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
+from pagoda.backends.jax_tpu.memory.budget import Budget, plan_blocks, with_devices
+from pagoda.backends.jax_tpu.memory.plan import GIB, weight_bytes
+from pagoda.backends.jax_tpu.model.model import Model
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.registry import spec_from_config
+from pagoda.kernels_pallas.chips import CHIPS
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu has the compiler")
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+QWEN_32B = {
+    **LLAMA_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+}
+LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
+BLOCKS = 600  # per device that shares the model: 10 GiB of cache on each
+DECODE, MIXED = JaxStepShape(8, 8, 8, 1, True), JaxStepShape(128, 8, 8, 1, False)
+
+
+def model_on(target: Target, config: dict, tensor: int) -> Model:
+    spec, _ = spec_from_config(config)
+    return model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", tensor)
+
+
+@cache
+def compiled(topology: str, tensor: int, shape: JaxStepShape) -> tuple[Target, Catalogue, Compiled]:
+    target = find_target(topology)
+    model = model_on(target, LLAMA_8B, tensor)
+    catalogue = Catalogue(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
+    return target, catalogue, compile_programs(catalogue, [Forward(shape)])[0]
+
+
+SHORT = [("v6e:1x1", 1, DECODE), ("v5e:2x2", 4, DECODE), ("v5p:2x2x1", 1, DECODE)]
+MATRIX = [
+    (name, tensor, shape)
+    for name, tensor in (("v6e:1x1", 1), ("v6e:2x4", 8), ("v5e:2x2", 4), ("v5p:2x2x1", 1), ("v5p:2x2x1", 4))
+    for shape in (DECODE, MIXED, JaxStepShape(64, 64, 8, 1, True), JaxStepShape(2048, 256, 64, 1, False))
+]
+
+
+def check_step(topology: str, tensor: int, shape: JaxStepShape) -> None:
+    target, catalogue, program = compiled(topology, tensor, shape)
+    cache_bytes, layers = catalogue.num_blocks * catalogue.model.block_bytes, len(catalogue.model.spec.layers)
+    memory = program.executable.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert program.memory.temporary < cache_bytes / layers
+    assert program.schedule is not None
+    assert target.chip is not None
+    assert 0 < program.schedule.vmem <= target.chip.vmem_bytes
+    assert program.schedule.kernels == Counter(
+        {f"ragged_paged_attention_{kind}": 32 for kind in (("decode",) if shape.decode_only else ("decode", "mixed"))}
+    )
+    assert not program.schedule.unknown
+    assert bool(program.schedule.exchanges) == (tensor > 1)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("topology", "tensor", "shape"), SHORT)
+def test_a_step_updates_the_cache_in_place(topology: str, tensor: int, shape: JaxStepShape) -> None:
+    check_step(topology, tensor, shape)
+
+
+@needs_libtpu
+def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
+    target, _, program = compiled("v6e:1x1", 1, DECODE)
+    assert target.chip is not None
+    assert program.schedule is not None
+    assert program.need.bytes / target.chip.hbm_bandwidth > 0.8 * program.schedule.cycles / target.chip.clock_hz
+
+
+@needs_libtpu
+@pytest.mark.tpu_matrix
+@pytest.mark.parametrize(("topology", "tensor", "shape"), MATRIX)
+def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: JaxStepShape) -> None:
+    check_step(topology, tensor, shape)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("config", "topology", "tensor", "gib"),
+    [(LLAMA_8B, "v6e:1x1", 1, 14.96), (LLAMA_70B, "v6e:2x4", 8, 16.43), (QWEN_32B, "v5p:2x2x1", 4, 15.26)],
+)
+def test_models_that_fit(config: dict, topology: str, tensor: int, gib: float) -> None:
+    target = find_target(topology)
+    model = model_on(target, config, tensor)
+    assert weight_bytes(model) / GIB == pytest.approx(gib, abs=0.02)
+    blocks = plan_blocks(model, target, LIMITS, CacheConfig(), stated=True)
+    assert weight_bytes(model) + blocks * model.block_bytes < 0.9 * target.hbm_bytes
+
+
+@needs_libtpu
+def test_blocks_that_no_running_request_needs_cache_prefixes() -> None:
+    target = find_target("v6e:1x1")
+    model, few = model_on(target, LLAMA_8B, 1), replace(LIMITS, max_num_seqs=1)
+    blocks = plan_blocks(model, target, few, CacheConfig(), stated=True)
+    assert blocks >= plan_blocks(model, target, LIMITS, CacheConfig(), stated=True)
+    assert blocks > 1 + few.max_model_len // few.block_size
+
+
+def test_a_cpu_has_no_more_blocks_than_requests_need() -> None:
+    target, few = find_target("cpu:1"), replace(LIMITS, max_num_seqs=2)
+    model = model_on(target, LLAMA_8B | {"num_hidden_layers": 1}, 1)
+    needed = 1 + 2 * -(-few.max_model_len // few.block_size)
+    assert plan_blocks(model, target, few, CacheConfig(), stated=True) == needed
+
+
+@needs_libtpu
+def test_a_model_that_does_not_fit_is_told_what_would() -> None:
+    target = find_target("v6e:2x2")
+    with pytest.raises(ConfigError, match=r"lacks [\d.]+ GiB per device: .* use --tensor-parallel-size 8 and a"):
+        plan_blocks(model_on(target, LLAMA_70B, 4), target, LIMITS, CacheConfig(), stated=True)
+    target = find_target("v6e:1x1")
+    long = replace(LIMITS, max_model_len=131072)
+    with pytest.raises(ConfigError, match=r"use --max-model-len \d{5} or --tensor-parallel-size 2") as found:
+        plan_blocks(model_on(target, LLAMA_8B, 1), target, long, CacheConfig(), stated=True)
+    fits = int(str(found.value).split("--max-model-len ")[1].split()[0])
+    shorter = replace(long, max_model_len=fits)
+    assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > fits // 128
+
+
+def test_tables_that_scalar_memory_does_not_hold() -> None:
+    long = replace(LIMITS, max_model_len=131072)
+    with pytest.raises(ConfigError, match=r"--block-size: with 128 .* use --block-size 256, or --max-num-seqs 128"):
+        check_tables(long)
+    check_tables(replace(long, block_size=256))
+    check_tables(replace(long, max_num_seqs=128))
+
+
+@needs_libtpu
+def test_a_topology_that_libtpu_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"v6e:3x3 is no layout that libtpu knows .*; use one of v5e:1x1") as found:
+        find_target("v6e:3x3")
+    assert "\n" not in str(found.value)
+    assert find_target("v5e:1x1").hbm_bytes == int(15.75 * GIB)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v7x:1x1x1"])
+def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libtpu that jax 0.10 names divides any layout into hosts of 2x2 chips by default; newer ones do not."""
+    asked: list[object] = []
+    describe = topologies.get_topology_desc
+
+    def watched(**options: object) -> object:
+        asked.append(options.get("chips_per_host_bounds"))
+        return describe(**options)
+
+    monkeypatch.setattr(topologies, "get_topology_desc", watched)
+    assert len({device.process_index for device in find_target(name).devices}) == 1
+    assert asked == [(1, 1, 1)]
+
+
+def test_what_a_step_needs() -> None:
+    model = model_on(find_target("cpu"), LLAMA_8B, 1)
+    shape = JaxStepShape(64, 64, 8, 1, True)
+    needed = need(model, Forward(shape), Load(64 * 1024, 64 * 1024))
+    chip = CHIPS["v6e"]
+    layers = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    assert needed.flops == pytest.approx(2 * 64 * (layers + 128256 * 4096), rel=1e-3)
+    assert needed.bytes == pytest.approx(2 * (layers + 128256 * 4096), rel=0.01)
+    assert needed.kernel_bytes == pytest.approx(64 * 1025 * 131072, rel=0.01)
+    assert needed.kernel_flops == 4 * 64 * 1024 * 4096 * 32
+    assert needed.seconds(chip) == needed.memory_seconds(chip) == pytest.approx(0.0144, rel=0.02)
+    half = need(with_devices(model, 2), Forward(shape), Load(64 * 1024, 64 * 1024))
+    assert half.kernel_bytes == needed.kernel_bytes // 2
+    assert half.bytes == pytest.approx(needed.bytes / 2, rel=0.01)
+
+
+def test_a_load_fills_its_shape() -> None:
+    assert full_load(JaxStepShape(8, 8, 4, 1, True), 16, 1000) == Load(512, 512)
+    assert full_load(JaxStepShape(8, 8, 4, 1, True), 16, 10) == Load(160, 160)
+    assert full_load(JaxStepShape(100, 8, 4, 1, False), 16, 1000) == Load(100, 64 * 65 // 2 + 36 * 37 // 2)
+
+
+def test_what_fits_beside_the_rest() -> None:
+    sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "block_size": 16, "groups": 2}
+    budget = Budget(total=1000, usable=900, weights=500, kv_cache=200, **sizes)
+    assert (budget.used, budget.spare, budget.max_blocks) == (730, 170, 37)
+    assert budget.max_model_len == 18 * 16
+    assert budget.max_num_seqs(64) == 36 // (2 * 4)
+
+
+HLO = """HloModule jit_step, is_scheduled=true
+
+%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %fusion.1 = f32[8] fusion(%p), calls=%f, backend_config={"estimated_cycles":"100"}
+  %attend.7 = f32[8] custom-call(%fusion.1), custom_call_target="tpu_custom_call", \
+backend_config={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"}]}
+  %all-reduce.3 = f32[8] all-reduce(%attend.7), backend_config={"estimated_cycles":"7"}
+}
+
+%condition.1 (p: (s32[], f32[8])) -> pred[] {
+  %constant.5 = s32[]{:T(128)} constant(32)
+  ROOT %lt = pred[] compare(%i, %constant.5), direction=LT
+}
+
+ENTRY %main.2 (x: f32[8]) -> f32[8] {
+  %fusion.2 = f32[8] fusion(%x), calls=%g, backend_config={"estimated_cycles":"1000"}
+  %while.1 = (s32[], f32[8]) while(%t), condition=%condition.1, body=%body.1
+  ROOT %sort = f32[8] sort(%w), backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+
+
+def test_loops_count_as_often_as_they_run() -> None:
+    schedule = read_schedule(HLO)
+    assert schedule.cycles == 1000 + 32 * 107
+    assert schedule.kernels == {"attend": 32}
+    assert (schedule.exchanges, schedule.unknown, schedule.vmem) == (32, 1, 4096)

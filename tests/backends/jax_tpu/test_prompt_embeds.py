@@ -1,0 +1,146 @@
+"""Steps with embeddings in place of tokens, on XLA's CPU client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flax")
+
+import jax.numpy as jnp
+import numpy as np
+import support.jax_devices  # noqa: F401
+from support.embedded_requests import (
+    BLOCKS,
+    LIMITS,
+    SPECS,
+    answers,
+    asked,
+    assert_same,
+    check_rows_say_what_tokens_say,
+    embedded,
+    engine,
+)
+from support.reference_driver import random_weights
+
+from pagoda.backends.jax_tpu.backend import create
+from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Forward, ForwardRows, OnLogits
+from pagoda.backends.jax_tpu.execution.shapes import writers_first
+from pagoda.backends.jax_tpu.sampling import device
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.logit_edits import penalties
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling_state import SampledRow, SamplingState
+from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
+from pagoda.common.errors import ConfigError
+
+
+def test_rows_say_what_tokens_say() -> None:
+    check_rows_say_what_tokens_say("narrow", "jax_tpu", 12, prompt_embeds=True)
+
+
+def test_devices_share_rows() -> None:
+    """Two copies of the model on two devices each."""
+    spec, line = SPECS["scaled"], list(asked(8))
+    expected = answers(engine(spec, "reference"), line)
+    core = engine(spec, "jax_tpu", tensor=2, data=2, prompt_embeds=True)
+    assert_same(answers(core, [embedded(spec, request) for request in line]), expected)
+
+
+def test_only_the_setting_adds_programs_and_none_for_decoding() -> None:
+    plain, more = (load_jax(embeds) for embeds in (False, True))
+    assert [key for key in more if not isinstance(key, ForwardRows)] == list(plain)
+    prefill = [key.shape for key in plain if isinstance(key, Forward) and not key.shape.decode_only]
+    assert [key.shape for key in more if isinstance(key, ForwardRows)] == prefill
+    for key in plain:
+        assert plain.signature(key) == more.signature(key)
+
+
+def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
+    spec = SPECS["scaled"]
+    with pytest.raises(ConfigError, match="--compiled-bundle: holds no programs that take embeddings"):
+        create(
+            spec,
+            limits=LIMITS,
+            layout=kv_layout(spec, LIMITS.block_size),
+            cache=CacheConfig(),
+            dtype="float32",
+            prompt_embeds=True,
+            bundle=tmp_path,
+        )
+
+
+def load_jax(embeds: bool) -> Catalogue:
+    spec = SPECS["scaled"]
+    backend = create(
+        spec,
+        limits=LIMITS,
+        layout=kv_layout(spec, LIMITS.block_size),
+        cache=CacheConfig(),
+        dtype="float32",
+        prompt_embeds=embeds,
+    )
+    return backend._catalogue(BLOCKS)
+
+
+def test_nothing_is_compiled_while_serving() -> None:
+    """A prompt of one row, a page that is there already but for its last row, and prompts in chunks."""
+    spec = SPECS["scaled"]
+    limits = replace(LIMITS, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=8)
+    layout = kv_layout(spec, limits.block_size)
+    backend = create(
+        spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32", prompt_embeds=True, strict=True
+    )
+    backend.load(random_weights(spec))
+    backend.init_cache(BLOCKS)
+    wanted = (Forward, ForwardRows)
+    choosing = (Choose(1, "greedy"), OnLogits("logprobs", 1))
+    backend._programs.prepare(
+        key for key in backend._programs.catalogue if isinstance(key, wanted) or key in choosing
+    )  # of all that warmup compiles
+    core = EngineCore(backend, layout, limits, BLOCKS)
+    line = [
+        EngineRequest(request_id=str(n), prompt_token_ids=[7] * size, rules=SamplingRules(logprobs=2), max_tokens=3)
+        for n, size in enumerate((1, 13, 8, 8, 1, 9))
+    ]
+    expected = answers(engine(spec, "reference"), line)
+    assert_same(answers(core, [embedded(spec, request) for request in line]), expected)
+    assert core.stats.recompiles == 0
+
+
+def test_an_embedding_is_no_token_to_a_penalty() -> None:
+    """On jax_tpu; a vocabulary that is padded, a row of embeddings and two tokens."""
+    history = np.full((2, 40), EMBEDDED, np.int32)
+    history[1, 38:] = 3, 8
+    rules = SamplingRules(repetition_penalty=1.7, presence_penalty=0.5)
+    place = SampledRow(index=0, row=1, known=40, state=SamplingState(rules, np.zeros(39, np.int32)))
+    logits = np.ones((1, 96), np.float32)
+    after = np.asarray(device.penalise(*map(jnp.asarray, (logits, history, penalties([place], 1)))))
+    assert np.flatnonzero(after[0] != logits[0]).tolist() == [3, 8]
+
+
+def test_rows_move_with_their_sequences() -> None:
+    """A new sequence of one row, whose page the longer one fills in this step, comes after it."""
+    tokens = np.array([EMBEDDED, 5, EMBEDDED, EMBEDDED, 6], np.int32)
+    plan = StepPlan(
+        step=0,
+        starts=(RowStart(3, np.zeros(5, np.int32), 5, SamplingRules()),),
+        rows=np.array([3, 1], np.int32),
+        query_start=np.array([0, 1, 5], np.int32),
+        context=np.array([4, 0], np.int32),
+        token_ids=tokens,
+        block_tables=(np.zeros((2, 1), np.int32),),
+        samples=np.ones(2, np.bool_),
+        embeds=np.array([[1], [2], [3]], np.uint8),
+    )
+    moved, order = writers_first(plan)
+    assert order.tolist() == [1, 0]
+    assert moved.token_ids.tolist() == [5, EMBEDDED, EMBEDDED, 6, EMBEDDED]
+    assert moved.embeds is not None
+    assert moved.embeds[:, 0].tolist() == [2, 3, 1]
+    assert moved.embedded.tolist() == [1, 2, 4]

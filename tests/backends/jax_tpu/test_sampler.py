@@ -1,0 +1,205 @@
+"""The device's sampling against the definition, written out plainly in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+pytest.importorskip("flax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import support.jax_devices
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.reference_driver import tiny_spec
+from support.sampling_definition import ROWS, VOCAB, define
+
+from pagoda.backends.jax_tpu.execution.program_keys import Catalogue
+from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
+from pagoda.backends.jax_tpu.execution.shapes import StepShapes, writers_first
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.model.model import build_model
+from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.sampling import device
+from pagoda.backends.jax_tpu.sampling.device import JaxSamplingRules, choose, logprobs, lowest_kept, sorted_logprobs
+from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine import logit_edits
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
+
+ROOM = 8
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def programs() -> CompiledPrograms:
+    spec = replace(tiny_spec(), vocab=VOCAB)
+    limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
+    kernel = KernelChoice(page_size=8, cache_dtype="float32")
+    model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
+    return CompiledPrograms(Catalogue(model, StepShapes.of(limits, 1), 4, ROOM))
+
+
+def step(ends: list[int]) -> StepPlan:
+    """One decode step of rows 0, 1, ...; `ends`: tokens known of each."""
+    count = len(ends)
+    return StepPlan(
+        step=0,
+        starts=(),
+        rows=np.arange(count, dtype=np.int32),
+        query_start=np.arange(count + 1, dtype=np.int32),
+        context=np.array(ends, np.int32) - 1,
+        token_ids=np.zeros(count, np.int32),
+        block_tables=(),
+        samples=np.ones(count, np.bool_),
+    )
+
+
+def padded(logits: np.ndarray) -> jax.Array:
+    """With rows of padding, full of what must not matter."""
+    return jnp.asarray(np.concatenate([logits, np.full((ROOM - len(logits), VOCAB), np.nan, np.float32)]))
+
+
+def test_noise_has_the_same_integers_in_numpy_and_jax() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 10_000, dtype=np.uint32)
+    np.testing.assert_array_equal(np.asarray(device.mix(jnp.asarray(bits))), mix(bits))
+    keys = noise_keys(np.array([0, -5, 2**62]), np.array([0, 7, 10**6]))
+    ids = np.arange(5_000, dtype=np.uint32)
+    ours = np.asarray(device.gumbel(jnp.asarray(keys), jnp.asarray(ids)))
+    np.testing.assert_allclose(ours, gumbel(keys, ids), rtol=1e-5, atol=1e-6)
+    assert np.isfinite(ours).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
+def test_tokens_follow_the_definition(programs: CompiledPrograms, rows, seed: int, spread: float) -> None:
+    logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
+    sampler = JaxSampler(programs, ROOM)
+    want = []
+    for row, (rules, history, prompt) in enumerate(rows):
+        num_prompt = min(prompt, len(history))
+        sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
+        want.append(define(logits[row].copy(), rules, history, num_prompt))
+    sampled = sampler.sample(padded(logits), {0: step([len(history) for _, history, _ in rows])})
+    tokens = np.asarray(sampled.tokens)[: len(rows)].tolist()
+    assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
+
+
+def test_the_kernel_draws_what_its_reference_draws() -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal((ROOM, VOCAB)) * 4, jnp.float32)
+    packed = np.zeros((7, ROOM), np.int32)
+    packed[0], packed[2] = np.arange(ROOM), rng.integers(0, 2**31, ROOM)
+    packed[4] = [0, 1, 5, 50, 0, 5, 0, 0]
+    real = packed.view(np.float32)
+    real[3] = [0.0, 1.0, 0.5, 2.0, 1.0, 1.0, 1.5, 0.0]
+    real[5] = [0.0, 1.0, 0.9, 0.5, 0.3, 1.0, 1.0, 0.5]
+    real[6, 6] = 0.2
+    history = jnp.zeros((ROOM + 1, LENGTH), jnp.int32)
+    found = []
+    for use_kernel in (True, False):
+        kernel = KernelChoice(8, "float32", use_kernel=use_kernel, interpret=True)
+        call = jax.jit(partial(choose, "filtered", True, kernel, make_mesh()))
+        found.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
+    for ours, theirs in zip(*found):
+        np.testing.assert_array_equal(ours, theirs)
+    floor = lowest_kept(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
+    assert np.isneginf(np.asarray(floor)[[0, 7]]).all(), "no work for greedy rows"
+    kept = np.isfinite(found[0][2]).sum(1)
+    assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"
+    assert kept[[1, 5]].tolist() == [1, 5]
+    assert (kept[[2, 3, 4, 6]] < [6, 51, VOCAB, VOCAB]).all()
+
+
+def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: CompiledPrograms) -> None:
+    """Four steps without the host telling the device any token."""
+    rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
+    logits = np.full(VOCAB, -5.0, np.float32)
+    logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
+    prompt = [9, 1]
+    sampler, history = JaxSampler(programs, ROOM), list(prompt)
+    sampler.start(RowStart(0, np.array(prompt, np.int32), 2, rules))
+    for _ in range(4):
+        want = define(logits.copy(), rules, history, 2)
+        sampled = sampler.sample(padded(logits[None]), {0: step([len(history)])})
+        history.append(int(np.asarray(sampled.tokens)[0]))
+        assert history[-1] == want
+
+
+def test_lists_longer_than_a_program_go_in_pieces(programs: CompiledPrograms) -> None:
+    count = logit_edits.ENTRIES + 5
+    words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
+    rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
+    sampler = JaxSampler(programs, ROOM)
+    history = np.array([0, len(words) - 1, len(words)], np.int32)
+    sampler.start(RowStart(0, history, 1, rules))
+    logits = np.zeros(VOCAB, np.float32)
+    logits[5] = 1e6
+    assert int(np.asarray(sampler.sample(padded(logits[None]), {0: step([3])}).tokens)[0]) == count - 1
+
+
+def test_rows_that_do_not_sample_leave_no_trace(programs: CompiledPrograms) -> None:
+    sampler = JaxSampler(programs, ROOM)
+    before = np.asarray(sampler.history)[:ROOM].copy()
+    plan = replace(step([3, 4]), samples=np.zeros(2, np.bool_))
+    sampler.sample(padded(np.zeros((2, VOCAB), np.float32)), {0: plan})
+    np.testing.assert_array_equal(np.asarray(sampler.history)[:ROOM], before)
+
+
+def test_the_host_and_the_device_give_the_same_logprobs() -> None:
+    logits = np.random.default_rng(0).standard_normal((3, VOCAB)).astype(np.float32)
+    chosen = np.array([4, 90, 599], np.int32)
+    ids, values, ranks = map(np.asarray, logprobs("raw_logprobs", jnp.asarray(logits), jnp.asarray(chosen)))
+    host = sorted_logprobs("raw_logprobs", logits, chosen, 20)
+    np.testing.assert_array_equal(ids, host.token_ids)
+    np.testing.assert_allclose(values, host.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(ranks, host.ranks)
+    assert sorted_logprobs("raw_logprobs", logits, chosen, -1).token_ids.shape == (3, 1 + VOCAB)
+    assert len(jax.devices()) == support.jax_devices.DEVICES
+
+
+@settings(max_examples=20, deadline=None)
+@given(ROWS, st.integers(0, 2**31), st.integers(1, VOCAB))
+def test_masks_of_a_plan_hold_beside_the_rules(programs: CompiledPrograms, rows, seed: int, count: int) -> None:
+    """The last row has one. As if its tokens were the allowed ones."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((len(rows), VOCAB)) * 3).astype(np.float32)
+    masked = rng.permutation(VOCAB)[:count]
+    sampler, want = JaxSampler(programs, ROOM), []
+    for row, (rules, history, prompt) in enumerate(rows):
+        num_prompt = min(prompt, len(history))
+        sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
+        if row == len(rows) - 1:
+            own = set(masked.tolist()) & set(
+                range(VOCAB) if rules.allowed_token_ids is None else rules.allowed_token_ids
+            )
+            rules = replace(rules, allowed_token_ids=tuple(sorted(own)))
+        want.append(define(logits[row].copy(), rules, history, num_prompt))
+    bits = logit_edits.allowed_bits({0: masked}, 1, VOCAB)
+    plan = replace(
+        step([len(history) for _, history, _ in rows]), masks=TokenMasks(np.array([len(rows) - 1], np.int32), bits)
+    )
+    tokens = np.asarray(sampler.sample(padded(logits), {0: plan}).tokens)[: len(rows)].tolist()
+    assert [t for t, w in zip(tokens, want) if w is not None] == [w for w in want if w is not None]
+
+
+def test_masks_move_with_their_sequences() -> None:
+    plan = replace(
+        step([1, 5, 6]),
+        starts=(RowStart(1, np.zeros(5, np.int32), 5, SamplingRules()),),
+        query_start=np.array([0, 1, 2, 7], np.int32),
+        context=np.array([3, 4, 1], np.int32),
+        token_ids=np.zeros(7, np.int32),
+        masks=TokenMasks(np.array([1, 2], np.int32), np.array([[1], [2]], np.uint32)),
+    )
+    moved, order = writers_first(plan)
+    assert order.tolist() == [0, 2, 1]
+    assert moved.masks is not None
+    assert moved.masks.sequences.tolist() == [1, 2]
+    assert moved.masks.bits.tolist() == [[2], [1]]

@@ -1,0 +1,135 @@
+"""Copies of a model that step together: each with rows and blocks of its own, and the same answers as one alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("flax")
+
+import support.jax_devices  # noqa: F401
+from support.jax_requests import requests
+from support.reference_driver import random_weights, tiny_spec
+
+from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
+from pagoda.backends.jax_tpu.backend import JaxBackend, create
+from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Forward, OnLogits
+from pagoda.backends.jax_tpu.execution.shapes import StepShapes
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.messages import EngineOutput
+from pagoda.common.errors import ConfigError
+from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
+
+SPEC = tiny_spec(window=6)
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=64)
+LAYOUT = kv_layout(SPEC, LIMITS.block_size)
+BLOCKS = 9
+
+
+def make(data: int, tensor: int = 1) -> JaxBackend:
+    cache = CacheConfig()
+    return create(
+        SPEC, limits=LIMITS, layout=LAYOUT, cache=cache, dtype="float32", tensor=tensor, data=data, strict=True
+    )
+
+
+def engine(data: int, tensor: int = 1) -> tuple[Engine, JaxBackend]:
+    backend = make(data, tensor)
+    backend.load(random_weights(SPEC))
+    backend.init_cache(BLOCKS)
+    backend.warmup()
+    if data == 1:
+        return EngineCore(backend, LAYOUT, LIMITS, BLOCKS), backend
+    return ShardedCore(backend, LAYOUT, LIMITS, BLOCKS, data), backend
+
+
+def answers(core: Engine, count: int) -> dict[str, list[EngineOutput]]:
+    """What random requests of every kind are told, by request; they come a few at a time."""
+    found: dict[str, list[EngineOutput]] = {}
+    line = list(requests(count, seed=2))
+    while line or core.has_work:
+        for request in line[:3]:
+            core.add_request(request)
+        del line[:3]
+        for output in core.step().outputs:
+            found.setdefault(output.request_id, []).append(output)
+    core.check_integrity()
+    return found
+
+
+def told(outputs: list[EngineOutput]) -> list[object]:
+    """Tokens, their logprobs to a few digits, and how it ended."""
+    positions = [p for output in outputs for p in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))]
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    best = [(p.token_ids[0], round(p.logprobs[0], 2), p.rank) for p in positions]
+    return [tokens, best, outputs[-1].finish_reason]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_shards_answer_as_one(tensor: int) -> None:
+    alone, _ = engine(1)
+    together, backend = engine(2, tensor)
+    want, found = answers(alone, 40), answers(together, 40)
+    assert {name: told(outputs) for name, outputs in found.items()} == {
+        name: told(outputs) for name, outputs in want.items()
+    }
+    assert backend.recompiles == 0
+    assert {shard.sharding.spec[1] for shard in backend._caches} == {"data"}
+    assert isinstance(together, ShardedCore)
+    assert all(shard.scheduler.stats().steps > 10 for shard in together._shards)
+
+
+def test_shards_exchange_their_tokens_and_nothing_else() -> None:
+    """One step's programs as compiled: across shards goes what was sampled, never logits, pages or hidden states."""
+    catalogue = make(2)._catalogue(BLOCKS)
+    step = next(key for key in catalogue if isinstance(key, Forward))
+    assert exchanged(catalogue.lower(step).compile().as_text()) == []
+    edits = [OnLogits(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]
+    for key in (Choose(4, "filtered"), *edits):
+        sizes = exchanged(catalogue.lower(key).compile().as_text())
+        assert all(size <= 8 * 21 for size in sizes), (key, sizes)
+        assert bool(sizes) == (key not in edits[:-1])
+
+
+def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None:
+    pytest.importorskip("libtpu")
+    attention = Attention(8, 4, 128, 0.1, Rope(1e4, 128))
+    layer = Layer(attention, Mlp(1024, "silu", True), Norms(Norm(1e-5), None, Norm(1e-5), None))
+    spec = ModelSpec(1024, 1024, (layer, layer), Norm(1e-5), tied=False, max_positions=1024)
+    limits = Limits(max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=8, block_size=128)
+    layout = kv_layout(spec, 128)
+    model = model_for(find_target("v6e:2x4"), spec, limits, layout, "bfloat16", tensor=4, data=2)
+    catalogue = Catalogue(model, StepShapes.of(limits, 1), 600, 8)
+    step = catalogue.lower(Forward(catalogue.shapes.shape_for(8, 8, 8, True))).compile()
+    assert set(re.findall(r"replica_groups=(\S+?),? ", step.as_text())) == {"{{0,1,2,3},{4,5,6,7}}"}
+    assert step.memory_analysis().alias_size_in_bytes >= 600 * model.block_bytes
+    assert step.memory_analysis().temp_size_in_bytes < 100 * model.block_bytes
+    assert max(exchanged(catalogue.lower(Choose(8, "greedy")).compile().as_text())) <= 2 * 16
+
+
+def exchanged(program: str) -> list[int]:
+    """Numbers in the result of every collective, those within one device left out."""
+    found = re.findall(
+        r"= \(?\w+\[([\d,]*)\]\S* (?:all-|collective-|reduce-scatter)[^\n]*replica_groups=(\S+)", program
+    )
+    sizes = []
+    for shape, groups in found:
+        if groups.startswith("{{0},"):
+            continue
+        size = 1
+        for part in filter(None, shape.split(",")):
+            size *= int(part)
+        sizes.append(size)
+    return sizes
+
+
+def test_more_shards_than_devices() -> None:
+    with pytest.raises(ConfigError, match=r"--data-parallel-size: 9 needs 9 devices, here are 8 .cpu.; use at most 8"):
+        make(9)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size: 2 x 5 .data parallel. needs 10 devices.*at most 1"):
+        make(5, tensor=2)

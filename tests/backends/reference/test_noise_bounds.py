@@ -1,0 +1,13 @@
+import numpy as np
+import torch
+from support.extreme_noise import extreme_tokens
+
+from pagoda.backends.reference import sampling
+from pagoda.common.engine.sampling import gumbel
+
+
+def test_noise_is_finite_for_every_token_and_the_definitions():
+    ids = extreme_tokens(12345)
+    found = sampling.gumbel(torch.tensor([12345], dtype=torch.int32), torch.from_numpy(ids.view(np.int32)))
+    assert torch.isfinite(found).all()
+    np.testing.assert_allclose(found.numpy(), gumbel(np.array([12345], np.uint32), ids), rtol=1e-5)

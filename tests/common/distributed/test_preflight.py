@@ -1,0 +1,257 @@
+"""Hosts that meet over real sockets, each in a thread: whoever differs, is missing or came twice is named to all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+from support.ports import two_free_ports
+
+from pagoda.common.config.groups.parallel import ParallelConfig
+from pagoda.common.distributed.handshake import meet
+from pagoda.common.distributed.messages import (
+    GREETING_BYTES,
+    WIRE_VERSION,
+    AgreedBlocks,
+    BlockCount,
+    Hello,
+    Host,
+    HostFingerprint,
+    Verdict,
+    decode,
+    encode,
+    receive_frame,
+    send_frame,
+)
+from pagoda.common.distributed.peer import Peer
+from pagoda.common.errors import ConfigError
+
+HERE = "127.0.0.1"
+PATIENT = 20.0
+
+
+def facts(rank: int, nodes: int = 2, **changed: Any) -> HostFingerprint:
+    usual = {
+        "versions": {"pagoda": "1.0", "jax": "0.10.2"},
+        "model": {"config": "abc"},
+        "settings": {"--tensor-parallel-size": "2", "--max-num-seqs": "256"},
+        "environment": {"XLA_FLAGS": ""},
+        "devices": {"devices": "1", "devices of kind": "cpu"},
+    }
+    return HostFingerprint(rank=rank, nodes=nodes, **usual | changed)
+
+
+def nothing(hosts: Sequence[Host]) -> str:
+    return ""
+
+
+class Meeting:
+    """What became of each host: the others it met, or the line it ended with."""
+
+    def __init__(self, *hosts: HostFingerprint, nodes: int = 2, wait: float = PATIENT, check: Any = nothing) -> None:
+        self.port = two_free_ports()
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            waiting = [pool.submit(self._meet, host, nodes, wait, check) for host in hosts]
+            self.ends = [each.result() for each in waiting]
+
+    def _meet(self, host: HostFingerprint, nodes: int, wait: float, check: Any) -> tuple[Peer, ...] | str:
+        nodes = max(nodes, host.rank + 1)
+        parallel = ParallelConfig(nnodes=nodes, node_rank=host.rank, master_addr=HERE, master_port=self.port)
+        try:
+            return meet(parallel, host, check, wait)
+        except ConfigError as error:
+            return str(error)
+
+    @property
+    def line(self) -> str:
+        """The one line that every host ended with."""
+        (line,) = set(map(str, self.ends))
+        return line
+
+    def close(self) -> None:
+        for peers in self.ends:
+            for peer in peers:
+                assert isinstance(peer, Peer)
+                peer.end()
+
+
+def test_hosts_that_are_alike_meet() -> None:
+    meeting = Meeting(facts(0, 3), facts(2, 3), facts(1, 3), nodes=3)
+    first, third, second = meeting.ends
+    assert [peer.name for peer in first] == ["host 1 (127.0.0.1)", "host 2 (127.0.0.1)"]
+    second[0].send(BlockCount(7))
+    third[0].send(BlockCount(8))
+    assert [peer.expect(BlockCount).num_blocks for peer in first] == [7, 8]
+    first[1].send(AgreedBlocks(7))
+    assert third[0].expect(AgreedBlocks) == AgreedBlocks(7)
+    for peers in meeting.ends:  # a host without power is noticed by the kernel
+        for peer in peers:
+            assert peer._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert peer._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
+    meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference", "remedy"),
+    [
+        ({"versions": {"pagoda": "1.0", "jax": "0.10.1"}}, "jax 0.10.1 instead of 0.10.2", "install the same versions"),
+        (
+            {"settings": {"--tensor-parallel-size": "4", "--max-num-seqs": "256"}},
+            "--tensor-parallel-size 4 instead of 2",
+            "give every host the same flags",
+        ),
+        ({"model": {"config": "xyz"}}, "config xyz instead of abc", "give every host the same model"),
+        ({"environment": {"XLA_FLAGS": "--x"}}, "XLA_FLAGS --x instead of nothing", "set the variables alike"),
+        ({"devices": {"devices": "8", "devices of kind": "cpu"}}, "devices 8 instead of 1", "use hosts of one kind"),
+    ],
+)
+def test_every_host_names_the_one_that_differs(changed: Any, difference: str, remedy: str) -> None:
+    line = Meeting(facts(0), facts(1, **changed)).line
+    assert line.startswith(f"--nnodes: host 1 (127.0.0.1) has {difference}; {remedy}")
+
+
+def test_most_hosts_are_right() -> None:
+    old = {"versions": {"pagoda": "0.9", "jax": "0.10.2"}}
+    line = Meeting(facts(0, 3, **old), facts(1, 3), facts(2, 3), nodes=3).line
+    assert line == "--nnodes: host 0 (127.0.0.1) has pagoda 0.9 instead of 1.0; install the same versions everywhere"
+
+
+def test_what_the_backend_finds_is_told_to_all() -> None:
+    line = Meeting(facts(0), facts(1), check=lambda hosts: f"{hosts[1]} is too warm; open a window").line
+    assert line == "--nnodes: host 1 (127.0.0.1) is too warm; open a window"
+
+
+def test_a_rank_that_came_twice() -> None:
+    lines = list(map(str, Meeting(facts(0, 3), facts(1, 3), facts(1, 3), nodes=3).ends))
+    assert len(set(lines)) == 1
+    assert "host 1 (127.0.0.1) came twice, also from 127.0.0.1; give each host a --node-rank of its own" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("guest", "words"),
+    [
+        (
+            facts(2, 2),
+            "host 2 (127.0.0.1) has a rank that is not there; give each host a --node-rank of its own, 0 to 1",
+        ),
+        (facts(1, 3), "host 1 (127.0.0.1) has --nnodes 3 instead of 2; give every host the same flags"),
+    ],
+)
+def test_a_host_that_counts_otherwise(guest: HostFingerprint, words: str) -> None:
+    assert words in Meeting(facts(0), guest).line
+
+
+def test_a_host_that_is_missing_is_named_to_those_that_came() -> None:
+    line = Meeting(facts(0, 4), facts(2, 4), nodes=4, wait=1.0).line
+    assert line.startswith("--nnodes: host 1 and host 3 of 4 did not come to 127.0.0.1:")
+
+
+def test_a_host_that_cannot_be_reached() -> None:
+    port = two_free_ports()
+    parallel = ParallelConfig(nnodes=2, node_rank=1, master_addr=HERE, master_port=port)
+    with pytest.raises(ConfigError, match=f"^--master-addr: host 1 cannot reach host 0 at 127.0.0.1:{port} .*refused"):
+        meet(parallel, facts(1), nothing, wait=0.0)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_that_is_taken(offset: int) -> None:
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        parallel = ParallelConfig(nnodes=2, master_addr=HERE, master_port=port - offset)
+        with pytest.raises(ConfigError, match=f"^--master-port: host 0 cannot listen at 127.0.0.1:{port}: .*in use"):
+            meet(parallel, facts(0), nothing, wait=0.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("192.0.2.1", "is no address of this host"), ("nowhere.invalid", "nowhere.invalid: .*; give host 0's address")],
+)
+def test_an_address_that_is_not_host_0s(address: str, words: str) -> None:
+    parallel = ParallelConfig(nnodes=2, master_addr=address, master_port=two_free_ports())
+    with pytest.raises(ConfigError, match=f"^--master-addr: .*{words}"):
+        meet(parallel, facts(0), nothing, wait=0.0)
+
+
+def test_somebody_else_listens_at_the_port() -> None:
+    with socket.create_server((HERE, 0)) as other, ThreadPoolExecutor(1) as pool:
+        parallel = ParallelConfig(nnodes=2, node_rank=1, master_addr=HERE, master_port=other.getsockname()[1])
+        waiting = pool.submit(meet, parallel, facts(1), nothing, PATIENT)
+        connection, _ = other.accept()
+        connection.sendall(b"220 mail.example.org ready\r\n")
+        with pytest.raises(ConfigError, match=r"^--master-port: who listens .* does not answer as host 0"):
+            waiting.result()
+        connection.close()
+
+
+class Doorstep:
+    """Host 0, waiting, and what comes to its port."""
+
+    def __init__(self, pool: ThreadPoolExecutor, nodes: int = 2) -> None:
+        self.nodes, self.port = nodes, two_free_ports()
+        parallel = ParallelConfig(nnodes=nodes, master_addr=HERE, master_port=self.port)
+        self.waiting = pool.submit(meet, parallel, facts(0, nodes), nothing, PATIENT)
+
+    def knock(self, data: bytes = b"") -> socket.socket:
+        while True:
+            try:
+                connection = socket.create_connection((HERE, self.port), PATIENT)
+            except ConnectionRefusedError:
+                assert not self.waiting.done(), self.waiting.result()
+            else:
+                connection.sendall(data)
+                return connection
+
+    def guest(self, rank: int) -> tuple[Peer, ...]:
+        """A host that comes and meets the others."""
+        parallel = ParallelConfig(nnodes=self.nodes, node_rank=rank, master_addr=HERE, master_port=self.port)
+        return meet(parallel, facts(rank, self.nodes), nothing, PATIENT)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+        (GREETING_BYTES + 1).to_bytes(8, "big"),
+        (4).to_bytes(8, "big") + b"\xc1\xc1\xc1\xc1",
+        len(encode(BlockCount(3))).to_bytes(8, "big") + encode(BlockCount(3)),
+    ],
+    ids=["http", "too large", "no message", "no greeting"],
+)
+def test_strangers_are_sent_away(data: bytes) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        doorstep = Doorstep(pool)
+        with doorstep.knock(data) as stranger, contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        (leader,) = doorstep.guest(1)
+        (follower,) = doorstep.waiting.result()
+        follower.send(AgreedBlocks(3))
+        assert leader.expect(AgreedBlocks) == AgreedBlocks(3)
+        leader.end()
+
+
+def test_a_host_that_gave_up_may_come_again() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        doorstep = Doorstep(pool, nodes=3)
+        with doorstep.knock() as early:
+            send_frame(early, encode(Hello(WIRE_VERSION, facts(1, 3))))
+        guests = [pool.submit(doorstep.guest, rank) for rank in (1, 2)]
+        assert [peer.name for peer in doorstep.waiting.result()] == ["host 1 (127.0.0.1)", "host 2 (127.0.0.1)"]
+        for guest in guests:
+            guest.result()[0].end()
+
+
+def test_another_version_of_the_messages() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        doorstep = Doorstep(pool)
+        with doorstep.knock() as old:
+            send_frame(old, msgspec.msgpack.encode({"type": "hello", "wire": 99, "name": "whatever it was then"}))
+            told = decode(receive_frame(old, GREETING_BYTES))
+        line = str(doorstep.waiting.exception())
+        assert isinstance(told, Verdict)
+        assert line == f"--nnodes: {told.reason}"
+        assert "the host at 127.0.0.1 runs another pagoda: it speaks version 99" in line

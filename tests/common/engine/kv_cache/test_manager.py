@@ -1,0 +1,265 @@
+"""Blocks per request and group, prefix hits, windows and extents."""
+
+from __future__ import annotations
+
+import numpy as np
+from fakes import full_layout, hybrid_layout, state_layout
+
+from pagoda.common.engine.kv_cache.manager import KvManager, PrefixHit
+from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, LatentCache, WindowCache
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.request import Request
+from pagoda.common.engine.sampling import SamplingRules
+
+
+def manager(layout: KvLayout | None = None, num_blocks: int = 33, **settings) -> KvManager:
+    defaults = {"max_num_seqs": 4, "max_model_len": 64, "max_step_tokens": 64}
+    return KvManager(layout or full_layout(), num_blocks, **(defaults | settings))
+
+
+def request(prompt: list[int] | int, max_tokens: int = 4, **settings) -> Request:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
+    asked = EngineRequest(
+        request_id="r",
+        prompt_token_ids=tokens,
+        max_tokens=max_tokens,
+        **({"rules": SamplingRules()} | settings),
+    )
+    return Request.of(asked, limit=len(tokens) + max_tokens, rank=(1,))
+
+
+def admit(kv: KvManager, r: Request, row: int = 0, num_tokens: int | None = None) -> PrefixHit:
+    hit = kv.find_prefix(r)
+    r.row = row
+    assert kv.admit(r, row, hit, num_tokens or len(r.prompt), headroom=0)
+    kv.register(r, num_tokens or len(r.prompt))
+    return hit
+
+
+def tables(r: Request) -> list[list[int]]:
+    return [group.table for group in r.groups]
+
+
+def test_blocks_cover_the_tokens_and_come_back():
+    kv = manager()
+    r = request(9)
+    admit(kv, r)
+    assert tables(r) == [[1, 2, 3]]
+    assert kv.capacity(r) == 12
+    assert kv.allocate(r, 0, 9, 13)
+    assert tables(r) == [[1, 2, 3, 4]]
+    kv.free(r, 0)
+    assert kv.pool.num_free == 32
+    kv.pool.check_integrity()
+
+
+def test_tables_are_copies_as_wide_as_the_longest_sequence_and_null_past_the_end():
+    kv = manager()
+    admit(kv, request(9), row=0)
+    admit(kv, request([7, 7]), row=2)
+    (table,) = kv.tables(np.array([2, 0], np.int32), 9)
+    assert table.tolist() == [[4, 0, 0], [1, 2, 3]]
+    table[:] = 99
+    assert kv.tables(np.array([0], np.int32), 9)[0].tolist() == [[1, 2, 3]]
+
+
+def test_too_few_blocks_change_nothing():
+    kv = manager(num_blocks=4)
+    r = request(13)
+    assert not kv.admit(r, 0, kv.find_prefix(r), 13, headroom=0)
+    assert not kv.admit(r, 0, kv.find_prefix(r), 9, headroom=1)
+    assert kv.admit(r, 0, kv.find_prefix(r), 9, headroom=0)
+    assert not kv.allocate(r, 0, 9, 13)
+    assert tables(r) == [[1, 2, 3]]
+    assert kv.pool.num_free == 0
+
+
+class TestPrefix:
+    def test_a_second_request_reuses_full_pages_only(self):
+        kv = manager()
+        admit(kv, request(10))
+        r = request([*range(10), 77, 78, 79])
+        assert admit(kv, r, row=1).num_tokens == 8
+        assert tables(r) == [[1, 2, 4, 5]]
+
+    def test_a_full_hit_leaves_a_token_to_compute(self):
+        kv = manager()
+        admit(kv, request(8))
+        assert kv.find_prefix(request(8)).num_tokens == 4
+
+    def test_a_difference_in_the_first_page_hits_nothing(self):
+        kv = manager()
+        admit(kv, request(10))
+        assert kv.find_prefix(request([9, *range(1, 10)])).num_tokens == 0
+
+    def test_salts_part_the_cache(self):
+        kv = manager()
+        admit(kv, request(10, cache_salt="a"))
+        hits = [kv.find_prefix(request(10, cache_salt=salt)).num_tokens for salt in ("a", "b", None)]
+        assert hits == [8, 0, 0]
+
+    def test_who_may_not_read_the_cache_does_not(self):
+        kv = manager()
+        admit(kv, request(10))
+        assert kv.find_prefix(request(10, skip_reading_prefix_cache=True)).num_tokens == 0
+        assert kv.find_prefix(request(10, rules=SamplingRules(prompt_logprobs=0))).num_tokens == 0
+
+    def test_off_means_off(self):
+        kv = manager(prefix_caching=False)
+        admit(kv, request(10))
+        assert kv.find_prefix(request(10)).num_tokens == 0
+
+    def test_freed_pages_are_found_until_evicted(self):
+        kv = manager(num_blocks=6)
+        r = request(10)
+        admit(kv, r)
+        kv.free(r, 0)
+        assert kv.find_prefix(request(10)).num_tokens == 8
+        other = request([5] * 16)
+        admit(kv, other)
+        kv.free(other, 0)
+        assert kv.find_prefix(request(10)).num_tokens == 4, "the end went first"
+
+    def test_reused_free_blocks_count_against_the_free_ones(self):
+        kv = manager(num_blocks=5)
+        r = request(9)
+        admit(kv, r)
+        kv.free(r, 0)
+        longer = request(17)
+        assert kv.find_prefix(longer).num_tokens == 8
+        assert not kv.admit(longer, 0, kv.find_prefix(longer), 17, headroom=0)
+        assert kv.admit(longer, 0, kv.find_prefix(longer), 16, headroom=0)
+        kv.pool.check_integrity()
+
+
+class TestWindow:
+    def test_pages_before_the_window_are_given_back(self):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        assert tables(r) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+        # Position 16 sees 11..16: pages 0 and 1 are out of sight.
+        assert kv.allocate(r, 0, 16, 17)
+        assert tables(r)[1] == [0, 0, 7, 8, 10]
+        assert kv.pool.is_free(6)
+        assert kv.tables(np.array([0], np.int32), 17)[1].tolist() == [[0, 0, 7, 8, 10]]
+        assert kv.allocate(r, 0, 17, 18)
+        assert tables(r)[1] == [0, 0, 0, 8, 10], "position 17 sees 12 and later"
+
+    def test_a_hit_needs_only_the_last_window(self):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        kv.allocate(r, 0, 16, 17)
+        longer = request([*range(16), 1, 2])
+        hit = kv.find_prefix(longer)
+        assert hit.num_tokens == 16
+        assert hit.blocks == ([1, 2, 3, 4], [0, 0, 7, 8])
+
+    def test_the_longest_length_valid_in_every_group(self):
+        kv = manager(hybrid_layout(window=6))
+        r = request(16, 16)
+        admit(kv, r)
+        kv.free(r, 0)
+        kv.pool.allocate(8)
+        hit = kv.find_prefix(request(20))
+        assert hit.num_tokens == 12
+        assert hit.blocks == ([1, 2, 3], [0, 6, 7])
+        kv.pool.allocate(6)
+        # 12 needs pages 1 and 2 of the window, 8 needs 0 and 1, 4 needs 0.
+        assert kv.find_prefix(request(20)).num_tokens == 4
+        kv.pool.allocate(1)
+        assert kv.find_prefix(request(20)).num_tokens == 0
+
+    def test_a_window_model_outlives_its_pool(self):
+        layout = KvLayout((KvGroup(WindowCache(1, 8, 6), (0,)),), 4)
+        kv = manager(layout, num_blocks=7, max_step_tokens=8)
+        assert kv.max_tokens == 64
+        assert kv.fits(64)
+        r = request(1, 60)
+        admit(kv, r)
+        for end in range(2, 62):
+            assert kv.allocate(r, 0, end - 1, end)
+            assert kv.pool.num_free >= 3
+        kv.free(r, 0)
+        assert kv.pool.num_free == 6
+
+
+def test_state_is_one_block_and_never_shared():
+    kv = manager(state_layout())
+    r = request(16)
+    admit(kv, r)
+    assert tables(r) == [[1], [2, 3, 4, 5]]
+    assert kv.allocate(r, 0, 16, 17)
+    assert tables(r) == [[1], [2, 3, 4, 5, 6]]
+    assert kv.tables(np.array([0], np.int32), 17)[0].tolist() == [[1, 0, 0, 0, 0]]
+    assert kv.find_prefix(request(16)).num_tokens == 0
+
+
+def test_latent_pages_are_kept_like_full_ones():
+    kv = manager(KvLayout((KvGroup(LatentCache(8, 4), (0,)),), 4))
+    admit(kv, request(10))
+    assert kv.find_prefix(request(10)).num_tokens == 8
+
+
+def test_what_fits_alone():
+    assert manager(num_blocks=9).max_tokens == 32
+    assert manager(hybrid_layout(window=6), num_blocks=12, max_step_tokens=4).max_tokens == 28
+    assert manager(num_blocks=9).fits(32)
+    assert not manager(num_blocks=9).fits(33)
+
+
+class TestExtents:
+    def test_equal_requests_start_at_equal_distances_and_stay_consecutive(self):
+        kv = manager(num_blocks=65, prefers_extents=True)
+        running = [request([n] * 8, 8) for n in range(3)]
+        for row, r in enumerate(running):
+            admit(kv, r, row)
+        for end in (9, 13):
+            for row, r in enumerate(running):
+                assert kv.allocate(r, row, end - 1, end)
+        assert [tables(r)[0] for r in running] == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+        kv.free(running[1], 1)
+        kv.pool.check_integrity()
+        assert kv.pool.reserve(4, 4) == range(16, 20), "an empty run before a cached one"
+
+    def test_a_continued_conversation_continues_its_run(self):
+        kv = manager(num_blocks=65, prefers_extents=True)
+        r = request(8, 8)
+        admit(kv, r)
+        kv.free(r, 0)
+        longer = request(18, 2)
+        assert admit(kv, longer).num_tokens == 8
+        assert tables(longer) == [[4, 5, 6, 7, 8]]
+
+    def test_a_hit_that_cannot_continue_gets_a_run_of_its_own(self):
+        kv = manager(num_blocks=65, prefers_extents=True)
+        admit(kv, request(8, 8))
+        second = request([*range(8), 5, 5, 5, 5, 5], 3)
+        assert admit(kv, second, 1).num_tokens == 8
+        assert tables(second) == [[4, 5, 2, 3]]
+
+    def test_beyond_its_run_a_sequence_goes_on_while_the_next_block_is_spare(self):
+        kv = manager(num_blocks=10, prefers_extents=True)
+        kv.pool.allocate(2)
+        r = request(8, 24)
+        admit(kv, r)
+        assert tables(r) == [[4, 5]]
+        assert kv.allocate(r, 0, 8, 24)
+        assert tables(r) == [[4, 5, 6, 7, 8, 9]]
+        kv.free(r, 0)
+        kv.pool.check_integrity()
+
+    def test_window_pages_leave_the_reservation_as_they_pass(self):
+        kv = manager(hybrid_layout(window=4), num_blocks=65, prefers_extents=True)
+        r = request(8, 24)
+        admit(kv, r)
+        assert r.groups[1].reserved == range(16, 24)
+        assert kv.allocate(r, 0, 8, 16)
+        assert kv.allocate(r, 0, 16, 17)
+        assert tables(r)[1] == [0, 0, 0, 19, 20]
+        assert r.groups[1].reserved == range(19, 24)
+        kv.pool.check_integrity()
+        kv.free(r, 0)
+        kv.pool.check_integrity()
+        assert kv.pool.num_free == 64

@@ -1,0 +1,295 @@
+"""Masks against brute force: a token is allowed exactly when the text stays the beginning of one that fits.
+
+Where all texts that fit go on alike, llguidance allows but the token that the tokenizer would spell them with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from support.grammars import (
+    END_THINK,
+    EOS,
+    SIZE,
+    TEXTS,
+    THINK,
+    Answer,
+    asking,
+    grammar,
+    set_of,
+    spell,
+    text_of,
+    vocabulary,
+)
+
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
+from pagoda.common.engine.structured_output.token_mask import masks_after, settle
+from pagoda.common.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def made() -> Structured:
+    return Structured(vocabulary)
+
+
+def fitting(fits: Iterable[str], said: str) -> set[int]:
+    """What may follow `said`, where the texts that fit are these."""
+    fits = [text for text in fits if text.startswith(said)]
+    allowed = {token for token, text in enumerate(TEXTS) if any(each[len(said) :].startswith(text) for each in fits)}
+    return allowed | ({EOS} if said in fits else set())
+
+
+def is_forced(allowed: set[int], fits: list[str], said: str) -> bool:
+    """One token, with which every text that fits goes on."""
+    return len(allowed) == 1 and all(
+        text.startswith(said + text_of([*allowed])) for text in fits if text.startswith(said)
+    )
+
+
+def follow(made: Structured, held: Grammar, fits: list[str], seed: int) -> str:
+    """A random answer, whose every mask is held against all texts that fit."""
+    answer, rng = Answer(asking(held), made), random.Random(seed)
+    while not answer.guide.finished:
+        want = fitting(fits, text_of(answer.outputs))
+        assert answer.allowed == want or is_forced(answer.allowed, fits, text_of(answer.outputs))
+        answer.go(rng.choice(sorted(answer.allowed)))
+    assert answer.outputs[-1] == EOS
+    return text_of(answer.outputs)
+
+
+CHOICES = ["a", "ab", "abba,b", "bbb", ",", "aé"]
+WORDS = ["".join(letters) for size in range(7) for letters in itertools.product("ab,", repeat=size)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_choices(made, seed):
+    assert follow(made, grammar(choice=CHOICES), CHOICES, seed) in CHOICES
+
+
+@pytest.mark.parametrize("pattern", ["(a|b){2,4},?", "^a(b,?){1,2}$", "[ab]{3}|,", "(ab|b)?,a", "^$|a", "a/b?|\\."])
+def test_regular_expressions(made, pattern):
+    fits = [word for word in (*WORDS, "a/", "a/b", ".") if re.fullmatch(pattern, word)]
+    for seed in range(4):
+        assert follow(made, grammar(regex=pattern), fits, seed) in fits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["a", "ab", 1, 12, None, True, {"a": 1}, [1, "b"]]},
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 11]}, "b": {"const": "b,"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+        {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 8, "maximum": 11}]},
+    ],
+)
+def test_schemas_with_few_answers(made, schema):
+    values = schema.get("enum") or [
+        *({"a": a} | b for a in (1, 11) for b in ({}, {"b": "b,"})),
+        *(list(each) for size in range(3) for each in itertools.product((1, 2), repeat=size)),
+        *(True, False, 8, 9, 10, 11),
+    ]
+    jsonschema = pytest.importorskip("jsonschema")
+    fits = [
+        json.dumps(value, separators=(",", ":"))
+        for value in values
+        if jsonschema.Draft202012Validator(schema).is_valid(value)
+    ]
+    held = grammar(json=schema, disable_any_whitespace=True)
+    for seed in range(6):
+        assert follow(made, held, fits, seed) in fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['start: ("a" | "b"){1,3} ","', 'root ::= ("a" | "b") rest ","\nrest ::= "" | [ab] [ab]?'],
+)
+def test_lark_and_ebnf(made, text):
+    fits = [word for word in WORDS if re.fullmatch("[ab]{1,3},", word)]
+    for seed in range(4):
+        assert follow(made, grammar(grammar=text), fits, seed) in fits
+
+
+def test_specials_and_padding_are_never_text(made):
+    answer = Answer(asking(grammar(regex="(.|\n)*")), made)
+    assert answer.allowed == set(range(EOS + 1))
+
+
+def test_special_tokens_of_a_tag_are_tokens(made):
+    tag = {"format": {"type": "tag", "begin": "<think>a", "content": {"type": "any_text"}, "end": "</think>"}}
+    answer = Answer(asking(grammar(structural_tag=tag)), made)
+    assert answer.allowed == {THINK}
+    answer.go(THINK, *spell("ab,"))
+    assert END_THINK in answer.allowed
+    assert answer.go(END_THINK).allowed == {EOS}
+
+
+def test_rules_and_grammar_hold_together(made):
+    held = grammar(choice=["a", "b", "ab,"])
+    assert Answer(asking(held, allowed_token_ids=(TEXTS.index("b"), EOS, 9)), made).allowed == {TEXTS.index("b")}
+    assert TEXTS.index("ab") not in Answer(asking(held, bad_words=((TEXTS.index("ab"),),)), made).allowed
+    word = (TEXTS.index("a"), TEXTS.index("b"))
+    two = Answer(asking(held, bad_words=(word,)), made).go(word[0])
+    assert two.allowed == {EOS, TEXTS.index("b,")}
+    longer = Answer(asking(held, min_tokens=2, stop_ids=(EOS,)), made).go(TEXTS.index("a"))
+    assert EOS not in longer.allowed
+
+
+def test_rules_that_leave_nothing_are_an_error(made):
+    held = grammar(choice=["a", "b"])
+    with pytest.raises(RequestError, match="allowed_token_ids leave none"):
+        Answer(asking(held, allowed_token_ids=(TEXTS.index(","),)), made)
+    answer = Answer(asking(held, min_tokens=3, stop_ids=(EOS,)), made).go(TEXTS.index("a"))
+    assert answer.guide.error == "the grammar is complete after 1 tokens, but min_tokens asks for 3"
+
+
+def test_a_token_that_does_not_fit_is_an_error_of_the_answer(made):
+    answer = Answer(asking(grammar(choice=["a", "b"])), made)
+    answer.guide.accept(TEXTS.index(","))
+    assert "does not fit" in (answer.guide.error or "")
+
+
+OPEN = Thinking(ends=((END_THINK,),), open=True)
+
+
+def test_the_grammar_begins_after_the_thinking(made):
+    answer = Answer(asking(grammar(choice=["a", "b"]), OPEN), made)
+    thinking = answer.allowed
+    assert EOS not in thinking, "an answer that ends while it thinks has no form"
+    assert thinking == set(range(SIZE)) - {EOS}
+    answer.go(*spell("1+1,"), END_THINK)
+    assert answer.allowed == {TEXTS.index("a"), TEXTS.index("b")}
+    assert answer.go(TEXTS.index("a")).allowed == {EOS}
+
+
+def test_a_grammar_that_holds_the_thinking_too(made):
+    holds = Thinking(ends=((END_THINK,),), open=True, holds=True)
+    assert Answer(asking(grammar(choice=["a", "b"]), holds), made).allowed == {TEXTS.index("a"), TEXTS.index("b")}
+
+
+def test_thinking_that_the_answer_may_open(made):
+    a, b = TEXTS.index("a"), TEXTS.index("b")
+    start = (a, THINK)
+    held, may = grammar(choice=["ab", "b"]), Thinking(ends=((END_THINK,),), open=False, starts=(start, (THINK,)))
+    answer = Answer(asking(held, may), made)
+    assert answer.allowed == {a, b, TEXTS.index("ab"), THINK}
+    assert Answer(asking(held, may), made).go(b).allowed == {EOS}
+    assert Answer(asking(held, may), made).go(a).allowed == {b, THINK}
+    assert Answer(asking(held, may), made).go(a, b).allowed == {EOS}
+    thinking = Answer(asking(held, may), made).go(a, THINK)
+    assert thinking.allowed == set(range(SIZE)) - {EOS}
+    assert thinking.go(a, a, END_THINK).allowed == {a, b, TEXTS.index("ab")}
+
+
+def test_a_start_that_the_grammar_does_not_take(made):
+    x = TEXTS.index("x")
+    may = Thinking(ends=((END_THINK,),), open=False, starts=((x, THINK),))
+    answer = Answer(asking(grammar(choice=["a", "b"]), may), made).go(x)
+    assert answer.allowed == {THINK}
+    assert answer.go(THINK, END_THINK).allowed == {TEXTS.index("a"), TEXTS.index("b")}
+
+
+def test_a_budget_forces_the_end_with_and_without_a_grammar(made):
+    two = Thinking(ends=((TEXTS.index(","), END_THINK),), open=True, budget=2)
+    for held, then in ((grammar(choice=["a"]), {TEXTS.index("a")}), (None, set(range(SIZE)))):
+        answer = Answer(asking(held, two), made).go(*spell("1"), *spell("2"))
+        assert answer.allowed == {TEXTS.index(",")}
+        assert answer.go(TEXTS.index(",")).allowed == {END_THINK}
+        assert answer.go(END_THINK).allowed == then
+
+
+def test_who_must_wait_for_the_newest_token(made):
+    held = Answer(asking(grammar(choice=["ab"])), made).guide
+    assert (held.depends_on(0), held.depends_on(1)) == (False, True)
+    budget = Thinking(ends=((END_THINK,),), open=True, budget=2)
+    free = Answer(asking(None, budget), made)
+    assert (free.guide.depends_on(1), free.guide.depends_on(2)) == (False, True)
+    assert not free.go(END_THINK).guide.depends_on(9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_after_drafts_are_those_of_going_there(made, seed):
+    """And the guide itself stays where it was."""
+    rng, held = random.Random(seed), grammar(regex="(a|b){3,6},")
+    answer = Answer(asking(held, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), made)
+    drafts: list[int] = []
+    ahead = Answer(asking(held, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), made)
+    want = [ahead.allowed]
+    for _ in range(3):
+        drafts.append(rng.choice(sorted(ahead.allowed)))
+        want.append(ahead.go(drafts[-1]).allowed)
+        if ahead.guide.finished:
+            want[-1] = set(range(SIZE))
+            break
+    before = answer.allowed
+    masks = masks_after(answer.guide, drafts, answer.outputs)
+    assert [set_of(row) for row in masks] == want
+    assert answer.allowed == before
+    assert answer.go(drafts[0]).allowed == want[1]
+
+
+def test_nobody_gets_past_a_draft_that_is_not_allowed(made):
+    guide = Answer(asking(grammar(choice=["ab", "ba"])), made).guide
+    masks = masks_after(guide, [TEXTS.index("a"), TEXTS.index(","), TEXTS.index("b")], [])
+    assert set_of(masks[1]) == {TEXTS.index("b")}
+    assert (masks[2:] == np.uint32(0xFFFFFFFF)).all()
+
+
+def test_answers_to_one_grammar_do_not_touch_each_other(made):
+    held = grammar(choice=["ab", "ba"])
+    first, second = Answer(asking(held), made), Answer(asking(held), made)
+    first.go(TEXTS.index("a"))
+    assert second.allowed == {TEXTS.index(text) for text in ("a", "b", "ab", "ba")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"grammar": "start: ("}, "Expected token"),
+        ({"json": {"type": "banana"}}, "banana"),
+        ({"json": {"not": {}}}, "not"),
+        ({"json": {"$ref": "#/$defs/nowhere"}}, "nowhere"),
+    ],
+)
+def test_a_bad_grammar_is_told(made, asked, words):
+    with pytest.raises(RequestError, match=words) as caught:
+        made.guide(asking(grammar(**asked)))
+    assert caught.value.field == "structured_outputs"
+    assert "\n" not in str(caught.value)
+
+
+class Counted(list[int]):
+    """Tokens that count how often their end is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        self.looks += isinstance(key, slice)
+        return super().__getitem__(key)
+
+
+def test_many_bad_words_cost_what_may_end_here():
+    a, b, comma = (TEXTS.index(text) for text in "ab,")
+    words = ((a, b), (a, a, b), (comma,), *((b, token) for token in range(60)), *((b, b, t) for t in range(60)))
+    guide = Structured(vocabulary).guide(asking(grammar(regex="[ab,]{1,9}"), bad_words=words))
+    outputs = Counted([a])
+    guide.accept(a)
+    settle([(guide, outputs)])
+    assert guide.bits is not None
+    allowed = np.flatnonzero(np.unpackbits(guide.bits.view(np.uint8), bitorder="little"))
+    assert a in allowed
+    assert not {b, comma} & set(allowed.tolist())
+    assert outputs.looks <= 2

@@ -1,0 +1,68 @@
+"""The optional library: what it is given, and, where it is installed, that its masks are those of brute force."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+
+import pytest
+from support.grammars import EOS, SPECIAL, TEXTS, Answer, asking, text_of, vocabulary
+
+from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
+from pagoda.common.engine.structured_output.compiler import Structured
+from pagoda.common.engine.structured_output.grammar import Grammar
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import StructuredOutputsParams
+from pagoda.server.processing.output_constraints import grammar_of
+
+CONFIG = StructuredOutputsConfig(structured_outputs_config={"backend": "xgrammar"})
+CHOICES = ["a", "ab", "abba,b", "bbb", ","]
+installed = pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is an extra")
+
+
+def grammar(**asked: object) -> Grammar:
+    return grammar_of(StructuredOutputsParams(**asked), CONFIG, SPECIAL)
+
+
+def test_the_setting_chooses_it():
+    found = grammar(json={"type": "integer"}, disable_any_whitespace=True)
+    assert found.engine == "xgrammar"
+    assert json.loads(found.text) == {
+        "kind": "json_schema", "text": '{"type":"integer"}', "any_whitespace": False, "closed": False,
+    }  # fmt: skip
+    assert json.loads(grammar(choice=['a"', "b"]).text)["text"] == r'root ::= "a\"" | "b"'
+    assert json.loads(grammar(structural_tag={"format": {"type": "any_text"}}).text)["kind"] == "structural_tag"
+
+
+@pytest.mark.parametrize("asked", [{"grammar": 'start: "a"'}, {"json": {}, "whitespace_pattern": " "}])
+def test_what_only_guidance_does_is_refused(asked):
+    with pytest.raises(RequestError, match="guidance"):
+        grammar(**asked)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xgrammar") is not None, reason="it is installed here")
+def test_without_the_package_the_extra_is_named():
+    with pytest.raises(RequestError, match=r"xgrammar is not installed; pip install 'pagoda\[xgrammar\]'"):
+        Structured(vocabulary).guide(asking(grammar(choice=["a"])))
+
+
+@installed
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_against_brute_force(seed):
+    answer, rng = Answer(asking(grammar(choice=CHOICES)), Structured(vocabulary)), random.Random(seed)
+    while not answer.guide.finished:
+        said = text_of(answer.outputs)
+        fits = [text[len(said) :] for text in CHOICES if text.startswith(said)]
+        want = {token for token, text in enumerate(TEXTS) if any(each.startswith(text) for each in fits)}
+        assert answer.allowed == want | ({EOS} if said in CHOICES else set())
+        answer.go(rng.choice(sorted(answer.allowed)))
+    assert text_of(answer.outputs) in CHOICES
+
+
+@installed
+def test_what_does_not_compile_is_told():
+    for bad in (grammar(regex="(a"), grammar(json={"type": "banana"}), grammar(grammar="root ::= (")):
+        with pytest.raises(RequestError) as caught:
+            Structured(vocabulary).guide(asking(bad))
+        assert caught.value.field == "structured_outputs"

@@ -1,0 +1,113 @@
+"""The step loop over several shards, on strict fake backends: who gets which request, and what is told of them all."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FakeShards, full_layout, scrambled
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.data_parallel import ShardedCore
+from pagoda.common.engine.messages import EngineOutput, EngineRequest
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.errors import ConfigError, RequestError
+
+
+def core(shards: int = 3, **settings) -> ShardedCore:
+    defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
+    backend = FakeShards(full_layout(), shards, num_blocks=40, next_token=scrambled)
+    return ShardedCore(backend, backend.layout, Limits(**(defaults | settings)), 40, shards)
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, rules=SamplingRules(), max_tokens=max_tokens)
+
+
+def loads(engine: ShardedCore) -> list[int]:
+    return [shard.scheduler.num_unfinished for shard in engine._shards]
+
+
+def drain(engine: ShardedCore) -> list[EngineOutput]:
+    outputs: list[EngineOutput] = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+        engine.check_integrity()
+    return outputs
+
+
+def test_requests_are_spread_evenly() -> None:
+    engine = core()
+    for number in range(7):
+        engine.add_request(request(str(number), [number + 1] * 5))
+    assert sorted(loads(engine)) == [2, 2, 3]
+    assert {output.request_id for output in drain(engine)} == set(map(str, range(7)))
+    assert loads(engine) == [0, 0, 0]
+
+
+def test_a_request_goes_where_its_prefix_is_unless_that_shard_is_busy() -> None:
+    engine = core()
+    shared = [9] * 16
+    for number in range(2):
+        engine.add_request(request(f"other {number}", [number + 1] * 16))
+    engine.add_request(request("first", shared))
+    drain(engine)
+    homes = []
+    for number in range(3):
+        engine.add_request(request(str(number), [*shared, number]))
+        homes.append(loads(engine))
+    assert homes == [[0, 0, 1], [0, 0, 2], [1, 0, 2]]
+    cached = {output.request_id: output.num_cached_tokens for output in drain(engine)}
+    assert cached == {"0": 16, "1": 16, "2": 0}
+    assert engine.reset_prefix_cache()
+    engine.add_request(request("again", shared))
+    assert loads(engine) == [1, 0, 0]
+
+
+def test_an_idle_shard_waits_while_another_works() -> None:
+    engine = core(shards=2)
+    engine.add_request(request("a", [1, 2, 3]))
+    assert len(drain(engine)) == 4
+    assert [len(backend.plans) for backend in engine._backend.shards] == [4, 0]
+    assert engine.step().outputs == []
+
+
+def test_statistics_are_of_all_shards() -> None:
+    engine = core(shards=2, async_scheduling=False)
+    for name, prompt in (("a", [1] * 9), ("b", [2] * 5)):
+        engine.add_request(request(name, prompt))
+    stats = engine.step().stats
+    assert (stats.running, stats.waiting, stats.last_step_tokens) == (2, 0, 14)
+    assert (stats.kv_blocks_used, stats.kv_blocks_total, stats.prefix_queries) == (3 + 2, 78, 14)
+    assert engine.stats.running == 2
+
+
+def test_an_abort_finds_its_shard() -> None:
+    engine = core(shards=2)
+    for name in "abc":
+        engine.add_request(request(name, [ord(name)] * 5, max_tokens=50))
+    engine.step()
+    engine.abort(["b", "unknown"])
+    assert sorted(loads(engine)) == [0, 2]
+    assert {output.request_id for output in drain(engine)} == {"a", "c"}
+
+
+def test_what_cannot_run_is_refused_and_forgotten() -> None:
+    engine = core(shards=2)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.add_request(request("a", []))
+    assert not engine.has_work
+    engine.add_request(request("a", [1, 2]))
+    with pytest.raises(RequestError, match="request a is already in the engine"):
+        engine.add_request(request("a", [3, 4]))
+    assert loads(engine) == [1, 0]
+    backend = FakeShards(full_layout(8), 2)
+    limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
+    with pytest.raises(ConfigError, match="--block-size"):
+        ShardedCore(backend, full_layout(8), limits, 16, 2)
+
+
+def test_a_shard_that_lost_a_request_is_noticed() -> None:
+    engine = core(shards=2)
+    engine.add_request(request("a", [1, 2]))
+    engine._shards[0].scheduler.abort(["a"])
+    with pytest.raises(RuntimeError, match="the shards hold 0 requests, 1 were sent to them"):
+        engine.check_integrity()

@@ -1,0 +1,134 @@
+"""What a conversation becomes: the form that calls must have, and what does not go together."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from support.live_server import LiveServer, live_server
+
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
+from pagoda.server.chat import prompt as turn_module
+from pagoda.server.chat.conversation import Conversation, NamedTool
+from pagoda.server.chat.prompt import ChatPrompt, prepare
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, joined
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server("fake:say", engine={"reasoning_parser": "qwen3"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Iterator[LiveServer]:
+    with live_server("fake:say", engine={"reasoning_parser": "openai_gptoss"}) as server:
+        yield server
+
+
+def turn_of(server: LiveServer, params: SamplingParams | None = None, **fields: Any) -> ChatPrompt:
+    conversation = Conversation(messages=[{"role": "user", "content": "a"}], **fields)
+    turn = server.call(prepare(server.state, conversation, params or SamplingParams()))
+    assert isinstance(turn, ChatPrompt)
+    return turn
+
+
+def said(turn: ChatPrompt, text: str) -> list[Event]:
+    reader = turn.reader()
+    events = joined(reader.feed(text) + reader.finish())
+    return [ToolCall(e.index, e.name) if isinstance(e, ToolCall) else e for e in events]
+
+
+def schema_of(turn: ChatPrompt) -> Any:
+    form = turn.params.structured_outputs
+    assert isinstance(form, StructuredOutputsParams)
+    return form.json
+
+
+def test_required_calls_have_the_form_of_a_list(server: LiveServer) -> None:
+    turn = turn_of(server, tools=[WEATHER, CLOCK], tool_choice="required")
+    schema = schema_of(turn)
+    assert (schema["type"], schema["minItems"]) == ("array", 1)
+    assert "maxItems" not in schema
+    calls = [{"name": "clock", "parameters": {}}, {"name": "weather", "parameters": {"city": "ü"}}]
+    text = "<think>hm</think>" + json.dumps(calls, ensure_ascii=False)
+    assert said(turn, text) == [
+        Reasoning("hm"),
+        ToolCall(0, "clock"),
+        Arguments(0, "{}"),
+        ToolCall(1, "weather"),
+        Arguments(1, '{"city": "ü"}'),
+    ]
+    one = turn_of(server, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False)
+    assert schema_of(one)["maxItems"] == 1
+    assert [event for event in said(one, text) if isinstance(event, ToolCall)] == [ToolCall(0, "clock")]
+
+
+def test_a_named_call_has_the_form_of_its_arguments(server: LiveServer) -> None:
+    turn = turn_of(server, tools=[CLOCK, WEATHER], tool_choice=NamedTool("weather"))
+    assert schema_of(turn) == {"type": "object", "properties": {"city": {}}}
+    assert said(turn, '{"city": 1}') == [ToolCall(0, "weather"), Arguments(0, '{"city": 1}')]
+
+
+def test_markup_of_channels_is_taken_out_before_forced_calls_are_read(harmony: LiveServer) -> None:
+    turn = turn_of(harmony, tools=[CLOCK], tool_choice=NamedTool("clock"))
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}"
+    assert said(turn, text) == [Reasoning("hm"), ToolCall(0, "clock"), Arguments(0, "{}")]
+    assert said(turn_of(harmony), text) == [Reasoning("hm"), Content("{}")]
+
+
+def test_a_form_of_ones_own_excludes_calls_but_not_thinking(server: LiveServer) -> None:
+    own = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    with pytest.raises(RequestError, match="tool_choice") as error:
+        turn_of(server, own, tools=[CLOCK], tool_choice="required")
+    assert error.value.field == "structured_outputs"
+    turn = turn_of(server, own, tools=[CLOCK], tool_choice="none")
+    assert turn.params.structured_outputs == own.structured_outputs
+    assert said(turn, "<think>hm</think>{}") == [Reasoning("hm"), Content("{}")]
+
+
+def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None:
+    assert turn_of(server).params.skip_special_tokens is False
+    with live_server("fake:say") as bare:
+        params = SamplingParams()
+        assert turn_of(bare, params).params is params
+
+
+@pytest.mark.parametrize("long", ["content", "tool_calls", "tools", "documents", "keywords"])
+def test_long_conversations_are_rendered_beside_the_loop(
+    server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    rendered = turn_module._rendered
+    monkeypatch.setattr(
+        turn_module, "_rendered", lambda *args: threads.append(threading.current_thread()) or rendered(*args)
+    )
+    monkeypatch.setattr(turn_module, "LONG_CONVERSATION", 400)
+    loop = server.call(_this_thread())
+    text = "a" * 400
+    message: dict[str, Any] = {"role": "user", "content": text if long == "content" else "a"}
+    if long == "tool_calls":
+        arguments = json.dumps({"a": text})
+        message["tool_calls"] = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    fields: dict[str, Any] = {
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "description": text}}]},
+        "documents": {"documents": [{"text": text}]},
+        "keywords": {"keywords": {"word": text}},
+    }.get(long, {})
+    for asked in (Conversation(messages=[message], tool_choice="none", **fields), Conversation(messages=[SHORT])):
+        with suppress(RequestError):  # this template shows no documents
+            server.call(prepare(server.state, asked, SamplingParams()))
+    assert [thread is loop for thread in threads] == [False, True]
+
+
+SHORT = {"role": "user", "content": "a"}
+
+
+async def _this_thread() -> threading.Thread:
+    return threading.current_thread()

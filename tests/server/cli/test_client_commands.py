@@ -1,0 +1,176 @@
+"""chat and complete against a running server, and the older spelling of serve."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support.live_server import LiveServer, live_server
+
+from pagoda.server import api_server
+from pagoda.server.cli import main
+from pagoda.server.cli.http_client import ApiClient, ApiError
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(api_key=("k",), engine={"served_model_name": ["fake", "second"]}) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+
+
+def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """A person at the terminal."""
+    left = iter(lines)
+
+    def typed(prompt: str = "") -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+
+
+@pytest.mark.command("chat", "complete")
+@pytest.mark.setting("--url", "--quick", "--max-tokens")
+@pytest.mark.parametrize(("command", "said"), [("chat", ";<="), ("complete", "bcd")])
+def test_one_text(server: LiveServer, command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "3", "-q", "a"]) == 0
+    assert capsys.readouterr().out == f"{said}\n"
+    assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "2", "--quick", "a"]) == 0
+    assert capsys.readouterr().out == f"{said[:2]}\n"
+
+
+def test_lines_that_a_person_types(
+    server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typing(monkeypatch, "a", "", "p")
+    assert main.main(["complete", "--url", f"{server.url}/v1", "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out == "bc\nqr\n"
+
+
+def test_thinking_is_shown_and_not_remembered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+
+    def stream(client: ApiClient, path: str, body: dict[str, object]) -> Iterator[object]:
+        sent.append([each["content"] for each in body["messages"]])  # type: ignore[attr-defined]
+        return told(client, path, body)
+
+    told = ApiClient.stream
+    monkeypatch.setattr(ApiClient, "stream", stream)
+    with live_server("fake:say", engine={"reasoning_parser": "qwen3"}) as thinking:
+        typing(monkeypatch, "[[<think>hm</think>ok]]", "b")
+        assert main.main(["chat", "--url", f"{thinking.url}/v1", "--model-name", "fake"]) == 0
+        assert capsys.readouterr().out == "hm\n\nok\n" * 2
+    assert sent[1] == ["[[<think>hm</think>ok]]", "ok", "b"]
+
+
+@pytest.mark.setting("--system-prompt")
+def test_a_conversation_is_remembered(
+    server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+
+    def stream(client: ApiClient, path: str, body: dict[str, object]) -> Iterator[object]:
+        sent.append([(each["role"], each["content"]) for each in body["messages"]])  # type: ignore[attr-defined]
+        return told(client, path, body)
+
+    told = ApiClient.stream
+    monkeypatch.setattr(ApiClient, "stream", stream)
+    typing(monkeypatch, "a", "b")
+    assert main.main(["chat", "--url", f"{server.url}/v1", "--max-tokens", "2", "--system-prompt", "s"]) == 0
+    assert capsys.readouterr().out == ";<\n;<\n"
+    first = [("system", "s"), ("user", "a")]
+    assert sent == [first, [*first, ("assistant", ";<"), ("user", "b")]]
+
+
+@pytest.mark.setting("--model-name")
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_the_model_asked(server: LiveServer, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [command, "--url", f"{server.url}/v1", "-q", "a", "--max-tokens", "1", "--model-name"]
+    assert main.main([*words, "second"]) == 0
+    assert main.main([*words, "other"]) == 1
+    assert "404" in capsys.readouterr().err
+
+
+@pytest.mark.setting("--api-key")
+@pytest.mark.variable("OPENAI_API_KEY")
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_the_key(
+    server: LiveServer, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [command, "--url", f"{server.url}/v1", "-q", "a"]
+    assert main.main(words) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    assert main.main(words) == 1
+    assert "401" in capsys.readouterr().err
+    assert main.main([*words, "--api-key", "k"]) == 0
+
+
+def test_the_servers_own_key_is_not_sent(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PAGODA_API_KEY is for the server on this machine; --url may name any."""
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.setenv("PAGODA_API_KEY", "k")
+    assert main.main(["chat", "--url", f"{server.url}/v1", "-q", "a"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "status"),
+    [
+        (["--url", "http://127.0.0.1:1/v1"], "is the server running?", 1),
+        (["--url", "ftp://x"], "--url: ftp://x is not an http URL", 2),
+        (["--max-tokens", "0"], "--max-tokens: 0 is not positive", 2),
+        (["--max-tokens", "x"], "--max-tokens: 'x'", 2),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_errors_are_one_line(
+    command: str, words: list[str], line: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main([command, *words, "-q", "a"]) == status
+    text = capsys.readouterr().err
+    assert line in text
+    assert text.count("\n") == 1
+
+
+def test_an_error_inside_a_stream_is_told() -> None:
+    with live_server("fake:crash") as server, pytest.raises(ApiError, match="the device is gone"):
+        list(ApiClient(f"{server.url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 9}))
+
+
+@pytest.mark.command("python -m vllm.entrypoints.openai.api_server")
+def test_the_older_spelling_of_serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    monkeypatch.setattr(main, "main", lambda words: said.append(words) or 7)
+    assert api_server.main(["--model", "m", "--port", "1"]) == 7
+    assert said == [["serve", "--model", "m", "--port", "1"]]
+    assert capsys.readouterr().err == "this spelling is deprecated; use pagoda serve MODEL\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "pagoda.server.api_server", "--no-such-flag"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "unknown flag --no-such-flag" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["bench", "sweep", "plot"], ["bench", "sweep", "serve"]])
+def test_a_refused_command_says_what_to_do(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(words) == 2
+    text = capsys.readouterr().err
+    assert f"pagoda {' '.join(words)}: error: not in this version: " in text
+    assert "bench serve" in text
+
+
+@pytest.mark.command("bench")
+def test_help_lists_refused_commands_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "--help"]) == 0
+    before, _, after = capsys.readouterr().out.partition("not in this version:")
+    assert "throughput" in before
+    assert "sweep" not in before
+    assert "sweep" in after

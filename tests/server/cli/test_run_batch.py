@@ -1,0 +1,633 @@
+"""run-batch: the server's answers without a server, bad lines beside good ones, files and addresses on both ends."""
+
+import base64
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import fake_engine
+from support.api_bodies import LEAST
+from support.byte_text import byte_tokenizer
+from support.fake_engine import WIDTH, build
+from support.live_server import live_server
+from support.served import TESTS, environment
+
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli import main
+from pagoda.server.cli.batch import io as places
+from pagoda.server.cli.batch import run as inside
+from pagoda.server.cli.batch import run as run_batch
+from pagoda.server.cli.batch.io import BatchOutput
+from pagoda.server.cli.batch.lines import ENDPOINTS
+from pagoda.server.core_client.thread_client import ThreadClient
+from pagoda.server.http.state import ServerState
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+TEXT = {"prompt": "a", "max_tokens": 3, "logprobs": 1}
+
+
+def line(body: Any, url: str = "/v1/completions", custom_id: str = "x", **more: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more)
+
+
+class Batch:
+    """Runs the command over the fake engine, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "out.jsonl"
+
+    def run(self, *lines: str, flags: tuple[str, ...] = (), model: str = "fake", output: str | None = None) -> int:
+        source = self.folder / "in.jsonl"
+        source.write_text("\n".join(lines) + "\n")
+        words = ["-i", str(source), "-o", output or str(self.output), "--model", model, "--served-model-name", "fake"]
+        return main.main(["run-batch", *words, *flags])
+
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(each) for each in self.output.read_text().splitlines()]
+
+    @property
+    def partial(self) -> Path:
+        return self.folder / "out.jsonl.partial"
+
+    @property
+    def kept(self) -> list[dict[str, Any]]:
+        """What a run that was cut off left."""
+        return [json.loads(each) for each in self.partial.read_text().splitlines()]
+
+
+@pytest.fixture
+def batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Batch:
+    monkeypatch.setenv("PAGODA_CONFIGURE_LOGGING", "0")
+    monkeypatch.setattr(run_batch, "start_engine", lambda config, in_process: ThreadClient(config, build))
+    assert AsyncLLM.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(AsyncLLM.__init__.__kwdefaults__, "open_text", lambda _: byte_tokenizer())
+    return Batch(tmp_path)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Messages of the project's logger."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pagoda")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.command("run-batch")
+@pytest.mark.setting("--input-file", "--output-file")
+def test_an_answer_is_what_http_answers(batch: Batch) -> None:
+    bodies = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+    assert batch.run(*(line(body, url, url) for url, body in bodies.items())) == 0
+    with live_server() as server:
+        for answer, (url, body) in zip(batch.answers, bodies.items(), strict=True):
+            status, told = server.post(url, body)
+            response = answer["response"]
+            assert (answer["custom_id"], response["status_code"], answer["error"]) == (url, status, None)
+            for own in ("id", "created"):
+                assert told.pop(own)
+                assert response["body"].pop(own)
+            assert response["body"] == told
+    ids = [each["id"] for each in batch.answers] + [each["response"]["request_id"] for each in batch.answers]
+    assert len(set(ids)) == 4
+
+
+def test_a_bad_line_costs_the_others_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = {
+        "oops": (None, "line 2 is no batch request"),
+        "[1]": (None, "line 3 is no batch request"),
+        '{"custom_id": "no-body", "method": "POST", "url": "/v1/completions"}': ("no-body", "`body`"),
+        line([1], custom_id="list"): ("list", "Expected `object`"),
+        line(TEXT, custom_id="more", extra=1): ("more", "`extra`"),
+        line(TEXT, custom_id="get", method="GET"): ("get", "method 'GET' is not supported; use POST"),
+        line(TEXT, "/v1/audio/speech", "url"): ("url", "use one of /v1/chat/completions, /v1/completions"),
+        line(TEXT | {"stream": True}, custom_id="stream"): ("stream", "stream is not supported in a batch"),
+        line(TEXT | {"max_tokens": "5"}, custom_id="field"): ("field", "max_tokens"),
+        line(TEXT | {"model": "other"}, custom_id="model"): ("model", "'other' does not exist"),
+    }
+    assert batch.run(line(TEXT, custom_id="first"), *bad, "", line(TEXT, custom_id="last")) == 1
+    first, *errors, last = batch.answers
+    assert [first["custom_id"], last["custom_id"]] == ["first", "last"]
+    assert first["response"]["body"]["choices"] == last["response"]["body"]["choices"]
+    for answer, (custom_id, message) in zip(errors, bad.values(), strict=True):
+        assert answer["custom_id"] == custom_id
+        assert message in answer["error"]["message"]
+        assert answer["response"]["status_code"] == answer["error"]["code"] == (404 if custom_id == "model" else 400)
+    assert f"10 of 12 requests failed; their lines in {batch.output} say why" in capsys.readouterr().err
+
+
+POOLED = {
+    "/v1/embeddings": ("embed", "EmbeddingCompletionRequest"),
+    "/v2/embed": ("embed", "CohereEmbedRequest"),
+    "/pooling": ("embed", "PoolingCompletionRequest"),
+    "/classify": ("classify", "ClassificationCompletionRequest"),
+    "/score": ("embed", "ScoreTextRequest"),
+    "/v1/score": ("embed", "ScoreDataRequest"),
+    "/rerank": ("embed", "RerankRequest"),
+    "/v1/rerank": ("embed", "RerankRequest"),
+    "/v2/rerank": ("embed", "RerankRequest"),
+}
+SAID = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/responses": {"input": "a", "max_output_tokens": 4, "store": False},
+    "/v1/messages": {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+}
+
+
+def test_every_endpoint_is_answered(batch: Batch) -> None:
+    assert set(ENDPOINTS) == SAID.keys() | POOLED.keys()
+    assert batch.run(*(line(body, url, url) for url, body in SAID.items())) == 0, batch.answers
+    assert [each["custom_id"] for each in batch.answers] == list(SAID)
+    for kind in ("embed", "classify"):
+        urls = {url: LEAST[schema] for url, (model, schema) in POOLED.items() if model == kind}
+        assert batch.run(*(line(body, url, url) for url, body in urls.items()), model=f"fake:pool-{kind}") == 0
+        with live_server(f"fake:pool-{kind}") as server:
+            for answer, (url, body) in zip(batch.answers, urls.items(), strict=True):
+                status, told = server.post(url, body)
+                response = answer["response"]
+                assert (answer["custom_id"], response["status_code"]) == (url, status)
+                for own in ("id", "created"):
+                    assert told.pop(own, None) is not response["body"].pop(own, True)
+                if kind == "classify":  # the same tokenizer is wanted for equal numbers
+                    assert response["body"].keys() == told.keys()
+
+
+def test_what_no_line_can_hold(batch: Batch) -> None:
+    bodies = [{"input": "a", "encoding_format": "bytes"}, {"input": "a", "background": True}]
+    assert batch.run(*(line(body, "/v1/embeddings") for body in bodies), model="fake:pool-embed") == 1
+    assert "a line holds no bytes" in batch.answers[0]["error"]["message"]
+    assert "background is not supported in a batch" in batch.answers[1]["error"]["message"]
+
+
+# --- going on ---
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The bodies that were asked."""
+    bodies: list[bytes] = []
+    post = inside.post
+
+    async def watched(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+        bodies.append(body)
+        return await post(app, path, body)
+
+    monkeypatch.setattr(inside, "post", watched)
+    return bodies
+
+
+def numbered(count: int, **more: Any) -> list[str]:
+    return [
+        line({"prompt": "a", "max_tokens": 3, "user": str(number)} | more, custom_id=str(number))
+        for number in range(count)
+    ]
+
+
+def test_a_killed_run_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None:
+    lines = numbered(12, max_tokens=6)
+    source = batch.folder / "in.jsonl"
+    source.write_text("\n".join(lines) + "\n")
+    words = ["-i", str(source), "-o", str(batch.output), "--model", "fake:slow", "--max-num-seqs", "1"]
+    words = [sys.executable, str(TESTS / "support" / "fake_batch.py"), *words]
+    process = subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL, process_group=0)
+    try:
+        while not batch.partial.exists() or batch.partial.read_bytes().count(b"\n") < 2:
+            assert process.poll() is None
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    done = batch.partial.read_bytes().count(b"\n")
+    assert 2 <= done < 12
+    before = batch.partial.read_bytes().splitlines()[:done]
+    with batch.partial.open("ab") as torn:
+        torn.write(b'{"id": "pagoda-0123' + b"x" * 20_000)
+    assert batch.run(*lines, model="fake:slow") == 0
+    assert [json.loads(body)["user"] for body in posted] == [str(number) for number in range(done, 12)]
+    assert batch.output.read_bytes().splitlines()[:done] == before
+    assert [each["custom_id"] for each in batch.answers] == [str(number) for number in range(12)]
+    assert len({each["id"] for each in batch.answers}) == 12
+    assert not batch.partial.exists()
+
+
+def cut(batch: Batch, lines: list[str], count: int) -> None:
+    """As if a run had been killed after `count` answers."""
+    assert batch.run(*lines) == 0
+    answers = batch.output.read_bytes().splitlines(keepends=True)
+    batch.output.unlink()
+    batch.partial.write_bytes(b"".join(answers[:count]))
+
+
+def test_errors_of_an_earlier_run_count(batch: Batch, posted: list[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line({"prompt": 5}), *numbered(3)]
+    batch.run(*lines)
+    answers = batch.output.read_bytes().splitlines(keepends=True)
+    batch.partial.write_bytes(b"".join(answers[:2]))
+    posted.clear()
+    assert batch.run(*lines) == 1
+    assert len(posted) == 2
+    assert "1 of 4 requests failed" in capsys.readouterr().err
+
+
+def test_a_line_that_changed_is_asked_again_and_all_behind_it(batch: Batch, posted: list[bytes]) -> None:
+    lines = numbered(6)
+    cut(batch, lines, 5)
+    posted.clear()
+    lines[3] = line(TEXT, custom_id="new")
+    assert batch.run(*lines) == 0
+    assert len(posted) == 3
+    assert [each["custom_id"] for each in batch.answers] == ["0", "1", "2", "new", "4", "5"]
+
+
+def test_a_complete_partial_is_put_in_place(batch: Batch, posted: list[bytes]) -> None:
+    lines = numbered(3)
+    cut(batch, lines, 3)
+    posted.clear()
+    assert batch.run(*lines) == 0
+    assert not posted
+    assert len(batch.answers) == 3
+
+
+def test_input_from_a_pipe_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None:
+    lines = numbered(5)
+    cut(batch, lines, 2)
+    posted.clear()
+    pipe = batch.folder / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("\n".join(lines) + "\n"))
+    writer.start()
+    words = ["-i", str(pipe), "-o", str(batch.output), "--model", "fake", "--served-model-name", "fake"]
+    assert main.main(["run-batch", *words]) == 0
+    writer.join()
+    assert len(posted) == 3
+    assert [each["custom_id"] for each in batch.answers] == list("01234")
+
+
+@pytest.mark.parametrize("left", ["another model", "another batch", "no answers"])
+def test_answers_of_another_batch_are_not_touched(batch: Batch, left: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = numbered(3)
+    cut(batch, lines, 2)
+    if left == "no answers":
+        batch.partial.write_text("precious\n")
+    before = batch.partial.read_bytes()
+    other = [line(CHAT, "/v1/chat/completions")] if left == "another batch" else lines
+    assert batch.run(*other, model="fake:slow" if left == "another model" else "fake") == 2
+    assert "holds answers of another batch; remove it, or name another place" in capsys.readouterr().err
+    assert batch.partial.read_bytes() == before
+    assert not batch.output.exists()
+
+
+def test_one_run_at_a_time(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    with BatchOutput(str(batch.output)):
+        assert batch.run(*numbered(1)) == 2
+    assert "another run writes there" in capsys.readouterr().err
+
+
+@pytest.mark.setting("--output-tmp-dir")
+def test_an_upload_is_gone_on_with(batch: Batch, posted: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "UPLOAD_PAUSES", (0,))
+    lines = numbered(3)
+    flags = ("--output-tmp-dir", str(batch.folder))
+    with store(b"", batch.folder, 503) as server:
+        target = address(server, "out")
+        assert batch.run(*lines, flags=flags, output=target) == 1
+        assert len(posted) == 3
+        assert batch.run(*lines, flags=flags, output=target) == 0
+        (stored,) = server.stored
+    assert len(posted) == 3
+    assert [json.loads(each)["custom_id"] for each in stored.splitlines()] == list("012")
+    assert [path.name for path in batch.folder.iterdir()] == ["in.jsonl"]
+
+
+def test_a_link_in_the_way_is_not_followed(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    precious = batch.folder / "precious"
+    precious.write_text("")
+    batch.partial.symlink_to(precious)
+    assert batch.run(*numbered(1)) == 2
+    assert "--output-file" in capsys.readouterr().err
+    assert precious.read_text() == ""
+
+
+def test_many_requests_keep_their_order(batch: Batch) -> None:
+    lines = [line({"prompt": "a", "max_tokens": 1 + number * 7 % 11}, custom_id=str(number)) for number in range(60)]
+    assert batch.run(*lines, flags=("--max-num-seqs", "2")) == 0
+    assert [each["custom_id"] for each in batch.answers] == [str(number) for number in range(60)]
+    counts = [each["response"]["body"]["usage"]["completion_tokens"] for each in batch.answers]
+    assert counts == [1 + number * 7 % 11 for number in range(60)]
+
+
+def test_requests_run_together(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+
+    async def watched(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+        running.append(1)
+        answer = await post(app, path, body)
+        running.pop()
+        return answer
+
+    post = inside.post
+    most = 0
+
+    class Counted(list[int]):
+        def append(self, item: int) -> None:
+            nonlocal most
+            super().append(item)
+            most = max(most, len(self))
+
+    running = Counted()
+    monkeypatch.setattr(inside, "post", watched)
+    assert batch.run(*[line(TEXT)] * 30, flags=("--max-num-seqs", "2")) == 0
+    assert most == 8  # four waiting or running for each that may run
+    most = 0
+    flags = ("--max-num-seqs", "2", "--data-parallel-size", "3")
+    assert batch.run(*[line(TEXT)] * 60, flags=flags) == 0
+    assert most == 24  # on every copy of the model
+    most = 0
+    assert batch.run(*[line(TEXT)] * 30, flags=("--max-num-seqs", "2", "--max-num-queued-reqs", "3")) == 0
+    assert most == 3
+
+
+@pytest.mark.setting("--response-role", "--enable-prompt-tokens-details", "--chat-template")
+def test_settings_shape_answers(batch: Batch) -> None:
+    chat = line(CHAT, "/v1/chat/completions")
+    assert batch.run(chat) == 0
+    plain = batch.answers[0]["response"]["body"]
+    flags = ("--response-role", "oracle", "--enable-prompt-tokens-details", "--chat-template", "{{ 'abc' }}")
+    assert batch.run(chat, flags=flags) == 0
+    shaped = batch.answers[0]["response"]["body"]
+    assert (plain["choices"][0]["message"]["role"], shaped["choices"][0]["message"]["role"]) == ("assistant", "oracle")
+    assert plain["usage"]["prompt_tokens_details"] is None
+    assert shaped["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert (shaped["usage"]["prompt_tokens"], shaped["choices"][0]["message"]["content"]) == (3, "defg")
+
+
+def test_prompts_may_be_embeddings(batch: Batch) -> None:
+    rows, file = torch.zeros(3, WIDTH), io.BytesIO()
+    rows[:, 0] = torch.tensor(list(b"abc"))
+    torch.save(rows, file)
+    body = {"prompt_embeds": base64.b64encode(file.getvalue()).decode(), "max_tokens": 3}
+    assert batch.run(line(body), flags=("--enable-prompt-embeds",)) == 0
+    assert [each["response"]["body"]["choices"][0]["text"] for each in batch.answers] == ["def"]
+
+
+@pytest.mark.setting("--max-log-len", "--enable-log-requests")
+def test_requests_are_logged(batch: Batch) -> None:
+    with logged() as quiet:
+        assert batch.run(line(TEXT | {"prompt": "a" * 30})) == 0
+    with logged() as lines:
+        assert batch.run(line(TEXT | {"prompt": "a" * 30}), flags=("--enable-log-requests", "--max-log-len", "20")) == 0
+    assert not [each for each in quiet if "aaa" in each]
+    (said,) = [each for each in lines if "aaa" in each]
+    assert "a" * 20 not in said
+
+
+@pytest.mark.setting("--disable-log-stats")
+def test_statistics_are_logged(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    async def log_stats(state: ServerState) -> None:
+        begun.append(state)
+
+    monkeypatch.setattr(ServerState, "log_stats", log_stats)
+    assert batch.run(line(TEXT), flags=("--disable-log-stats",)) == 0
+    assert not begun
+    assert batch.run(line(TEXT)) == 0
+    assert len(begun) == 1
+
+
+@pytest.mark.setting("--enable-metrics", "--url", "--port")
+def test_metrics_are_served_while_it_runs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        port = free.getsockname()[1]
+    seen: list[str] = []
+
+    async def watched(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=5) as response:
+                seen.append(response.read().decode())
+        except OSError:
+            seen.append("")
+        return await post(app, path, body)
+
+    post = inside.post
+    monkeypatch.setattr(inside, "post", watched)
+    where = ("--url", "127.0.0.2", "--port", str(port))
+    assert batch.run(line(TEXT), flags=where) == 0
+    assert batch.run(line(TEXT), flags=("--enable-metrics", *where)) == 0
+    assert seen[0] == ""
+    assert "vllm:cache_config_info{" in seen[1]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+def test_a_busy_metrics_port_is_one_line(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = ("--enable-metrics", "--url", "127.0.0.1", "--port", port)
+        assert batch.run(line(TEXT), flags=flags) == 2
+    assert "--port: cannot listen on 127.0.0.1" in capsys.readouterr().err
+    assert not list(batch.folder.glob("out*"))
+
+
+class Store(ThreadingHTTPServer):
+    """Answers GET with `source`; takes a PUT after refusing it with each of `refusals`."""
+
+    def __init__(self, source: bytes, staging: Path, *refusals: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.source, self.staging, self.refusals = source, staging, list(refusals)
+        self.stored: list[bytes] = []
+        self.staged: list[str] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://user:secret@127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Store
+
+    def do_GET(self) -> None:
+        found = self.path == "/in.jsonl?token=secret"
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(self.server.source if found else b"")
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.staged = os.listdir(self.server.staging)
+        status = self.server.refusals.pop(0) if self.server.refusals else 200
+        if status == 200:
+            self.server.stored.append(body)
+        self.send_response(status)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def store(*args: Any) -> Iterator[Store]:
+    with Store(*args) as server:
+        yield server
+        server.shutdown()
+
+
+def address(server: Store, name: str) -> str:
+    return f"http://127.0.0.1:{server.server_port}/{name}?token=secret"
+
+
+@pytest.mark.setting("--input-file", "--output-file", "--output-tmp-dir")
+def test_addresses_are_fetched_and_uploaded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "UPLOAD_PAUSES", (0, 0, 0))
+    source = "\n".join([line(TEXT, custom_id="1"), line(CHAT, "/v1/chat/completions", "2")])
+    with store(source.encode(), batch.folder, 503, 500) as server:
+        where = ["-i", address(server, "in.jsonl"), "-o", address(server, "out"), "--output-tmp-dir", str(batch.folder)]
+        assert main.main(["run-batch", *where, "--model", "fake"]) == 0
+        (stored,) = server.stored
+        (staged,) = server.staged
+    assert [json.loads(each)["custom_id"] for each in stored.splitlines()] == ["1", "2"]
+    assert staged.startswith("pagoda-batch-")
+    assert not os.listdir(batch.folder)
+
+
+def test_a_refused_upload_loses_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    staging = batch.folder / "staging"
+    staging.mkdir()
+    with store(b"", staging, 403) as server:
+        target = address(server, "out")
+        assert batch.run(line(TEXT), flags=("--output-tmp-dir", str(staging)), output=target) == 1
+        assert server.refusals == server.stored == []
+    text = capsys.readouterr().err
+    (kept,) = staging.iterdir()
+    assert "403 Forbidden; the answers so far are in " + str(kept) in text
+    assert "secret" not in text
+    assert json.loads(kept.read_text())["custom_id"] == "x"
+
+
+@pytest.mark.setting("--output-tmp-dir")
+def test_answers_to_a_file_may_gather_elsewhere(batch: Batch) -> None:
+    staging = batch.folder / "staging"
+    staging.mkdir()
+    output = BatchOutput(str(batch.output), str(staging))
+    with output:
+        output.write(b"1\n")
+        assert len(list(staging.iterdir())) == 1
+        assert not batch.output.exists()
+        output.finish()
+    assert batch.output.read_bytes() == b"1\n"
+    assert not list(staging.iterdir())
+
+
+def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
+    batch.output.write_text("old")
+
+    def interrupted() -> None:
+        with BatchOutput(str(batch.output)) as output:
+            output.write(b"new\n")
+            raise KeyboardInterrupt
+
+    with logged() as lines, pytest.raises(KeyboardInterrupt):
+        interrupted()
+    partial = batch.folder / "out.jsonl.partial"
+    assert (batch.output.read_text(), partial.read_text()) == ("old", "new\n")
+    assert f"1 answers are in {partial}; the same command goes on from there" in lines
+    with BatchOutput(str(batch.output)) as output:
+        assert list(output.answers()) == [b"new\n"]
+        output.keep(1, 4)
+        output.write(b"more\n")
+        output.finish()
+    assert batch.output.read_text() == "new\nmore\n"
+    assert not partial.exists()
+
+
+def test_a_link_and_a_device_stay_what_they_are(batch: Batch) -> None:
+    link = batch.folder / "link"
+    link.symlink_to(batch.output)
+    for target in (str(link), "/dev/null"):
+        with BatchOutput(target) as output:
+            output.write(b"1\n")
+            output.finish()
+    assert link.is_symlink()
+    assert batch.output.read_bytes() == b"1\n"
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_full_disk_is_one_line(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert batch.run(*[line(TEXT)] * 200, output="/dev/full") == 1
+    text = capsys.readouterr().err
+    assert "pagoda: error: /dev/full: No space left on device" in text
+    assert "Traceback" not in text
+
+
+def test_an_engine_that_dies_leaves_the_rest_to_the_next_run(
+    batch: Batch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line({"prompt": "a", "max_tokens": 1 + 8 * (number > 0)}, custom_id=str(number)) for number in range(5)]
+    flags = ("--max-num-seqs", "1")
+    assert batch.run(*lines, model="fake:crash", flags=flags) == 1
+    assert "pagoda: error: " in capsys.readouterr().err
+    assert not batch.output.exists()
+    assert [each["custom_id"] for each in batch.kept] == ["0"]
+    monkeypatch.setitem(fake_engine.NEXT, "crash", fake_engine.alphabet)
+    monkeypatch.setattr(fake_engine, "CRASH_AT", None)
+    assert batch.run(*lines, model="fake:crash", flags=flags) == 0
+    assert [each["custom_id"] for each in batch.answers] == list("01234")
+
+
+def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert batch.run(line(TEXT), model="fake:config") == 2
+    assert "--dtype: not today" in capsys.readouterr().err
+    assert not list(batch.folder.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--input-file: is missing"),
+        (["-i", "x"], "--output-file: is missing"),
+        (["-i", "x", "-o", "x"], "--output-file: is the input file as well"),
+        (["-i", "/no/file", "-o", "x"], "--input-file: /no/file: No such file or directory"),
+        (
+            ["-i", "http://127.0.0.1:1/x?token=secret", "-o", "x"],
+            "--input-file: http://127.0.0.1:1/x: Connection refused",
+        ),
+        (["-i", "/dev/null", "-o", "/no/folder/x"], "--output-file: /no/folder/x: No such file or directory"),
+        (["-i", "/dev/null", "-o", "/"], "--output-file: / is a folder"),
+        (["-i", "/dev/null", "-o", "http://x/", "--output-tmp-dir", "/no"], "--output-tmp-dir: /no: No such file"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_one_line(
+    batch: Batch, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["run-batch", *words, "--model", "fake"]) == 2
+    text = capsys.readouterr().err
+    assert told in text
+    assert text.count("\n") == 1
+    assert "secret" not in text

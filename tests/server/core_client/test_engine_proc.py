@@ -1,0 +1,253 @@
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_text import byte_tokenizer
+from support.fake_engine import PROGRAM
+from support.watching import gone
+
+from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.ipc_messages import Shutdown
+from pagoda.server.settings.args import AsyncEngineArgs
+
+TEXT = byte_tokenizer()
+GRACE = 20.0
+"""Seconds until a test gives up; none takes more than a fraction of it."""
+
+
+class Started:
+    """Engines made by a test, ended with it."""
+
+    def __init__(self) -> None:
+        self.clients: list[ProcessClient] = []
+
+    def client(self, model: str = "fake", program: tuple[str, ...] = PROGRAM, **args: Any) -> ProcessClient:
+        self.clients.append(ProcessClient(AsyncEngineArgs(model, **args).create_engine_config(), program))
+        return self.clients[-1]
+
+    def llm(self, model: str = "fake", **args: Any) -> AsyncLLM:
+        config = AsyncEngineArgs(model, **args).create_engine_config()
+        return AsyncLLM(config, client=self.client(model, **args), open_text=lambda _: TEXT)
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    started = Started()
+    yield started
+    for client in started.clients:
+        client.close()
+
+
+async def text_of(llm: AsyncLLM, request_id: str, prompt: str, **params: Any) -> str:
+    async with asyncio.timeout(GRACE):
+        async for output in llm.generate(prompt, SamplingParams(**params), request_id):
+            text = output.outputs[0].text
+        return text
+
+
+async def test_requests_through_a_process(started: Started) -> None:
+    llm = started.llm()
+    texts = await asyncio.gather(*(text_of(llm, str(i), chr(97 + i), max_tokens=3) for i in range(10)))
+    assert texts == ["".join(chr(97 + i + k) for k in (1, 2, 3)) for i in range(10)]
+    await llm.check_health()
+    assert await llm.reset_prefix_cache()
+    client = started.clients[0]
+    folder = client._folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    llm.shutdown()
+    assert client._process.returncode == 0
+    assert not folder.exists()
+
+
+async def test_cancelling_reaches_the_process(started: Started) -> None:
+    llm = started.llm("fake:slow")
+    stream = llm.generate("abc", SamplingParams(max_tokens=60), "r")
+    await anext(stream)
+    await stream.aclose()
+    async with asyncio.timeout(GRACE):
+        while llm.stats.running or llm.stats.kv_blocks_used:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        ("fake:config", ConfigError, "^--dtype: not today; use another$"),
+        ("fake:bug", EngineDeadError, "^KeyError: 'a bug'$"),
+    ],
+)
+def test_start_up_errors_come_back_whole(started: Started, model: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        started.llm(model)
+    assert started.clients[0]._process.returncode == 1
+
+
+def test_a_program_that_is_no_engine(started: Started) -> None:
+    client = started.client(program=(sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(EngineDeadError, match="exit status 3"):
+        client.wait_ready()
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "/nowhere/at/all.gguf"])
+def test_the_real_engine_process_names_a_wrong_path(started: Started, model: str) -> None:
+    client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.core_client.engine_process"))
+    with pytest.raises(ModelError, match=r"^/nowhere/at/all.*no such file or folder"):
+        client.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("fake:crash", "RuntimeError: the device is gone"), ("fake:exit", "exit status 7")]
+)
+async def test_death_in_a_step_fails_every_request(started: Started, model: str, words: str) -> None:
+    llm = started.llm(model)
+    tasks = [asyncio.create_task(text_of(llm, str(i), "abc", max_tokens=30)) for i in range(3)]
+    for task in tasks:
+        with pytest.raises(EngineDeadError, match=words):
+            await task
+    with pytest.raises(EngineDeadError, match=words):
+        await llm.check_health()
+    with pytest.raises(EngineDeadError, match=words):
+        await text_of(llm, "x", "abc")
+    assert llm.errored
+
+
+async def test_a_killed_engine_fails_every_request(started: Started) -> None:
+    llm = started.llm("fake:slow")
+    task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
+    while not llm.stats.running:
+        await asyncio.sleep(0.01)
+    os.kill(started.clients[0].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL: out of memory"):
+        await task
+
+
+async def test_an_idle_engine_that_is_killed_is_noticed(started: Started) -> None:
+    llm = started.llm()
+    await llm.wait_until_ready()
+    os.kill(started.clients[0].pid, signal.SIGUSR1)
+    async with asyncio.timeout(GRACE):
+        while not llm.errored:
+            await asyncio.sleep(0.01)
+    assert "SIGUSR1" in str(llm.dead_error)
+
+
+async def until_unhealthy(llm: AsyncLLM) -> None:
+    while True:
+        await llm.check_health()
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.setting("--rpc-timeout")
+@pytest.mark.variable("PAGODA_RPC_TIMEOUT")
+async def test_silence_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RPC_TIMEOUT", "2000")
+    llm = started.llm()
+    await llm.check_health()
+    pid = started.clients[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"has not answered for ([2-9]|1[0-4]) s"):  # the default is 15
+        await asyncio.wait_for(until_unhealthy(llm), GRACE)
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.setting("--engine-iteration-timeout-s")
+@pytest.mark.variable("PAGODA_ENGINE_ITERATION_TIMEOUT_S")
+async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.5")
+    llm = started.llm("fake:hang")
+    task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
+    with pytest.raises(EngineDeadError, match="in one step"):
+        await asyncio.wait_for(until_unhealthy(llm), GRACE)
+    llm.shutdown(timeout=0.1)  # by force: it does not listen
+    with pytest.raises(EngineDeadError):
+        await task
+
+
+async def test_idleness_is_health(started: Started) -> None:
+    llm = started.llm(engine_iteration_timeout_s=0.05)
+    await text_of(llm, "r", "abc", max_tokens=2)
+    await asyncio.sleep(0.2)
+    await llm.check_health()
+
+
+@pytest.mark.setting("--rpc-base-path")
+@pytest.mark.variable("PAGODA_RPC_BASE_PATH")
+def test_the_folder_of_the_sockets(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    client = started.client()
+    client.wait_ready()
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_ISSOCK((folder / "engine.in").stat().st_mode)
+    client.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["missing", "x" * 99])
+def test_a_folder_that_takes_no_sockets_is_one_line(started: Started, tmp_path: Path, name: str) -> None:
+    if name != "missing":
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="--rpc-base-path: "):
+        started.client(rpc_base_path=str(tmp_path / name))
+
+
+def test_shutdown_while_starting(started: Started) -> None:
+    client = started.client(program=(sys.executable, "-c", "import time; time.sleep(3600)"))
+    client.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.wait_ready()
+    with pytest.raises(EngineDeadError):
+        client.send(Shutdown())
+
+
+def running(program: str) -> subprocess.Popen[str]:
+    """Another Python, which finds what tests find."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+
+
+def test_an_engine_that_is_forgotten_ends() -> None:
+    """In a cycle, as garbage is found late: weak references to what is in it have been cleared by then."""
+    forgetful = (
+        "import gc, weakref; from support.fake_engine import PROGRAM;"
+        "from pagoda.common.config.engine import EngineConfig;"
+        "from pagoda.server.core_client.process_client import ProcessClient;"
+        "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
+        "client.itself = client; left = weakref.ref(client); del client; gc.collect(); print(left())"
+    )
+    process = running(forgetful)
+    try:
+        told, _ = process.communicate(timeout=GRACE)
+    finally:
+        process.kill()
+        process.wait()
+    engine, left = told.split()
+    assert left == "None"
+    assert gone(int(engine))
+
+
+def test_no_orphan_when_the_parent_is_killed() -> None:
+    parent = (
+        "import time; from support.fake_engine import PROGRAM; from pagoda.common.config.engine import EngineConfig;"
+        "from pagoda.server.core_client.process_client import ProcessClient;"
+        "client = ProcessClient(EngineConfig(), PROGRAM); client.wait_ready(); print(client.pid, flush=True);"
+        "time.sleep(3600)"
+    )
+    process = running(parent)
+    assert process.stdout is not None
+    engine = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    assert gone(engine)
+    process.stdout.close()

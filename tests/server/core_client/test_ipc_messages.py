@@ -1,0 +1,102 @@
+import msgspec
+import pytest
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, RequestError, WeightError
+from pagoda.server import ipc_messages
+
+REQUEST = EngineRequest(
+    request_id="r",
+    prompt_token_ids=[1, 2],
+    rules=SamplingRules(temperature=0.5, logit_bias=((3, -1.5),), bad_words=((1, 2),), stop_ids=(7,), seed=2**62),
+    max_tokens=5,
+    stop_token_ids=frozenset({7, 8}),
+    eos_token_ids=frozenset({7}),
+    cache_salt="salt",
+)
+INFO = ipc_messages.EngineInfo(
+    names=("m",),
+    limits=Limits(max_model_len=8, max_num_batched_tokens=8, max_num_seqs=2, block_size=4),
+    vocab_size=10,
+    eos_token_ids=(1,),
+    sampling_defaults={"temperature": 0.6},
+    backend="b",
+    device="cpu",
+    dtype="float32",
+    num_blocks=9,
+    memory="",
+    phases=(("import", 0.25), ("load", 0.5)),
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ipc_messages.AddRequest(REQUEST),
+        ipc_messages.Abort(["a"]),
+        ipc_messages.ResetPrefixCache(3),
+        ipc_messages.Shutdown(),
+    ],
+)
+def test_commands_survive(message: ipc_messages.ToEngine) -> None:
+    assert ipc_messages.decode_to_engine(ipc_messages.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ipc_messages.Ready(INFO),
+        ipc_messages.Failed("ModelError", "no", ""),
+        ipc_messages.Refused("r", "prompt", "no"),
+        ipc_messages.ResetDone(3),
+        ipc_messages.Heartbeat(4, True),
+        ipc_messages.StepReply(
+            StepOutputs(
+                outputs=[
+                    EngineOutput(
+                        request_id="r",
+                        new_token_ids=[1],
+                        finish_reason="stop",
+                        stop_reason=7,
+                        logprobs=[PositionLogprobs(token_ids=[1, 2], logprobs=[-0.5, -1.0], rank=1)],
+                    )
+                ],
+                stats=EngineStats(running=1, steps=3),
+            )
+        ),
+    ],
+)
+def test_answers_survive(message: ipc_messages.FromEngine) -> None:
+    assert ipc_messages.decode_from_engine(ipc_messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("text", [b"", b"\x80", b"\x81\xa4type\xa3add", b"\x93\x01\x02\x03"])
+def test_garbage_is_refused(text: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        ipc_messages.decode_to_engine(text)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("--dtype", "no"),
+        RequestError("prompt", "too long"),
+        WeightError("truncated"),
+        ModelError("unknown architecture"),
+        EngineDeadError("gone"),
+    ],
+)
+def test_errors_come_back_as_they_went(error: Exception) -> None:
+    back = ipc_messages.raised(ipc_messages.failure(error))
+    assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
+
+
+def test_a_bug_travels_as_its_name_and_text() -> None:
+    assert str(ipc_messages.raised(ipc_messages.failure(ZeroDivisionError("by zero")))) == "ZeroDivisionError: by zero"
+    assert str(ipc_messages.raised(ipc_messages.failure(KeyError()))) == "KeyError"
+
+
+def test_startup_table_adds_up() -> None:
+    assert [line.split()[-2] for line in INFO.startup_table().splitlines()] == ["0.25", "0.50", "0.75"]

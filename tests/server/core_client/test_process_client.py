@@ -1,0 +1,65 @@
+"""How messages of the engine's process are handed over: a few at a time, in order, none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from pagoda.common.engine.messages import EngineOutput, StepOutputs
+from pagoda.server.core_client import process_client
+from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.ipc_messages import StepReply
+
+
+def client_with(messages: list[int], heard: list[int]) -> ProcessClient:
+    """A client without a process, whose socket holds these."""
+    client: Any = ProcessClient.__new__(ProcessClient)
+    client._closed = client._resuming = False
+    client._loop = asyncio.get_running_loop()
+    client._supervisor = SimpleNamespace(hear=lambda message: None)
+    client._listener = heard.append
+    client._receive = lambda timeout_ms: messages.pop(0) if messages else None
+    return client
+
+
+async def test_readers_run_between_messages() -> None:
+    heard: list[int] = []
+    at_once = process_client._AT_ONCE
+    client = client_with(list(range(3 * at_once - 2)), heard)
+    for _ in range(3):  # as a readable socket does, again and again
+        client._deliver()
+    assert len(heard) == 3 * at_once - 2
+    seen = []
+    heard.clear()
+    waiting = list(range(5 * at_once))
+    client = client_with(waiting, heard)
+    client._deliver()
+    while waiting:
+        seen.append(len(heard))
+        await asyncio.sleep(0)
+    assert seen == [at_once * (1 + turn) for turn in range(4)], "one turn of the loop, one handful"
+    assert heard == list(range(5 * at_once))
+
+
+async def test_a_backlog_makes_no_second_one() -> None:
+    heard: list[int] = []
+    waiting = list(range(3 * process_client._AT_ONCE))
+    client = client_with(waiting, heard)
+    client._deliver()
+    client._deliver()  # the socket is readable, while the rest is due already
+    before = len(heard)
+    await asyncio.sleep(0)
+    assert len(heard) - before == process_client._AT_ONCE
+
+
+async def test_steps_that_wait_are_heard_as_one() -> None:
+    heard: list[Any] = []
+    steps = [StepReply(StepOutputs(outputs=[EngineOutput(request_id="a", new_token_ids=[n])])) for n in range(3)]
+    messages: list[Any] = [*steps]
+    client = client_with(messages, heard)
+    client._deliver()
+    assert [output.new_token_ids for each in heard for output in each.outputs.outputs] == [[0, 1, 2]]
+    messages += steps[:1]
+    client._deliver()
+    assert heard[1:] == steps[:1], "nothing waited: a step is heard as it is"

@@ -1,0 +1,304 @@
+"""The form of an answer, over HTTP: every way to ask for it, in streams, with n, after thinking, and refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live_server import LiveServer, live_server
+
+from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
+from pagoda.common.errors import ConfigError, RequestError
+from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
+from pagoda.server.http.fields.base import parse
+from pagoda.server.http.fields.structured import StructuredFields
+from pagoda.server.processing import output_constraints
+from pagoda.server.processing.output_constraints import AnswerForms
+from pagoda.server.settings.args import EngineArgs
+
+ABC = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+TAGS = {"structures": [{"begin": "<f>", "schema": ABC, "end": "</f>"}], "triggers": ["<f>"]}
+FORM = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": ABC}, "end": "</f>"}
+UNTYPED = {key: value for key, value in FORM.items() if key != "type"}
+ONCE = {"at_least_one": True, "stop_after_first": True}
+ONE_OF_UNTYPED = {"type": "tags_with_separator", "separator": ",", "tags": [UNTYPED], **ONCE}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(max_body_bytes=1 << 20) as server:
+        yield server
+
+
+def complete(server: LiveServer, **body: Any) -> Any:
+    status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20} | body)
+    assert status == 200, answer
+    return answer["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}),
+        ("/v1/completions", {"structured_outputs": {"regex": "[b-d]{2}x"}}),
+        ("/v1/completions", {"structured_outputs": {"choice": ["no", "yes"]}}),
+        ("/v1/completions", {"structured_outputs": {"grammar": 'root ::= "q" [0-9]'}}),
+        ("/v1/completions", {"structured_outputs": {"structural_tag": json.dumps(TAGS)}, "stream": True}),
+    ],
+)
+def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_command(
+    path: str, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')")
+    monkeypatch.syspath_prepend(tmp_path)  # for the process that tries grammars
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with live_server() as server:
+        status, answer = server.post(path, {"prompt": "a", "max_tokens": 20} | asked)
+        assert status == 400, answer
+        assert "llguidance is not installed; pip install 'pagoda[structured]'" in answer["error"]["message"]
+        assert answer["error"]["param"] == next(iter(asked))
+        assert server.post(path, {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.field(
+    "CompletionRequest|ChatCompletionRequest.response_format|structured_outputs|guided_json|guided_whitespace_pattern"
+    "|guided_choice|guided_regex|guided_grammar",
+    "SamplingParams.structured_outputs",
+)
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"response_format": {"type": "text"}}, "bcdefghijklmnopqrstu"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}, '{"a": 1}'),
+        ({"response_format": {"type": "structural_tag", "format": FORM}}, '<f>{"a": 1}</f>'),
+        ({"response_format": {"type": "structural_tag", "format": ONE_OF_UNTYPED}}, '<f>{"a": 1}</f>'),
+        ({"response_format": {"type": "structural_tag", **TAGS}}, "bcdefghijklmnopqrstu"),
+        ({"structured_outputs": {"json": ABC, "disable_any_whitespace": True}}, '{"a":1}'),
+        ({"structured_outputs": {"json": json.dumps(ABC), "whitespace_pattern": " ?"}}, '{"a": 1}'),
+        ({"structured_outputs": {"choice": ["no", "yes"]}}, "no"),
+        ({"structured_outputs": {"regex": "[b-d]{2}x"}}, "bcx"),
+        ({"structured_outputs": {"grammar": 'root ::= "q" [0-9]'}}, "q0"),
+        ({"structured_outputs": {"grammar": 'start: "q" /[0-9]/'}}, "q0"),
+        ({"structured_outputs": {"structural_tag": json.dumps({"format": FORM})}}, '<f>{"a": 1}</f>'),
+        ({"guided_json": ABC, "guided_whitespace_pattern": " ?"}, '{"a": 1}'),
+        ({"guided_choice": ["no", "yes"], "guided_decoding_backend": "auto"}, "no"),
+        ({"guided_regex": "[b-d]{2}x"}, "bcx"),
+        ({"guided_grammar": 'root ::= "q" [0-9]'}, "q0"),
+    ],
+)
+def test_every_way_to_ask(server, asked, text):
+    room = {"max_tokens": 20 if text.startswith("b") else 40}
+    (choice,) = complete(server, **asked, **room)
+    assert "".join(choice["text"].split()) == "".join(text.split())
+    chat = {"messages": [{"role": "user", "content": "x"}]} | room | asked
+    status, answer = server.post("/v1/chat/completions", chat)
+    assert status == 200
+    if not text.startswith("b"):  # else it depends on the prompt
+        assert "".join(answer["choices"][0]["message"]["content"].split()) == "".join(text.split())
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_white_space_is_as_asked(server):
+    plain, none, tabs = (
+        complete(server, structured_outputs={"json": ABC} | how)[0]["text"]
+        for how in ({}, {"disable_any_whitespace": True}, {"whitespace_pattern": "\t"})
+    )
+    assert none == '{"a":1}'
+    assert tabs.startswith('{\t"a":\t1')
+    assert plain not in (none, tabs)
+    assert json.loads(plain) == json.loads(tabs) == {"a": 1}
+
+
+def test_any_object(server):
+    (choice,) = complete(server, response_format={"type": "json_object"}, max_tokens=3)
+    assert choice["text"].startswith("{")
+    (choice,) = complete(server, structured_outputs={"json": True}, max_tokens=1)
+    assert choice["text"]
+
+
+def test_a_stream_is_the_whole_answer(server):
+    asked = {"structured_outputs": {"choice": ["no", "yes"]}, "n": 3, "prompt": "a", "max_tokens": 9}
+    whole = complete(server, **asked)
+    status, raw = server.post("/v1/completions", asked | {"stream": True})
+    assert status == 200
+    texts = ["", "", ""]
+    for line in raw.decode().split("\n\n"):
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole] == ["no"] * 3
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json, regex"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not JSON"),
+    ({"structured_outputs": {"json": False}}, "structured_outputs", "allows no answer"),
+    ({"structured_outputs": {"jason": {}}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"choice": "no"}}, "structured_outputs.choice", "array"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "needs a format"),
+    ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs", "min_tokens asks for 9"),
+    ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "needs a schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format", "no"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "leave one of them out"),
+    ({"guided_regex": "("}, "guided_regex", "unclosed"),
+    ({"guided_choice": []}, "guided_choice", "empty"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
+    ({"guided_choice": ["a"], "guided_decoding_backend": "outlines"}, "guided_decoding_backend", "not supported"),
+    ({"thinking_token_budget": 3}, "thinking_token_budget", "--reasoning-parser"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("asked", "param", "words"), BAD)
+def test_a_bad_form_is_a_400_that_names_its_field(server, asked, param, words, stream):
+    status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | asked)
+    if status == 200:  # it turned out while it was answered
+        assert stream
+        assert words == "min_tokens asks for 9"
+        answer = json.loads(answer.decode().split("data: ")[-2])
+    assert answer["error"]["code"] == 400, answer
+    assert answer["error"]["param"] == param
+    assert words in answer["error"]["message"]
+    assert complete(server, max_tokens=2)[0]["text"] == "bc"
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "[]",
+        {"format": {"type": "banana"}},
+        {"format": {"type": "tag", "begin": "<f>", "end": "</f>"}},
+        {"format": {"type": "const_string", "value": 1}},
+        {"format": {"type": "const_string", "value": "x", "more": 1}},
+        {"format": {"type": "sequence", "elements": []}},
+        {"format": {"type": "triggered_tags", "triggers": ["<g"], "tags": [FORM]}},
+        {"format": {"type": "tags_with_separator", "separator": ",", "tags": [{"type": "any_text"}]}},
+        {"structures": [{}], "triggers": ["<"]},
+        {"structures": [], "triggers": "<"},
+    ],
+)
+def test_bad_structural_tags(server, tag):
+    text = tag if isinstance(tag, str) else json.dumps(tag)
+    status, answer = server.post("/v1/completions", {"prompt": "a", "structured_outputs": {"structural_tag": text}})
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+
+
+def form_of(**body: Any) -> StructuredOutputsParams | None:
+    return parse(StructuredFields, json.dumps(body).encode()).structure()
+
+
+def test_no_form_is_none():
+    assert form_of() is None
+    assert form_of(response_format={"type": "text"}) is None
+    assert form_of(response_format=None, structured_outputs=None) is None
+
+
+# --- thinking ---
+
+
+class Spoken:
+    starts, ends = ("<",), (">",)
+
+    def thinks(self, prompt: str) -> bool:
+        return prompt.endswith("<")
+
+
+@pytest.fixture
+def thinker(monkeypatch) -> Iterator[LiveServer]:
+    monkeypatch.setattr(output_constraints, "reasoning_format", lambda *names: Spoken())
+    with live_server("fake", engine={"reasoning_parser": "fake"}) as server:
+        yield server
+
+
+@pytest.mark.field("CompletionRequest|ChatCompletionRequest|SamplingParams.thinking_token_budget")
+def test_a_budget_of_thinking_and_a_grammar_after_it(thinker):
+    asked = {"thinking_token_budget": 3, "guided_choice": ["no", "yes"]}
+    assert complete(thinker, prompt="b<", **asked)[0]["text"] == "=>no"
+    assert complete(thinker, prompt="<a", **asked)[0]["text"] == "no"
+    assert complete(thinker, prompt="a<", thinking_token_budget=0, max_tokens=3)[0]["text"].startswith(">")
+    free = complete(thinker, prompt="a", thinking_token_budget=3, max_tokens=4)[0]["text"]
+    assert free == "bcde"
+
+
+def test_what_the_engine_is_told_of_thinking(monkeypatch):
+    from support.byte_text import byte_tokenizer
+
+    monkeypatch.setattr(output_constraints, "reasoning_format", lambda *names: Spoken())
+    forms = AnswerForms(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
+    held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    found = forms.thinking(held, None, list(b"a<"))
+    assert found is not None
+    assert (found.open, found.starts, found.ends) == (True, (), ((ord(">"),),))
+    assert forms.thinking(held, "a<b>", []) is None, "the prompt has closed it"
+    maybe = forms.thinking(held, "a", [])
+    assert maybe is not None
+    assert (maybe.open, maybe.starts) == (False, ((ord("<"),),))
+    asked = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
+    monkeypatch.undo()
+    forms = AnswerForms(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
+    assert forms.thinking(held, asked, []) is not None, "users may write tags"
+    assert forms.thinking(held, asked + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
+    assert forms.thinking(SamplingParams(), "a<", []) is None
+    with pytest.raises(RequestError, match="thinking_token_budget"):
+        SamplingParams(thinking_token_budget=-1)
+
+
+# --- settings ---
+
+
+def test_settings_are_checked():
+    for stated, words in (
+        ({"banana": 1}, "banana is unknown"),
+        ({"backend": "outlines"}, "use guidance"),
+        ({"backend": "lm-format-enforcer"}, "use guidance"),
+        ({"backend": "other"}, "unknown"),
+        ({"disable_any_whitespace": "yes"}, "true or false"),
+        ({"reasoning_parser": "qwen3"}, "--reasoning-parser"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            StructuredOutputsConfig(structured_outputs_config=stated)
+    StructuredOutputsConfig(
+        structured_outputs_config={"backend": "auto", "disable_fallback": True, "reasoning_parser": ""}
+    )
+
+
+OPEN_OBJECT = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+
+@pytest.mark.setting("--structured-outputs-config")
+def test_settings_of_the_server(monkeypatch):
+    """White space, additional properties, and whether the grammar holds the thinking."""
+    assert text_of(LLM_TEXT, {}) != '{"a":1}'
+    assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
+    forms = AnswerForms(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)
+    assert forms.thinking(SamplingParams(), "a", []) is None
+
+
+LLM_TEXT = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(json=OPEN_OBJECT))
+
+
+def text_of(params: SamplingParams, settings: dict[str, Any]) -> str:
+    from support.byte_text import byte_tokenizer
+    from support.fake_engine import build
+
+    from pagoda.server.llm_engine import LLMEngine
+
+    config = EngineArgs("fake", structured_outputs_config=settings).create_engine_config()
+    engine = LLMEngine(config, build=build, open_text=lambda _: byte_tokenizer())
+    engine.add_request("r", "a", params)
+    text = ""
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            text = output.outputs[0].text
+    return text

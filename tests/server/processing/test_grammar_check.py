@@ -1,0 +1,169 @@
+"""Grammars are tried in a process of their own: what is wrong with them is told, what kills it or hangs is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+from support.byte_text import EOS, byte_tokenizer
+from support.watching import Children
+
+from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
+from pagoda.common.engine.structured_output.guidance import guidance_text
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import StructuredOutputsParams
+from pagoda.server.processing import grammar_check
+from pagoda.server.processing.grammar_check import GrammarCheck
+
+
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(byte_tokenizer(), 300, (EOS,))
+
+
+def text(**asked: object) -> Grammar:
+    return Grammar(guidance_text(StructuredOutputsParams(**asked), {}))
+
+
+def why(check: GrammarCheck, grammar: Grammar) -> str:
+    """What is wrong with it; empty: nothing."""
+    refusal: RequestError | None = None
+    try:
+        asyncio.run(check.check(grammar))
+    except RequestError as error:
+        refusal = error
+    assert refusal is None or (refusal.field == "structured_outputs" and "\n" not in str(refusal))
+    return "" if refusal is None else str(refusal)
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[GrammarCheck]:
+    made = GrammarCheck(vocabulary)
+    yield made
+    made.close()
+
+
+def nested(depth: int) -> str:
+    return '{"type":"object","properties":{"a":' * depth + '{"type":"string"}' + "}}" * depth
+
+
+def chain(length: int) -> dict[str, object]:
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$defs": links | {f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+RECURSIVE = {
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}},
+    "anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}],
+}
+WIDE = {
+    "type": "object",
+    "properties": {f"property {i}": {"type": "string", "description": "x" * 60} for i in range(999)},
+}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "(a+)+b"},
+        {"regex": "(x+x+)+y"},
+        {"json": RECURSIVE},
+        {"json": {"enum": [f"value {i}" for i in range(10_000)]}},
+        {"json": WIDE},
+        {"json": nested(50)},
+        {"choice": ["only"]},
+    ],
+)
+def test_what_compiles_passes(check, asked):
+    assert why(check, text(**asked)) == ""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (text(regex="(a"), "unclosed group"),
+        (text(regex=r"(a)\1"), "backreferences are not supported"),
+        (text(json={"type": "banana"}), "Invalid type: banana"),
+        (text(json={"if": {}, "type": "object"}), "Unimplemented keys"),
+        (text(json={"$defs": {"d": {"$ref": "#/$defs/d"}}, "$ref": "#/$defs/d"}), "no text fits"),
+        (Grammar(f'{{"grammars":[{{"json_schema":{nested(500)}}}]}}'), "recursion limit"),
+        (Grammar("start: " + "(" * 9000 + '"a"' + ")" * 9000), "too deeply nested"),
+        (text(json=chain(20_000)), "too large or nested too deeply"),
+        (Grammar("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(20_000)) + '\nr20000: "a"'), "too large"),
+        (Grammar('start: "\ud800"'), "no text"),
+    ],
+)
+def test_what_does_not_is_told_and_the_next_passes(check, grammar, words):
+    assert words in why(check, grammar)
+    assert why(check, text(choice=["x", "y"])) == ""
+
+
+def test_what_takes_too_long_is_refused(monkeypatch):
+    patterns = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(30)]}
+    check = GrammarCheck(vocabulary, seconds=0.3)
+    try:
+        assert "takes more than 0.3 s" in why(check, text(json=patterns))
+        check._seconds = 30
+        assert why(check, text(choice=["x"])) == ""
+    finally:
+        check.close()
+
+
+def scripted(tmp_path, body: str) -> tuple[str, ...]:
+    """A process that says it is ready, and then this."""
+    path = tmp_path / "worker.py"
+    path.write_text(
+        "import sys, time\nfrom pagoda.server.processing.grammar_worker import read_frame, write_frame\n"
+        "inp, out = sys.stdin.buffer, sys.stdout.buffer\nread_frame(inp)\nwrite_frame(out, b'ready')\n"
+        + textwrap.dedent(body)
+    )
+    return (sys.executable, "-P", str(path))
+
+
+def test_what_passed_is_not_tried_again(tmp_path, monkeypatch):
+    """The process answers `no` from the second grammar on."""
+    program = scripted(tmp_path, "for say in (b'', b'no', b'no'):\n    read_frame(inp)\n    write_frame(out, say)\n")
+    monkeypatch.setattr(grammar_check, "MAX_PASSED", 1)
+    check = GrammarCheck(vocabulary, program)
+    try:
+        assert [why(check, Grammar(each)) for each in ("a", "a", "b")] == ["", "", "structured_outputs: no"]
+    finally:
+        check.close()
+
+
+def test_a_queue_that_is_full_is_told(check, monkeypatch):
+    monkeypatch.setattr(grammar_check, "MAX_WAITING", 0)
+    assert "too many new grammars" in why(check, text(choice=["new"]))
+
+
+def test_a_process_that_does_not_start_is_no_answer():
+    check = GrammarCheck(vocabulary, (sys.executable, "-c", "pass"))
+    try:
+        with pytest.raises(RuntimeError, match="did not start"):
+            asyncio.run(check.check(text(choice=["x"])))
+    finally:
+        check.close()
+
+
+def test_the_process_does_not_outlive_its_parent(check):
+    assert why(check, Grammar(json.dumps({"grammars": [{"json_schema": {}}]}))) == ""
+    process = check._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(5) == 0
+    check._process = None
+
+
+def test_closing_while_it_starts_leaves_no_process():
+    def close_first() -> Vocabulary:
+        check.close()
+        return vocabulary()
+
+    check, young = GrammarCheck(close_first), Children()
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(check.check(text(choice=["x"])))
+    assert young() == []
