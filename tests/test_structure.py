@@ -1,0 +1,45 @@
+"""The limits of the counts that tools/structure.py prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from structure import ROOT, Tree
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree(ROOT)
+
+
+def test_no_import_circles(tree: Tree) -> None:
+    assert tree.circles() == []
+
+
+def test_no_class_name_is_used_twice(tree: Tree) -> None:
+    assert tree.duplicate_classes() == {}
+
+
+def test_small_files_with_one_importer_are_inside_it(tree: Tree) -> None:
+    assert tree.small_files() == []
+
+
+def test_the_counts_see_circles_duplicates_and_small_files(tmp_path: Path) -> None:
+    sources = {
+        "__init__.py": "",
+        "common/__init__.py": "",
+        "common/a.py": "from pagoda.common import b\n\n\nclass Same:\n    pass\n",
+        "common/b.py": "class Same:\n    pass\n\n\ndef f() -> None:\n    from pagoda.common.a import Same\n",
+        "common/c.py": "from pagoda.common import d\n",
+        "common/d.py": "",
+        "common/e.py": "def f() -> None:\n    from pagoda.common import lazy\n",
+        "common/lazy.py": "",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tree = Tree(tmp_path)
+    assert tree.circles() == [["pagoda.common.a", "pagoda.common.b"]]
+    assert tree.duplicate_classes() == {"Same": ["common/a.py", "common/b.py"]}
+    assert tree.small_files() == [("common/b.py", 6, "common/a.py"), ("common/d.py", 0, "common/c.py")]
