@@ -9,11 +9,14 @@ What is counted is in interface.py beside it.
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import pkgutil
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -23,6 +26,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic_core import PydanticUndefined
 
+import pagoda
 from pagoda import server
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
@@ -69,6 +73,7 @@ def pages() -> dict[Path, str]:
         reference / "metrics.md": _metrics(),
         reference / "models.md": _models(),
         reference / "api.md": _api(),
+        reference / "python.md": _python(),
         ROOT / "README.md": _readme((ROOT / "README.md").read_text()),
     }
 
@@ -271,6 +276,66 @@ def _json_type(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list of {_json_type(schema.get('items', {}))}"
     return str(schema.get("type", "any"))
+
+
+def _python() -> str:
+    """The public names of the package `pagoda`, from their signatures and docstrings."""
+    text = (
+        _WRITTEN
+        + "# Python API\n\nEverything here is imported from `pagoda`. Names, arguments and defaults are vLLM's.\n"
+    )
+    for name in pagoda.__all__:
+        value = getattr(pagoda, name)
+        if not isinstance(value, type):
+            continue
+        text += f"\n## {name}\n\n{_prose(value.__doc__)}"
+        rows = list(_fields(value))
+        if rows:
+            text += "\n" + _table(("field", "type", "default", ""), rows)
+        elif value.__init__ is not object.__init__:
+            text += f"\n```python\n{name}{_signature(value.__init__)}\n```\n"
+        for method_name, method in inspect.getmembers(value, inspect.isfunction):
+            if not method_name.startswith("_") and method.__doc__:
+                kind = "async " if inspect.iscoroutinefunction(method) else ""
+                text += f"\n### {kind}{name}.{method_name}\n\n```python\n{method_name}{_signature(method)}\n```\n"
+                text += f"\n{_prose(method.__doc__)}"
+    return text
+
+
+def _prose(doc: str | None) -> str:
+    return inspect.cleandoc(doc or "") + "\n" if doc else ""
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """Parameters without `self`, one per line where they are many."""
+    signature = inspect.signature(function)
+    parts: list[str] = []
+    for name, each in signature.parameters.items():
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(each.kind, "")
+        annotation = "" if each.annotation is each.empty else f": {each.annotation}"
+        default = "" if each.default is each.empty else f" = {each.default!r}"
+        if name != "self":
+            parts.append(f"{stars}{name}{annotation}{default}")
+    result = "" if signature.return_annotation in (signature.empty, "None") else f" -> {signature.return_annotation}"
+    text = f"({', '.join(parts)}){result}"
+    return text if len(text) <= 100 else "(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+
+
+def _fields(value: type) -> Iterator[tuple[str, ...]]:
+    """(name, type, default, comment beside it) of each public field of a dataclass or struct."""
+    source = textwrap.dedent(inspect.getsource(value))
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    lines = source.splitlines()
+    for node, after in zip(tree.body, [*tree.body[1:], None]):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            comment = lines[(node.end_lineno or 1) - 1].partition("  # ")[2]
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                comment = " ".join(str(after.value.value).split())
+            default = "" if node.value is None else f"`{ast.unparse(node.value)}`"
+            yield f"`{node.target.id}`", f"`{ast.unparse(node.annotation)}`", default, comment
 
 
 def _readme(text: str) -> str:
