@@ -12,7 +12,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def fate(status: int) -> str:
+def describe_exit(status: int) -> str:
     """What an exit status, as subprocess gives it, says of a process: `was killed by SIGTERM`."""
     if status >= 0:
         return f"ended with exit status {status}"

@@ -1,4 +1,4 @@
-"""The backend of every host or rank but the first: it does what that one says."""
+"""The backend of every host or rank but the first: runs the steps that the leader sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda.common.backend import (
     ShardedBackend,
     Weight,
 )
-from pagoda.common.distributed.leader import failure_in_hand, with_blocks
+from pagoda.common.distributed.leader import current_error, with_blocks
 from pagoda.common.distributed.messages import (
     AgreedBlocks,
     BlockCount,
@@ -31,60 +31,58 @@ from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError
 
-_DEPTH: Final = 2
-"""Steps that may be under way here: as many as host 0 plans ahead."""
+_MAX_IN_FLIGHT: Final = 2  # steps; as many as the leader plans ahead
 
 
 class FollowingBackend:
-    """Implements common.backend.ShardedBackend, for the start; then `follow` runs until host 0 ends it.
+    """Implements common.backend.ShardedBackend during start-up; then `follow` runs until the leader ends it.
 
-    `leave`: ends the backends' own meeting, which all hosts do together.
+    `leave`: leaves the backends' own process group, collectively.
     """
 
     def __init__(self, backend: Backend, leader: Peer, leave: Callable[[], None]) -> None:
         self._backend, self._leader, self._leave = backend, leader, leave
-        self._dismissed = self._closed = False
+        self._ended_by_leader = self._closed = False
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of this host's backend."""
         return self._backend.capabilities
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Call back, from another thread, when host 0 failed or is gone."""
+        """Call `on_loss` from another thread when the leader fails or disconnects."""
         self._leader.watch(on_loss)
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take this host's share; every host reads the weights itself."""
+        """Load this host's shard. Every host reads the weights itself."""
         self._backend.load(weights)
 
     def plan_memory(self) -> MemoryPlan:
-        """The plan that all hosts agree on. Raises EngineDeadError."""
+        """Return the plan that all hosts agreed on. Raises EngineDeadError."""
         plan = self._backend.plan_memory()
         self._leader.send(BlockCount(plan.num_blocks))
         return with_blocks(plan, self._leader.expect(AgreedBlocks).num_blocks)
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate this host's share."""
+        """Allocate this host's KV blocks."""
         self._backend.init_cache(num_blocks)
 
     def warmup(self) -> None:
-        """Warm up, and tell host 0."""
+        """Warm up, and report it to the leader."""
         self._backend.warmup()
         self._leader.send(WarmedUp())
 
     def execute(self, plan: StepPlan) -> PendingResult:
-        """Start a step that host 0 has started."""
+        """Start a step that the leader has started."""
         return self._backend.execute(plan)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
-        """The same where the model has several copies."""
+        """Start a step of all data-parallel replicas."""
         return cast(ShardedBackend, self._backend).execute_shards(plans)
 
     def follow(self, sleeper: Sleeper | None = None) -> None:
-        """Run host 0's steps until it says that it is over. `sleeper`: of this host's own backend, where it can sleep.
+        """Run the leader's steps until it sends End. `sleeper`: puts this host's backend to sleep, if it can.
 
-        Raises EngineDeadError when host 0 failed or is gone.
+        Raises EngineDeadError if the leader failed or disconnected.
         """
         pending: deque[PendingResult | PendingShards] = deque()
         while True:
@@ -92,22 +90,22 @@ class FollowingBackend:
                 case Execute(plans):
                     try:
                         pending.append(self._start(plans))
-                        if len(pending) > _DEPTH:
+                        if len(pending) > _MAX_IN_FLIGHT:
                             pending.popleft().result()
                     except Exception:
-                        if (death := self._leader.death(self._leader.patience)) is not None:
-                            raise death  # noqa: B904 (the error here is its consequence, and stays its context)
+                        if (failure := self._leader.failure(self._leader.grace)) is not None:
+                            raise failure  # noqa: B904 (the local error is its consequence, and stays its context)
                         raise
                 case SleepRanks() | WakeUpRanks() as change:
-                    assert sleeper is not None, "host 0 sleeps, and was started as this one"
+                    assert sleeper is not None, "the leader and its followers have the same sleep mode"
                     while pending:
                         pending.popleft().result()
-                    self._leader.send(_changed(sleeper, change))
+                    self._leader.send(_apply(sleeper, change))
                 case End():
-                    self._dismissed = True
+                    self._ended_by_leader = True
                     return
                 case other:
-                    raise EngineDeadError(f"{self._leader.name} sent {type(other).__name__} in place of a step")
+                    raise EngineDeadError(f"{self._leader.name} sent {type(other).__name__} instead of a step")
 
     def _start(self, plans: tuple[StepPlan | None, ...]) -> PendingResult | PendingShards:
         if len(plans) == 1 and plans[0] is not None:
@@ -115,20 +113,19 @@ class FollowingBackend:
         return self.execute_shards(plans)
 
     def close(self) -> None:
-        """Release this host's devices, and host 0. Idempotent. Host 0 is told the error that is being handled."""
+        """Release the devices and disconnect. Idempotent. The leader receives the exception being handled, if any."""
         if self._closed:
             return
         self._closed = True
-        reason = failure_in_hand()
+        reason = current_error()
         self._leader.end(reason)
         self._backend.close()
-        if self._dismissed and not reason:
+        if self._ended_by_leader and not reason:
             self._leave()
         self._leader.close()
 
 
-def _changed(sleeper: Sleeper, change: SleepRanks | WakeUpRanks) -> SleepResult:
-    """Sleep or wake up; how it went."""
+def _apply(sleeper: Sleeper, change: SleepRanks | WakeUpRanks) -> SleepResult:
     try:
         if isinstance(change, SleepRanks):
             sleeper.sleep(change.level)

@@ -1,4 +1,7 @@
-"""The backend of host 0, or rank 0, and the others', seen as one by its engine."""
+"""The backend of host 0 (or rank 0): broadcasts every step to the other hosts, which follow it.
+
+Hosts and ranks are the same here: processes that run the same steps, each on its own devices.
+"""
 
 from __future__ import annotations
 
@@ -34,48 +37,46 @@ from pagoda.common.engine.sleep import KV_CACHE, WEIGHTS
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, ModelError, PagodaError
 
-# Which of several others was the first that failed or vanished: the rest may end because of it.
-
 
 class PeerFailure:
-    """Nobody is lost at first. Used by several threads."""
+    """Thread-safe record of the first peer failure, the root cause of those that follow."""
 
     def __init__(self) -> None:
-        self._noting = threading.Lock()
+        self._lock = threading.Lock()
         self._known = threading.Event()
         self._cause: EngineDeadError | None = None
         self._on_loss: OnLoss | None = None
 
-    def note(self, death: EngineDeadError) -> bool:
-        """One is lost. True when it is the first, and who watches has been told."""
-        with self._noting:
+    def record(self, failure: EngineDeadError) -> bool:
+        """Record a failure. True if it is the first; the watcher has then been called."""
+        with self._lock:
             if self._cause is not None:
                 return False
-            self._cause, on_loss = death, self._on_loss
+            self._cause, on_loss = failure, self._on_loss
         self._known.set()
         if on_loss is not None:
-            on_loss(death)
+            on_loss(failure)
         return True
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Call back, from another thread, when one is lost; at once if one is already."""
-        with self._noting:
+        """Call `on_loss` from another thread on the first failure; at once if there was one."""
+        with self._lock:
             self._on_loss, cause = on_loss, self._cause
         if cause is not None:
             on_loss(cause)
 
-    def cause(self, patience: float = 0.0) -> EngineDeadError | None:
-        """What the first died of, None while all live. `patience`: seconds to wait for that news."""
-        self._known.wait(patience)
+    def cause(self, timeout: float = 0.0) -> EngineDeadError | None:
+        """Return the first failure, None while all peers are alive, after waiting up to `timeout` s for it."""
+        self._known.wait(timeout)
         return self._cause
 
-    def explain(self, patience: float = 0.0) -> None:
-        """Raise what the first died of, if one did: the cause of an error that is being handled, or soon will be.
+    def raise_cause(self, timeout: float = 0.0) -> None:
+        """Raise the first peer failure, if any, as root cause of a local error.
 
-        Waits a moment for news: that one is gone may be felt here before it is known.
+        Waits up to `timeout` s: a local error often precedes the notification.
         """
-        if (death := self.cause(patience)) is not None:
-            raise death
+        if (failure := self.cause(timeout)) is not None:
+            raise failure
 
 
 T = TypeVar("T")
@@ -85,138 +86,137 @@ logger = logging.getLogger(__name__)
 
 
 class LeadingBackend:
-    """Implements common.backend.ShardedBackend on host 0: every step is told to the other hosts, then started here.
+    """Implements common.backend.ShardedBackend on host 0: sends every step to the followers, then starts it here.
 
-    The hosts compute one step together, each with its own devices, so that the result of host 0 is that of all. Ranks
-    on one host are as hosts here; `name`: how messages call this one.
-    `leave`: ends the backends' own meeting, which all hosts do together. `abandon`: ends it at once, from any thread,
-    when another is dead: what waits for it shall fail. `release`: comes last, when the others have hung up.
+    `name`: this process in messages. `leave`: leaves the backends' own process group, collectively. `abandon`: aborts
+    that group at once, from any thread, after a peer failed, so that pending collectives fail. `release`: called last,
+    after the followers have disconnected.
     """
 
     def __init__(
         self,
         backend: Backend,
-        others: tuple[Peer, ...],
+        followers: tuple[Peer, ...],
         leave: Callable[[], None],
         *,
         name: str = "host 0",
         abandon: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self._backend, self._others, self._name = backend, others, name
+        self._backend, self._followers, self._name = backend, followers, name
         self._leave, self._abandon, self._release = leave, abandon, release
-        self._loss, self._patience = PeerFailure(), max(peer.patience for peer in others)
-        for peer in others:
+        self._failure, self._grace = PeerFailure(), max(peer.grace for peer in followers)
+        for peer in followers:
             peer.watch(self._lose)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of this host's backend."""
         return self._backend.capabilities
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Call back, from another thread, when another host failed or is gone."""
-        self._loss.watch(on_loss)
+        """Call `on_loss` from another thread when a follower fails or disconnects."""
+        self._failure.watch(on_loss)
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take this host's share; every host reads the weights itself."""
+        """Load this host's shard. Every host reads the weights itself."""
         self._backend.load(weights)
 
     def plan_memory(self) -> MemoryPlan:
-        """The plan of the host with least room; waits until all have loaded. Raises EngineDeadError."""
+        """Return the plan of the host with least memory, after all have loaded. Raises EngineDeadError."""
         plan = self._together(self._backend.plan_memory)
-        rooms = {peer.name: self._expect(peer, BlockCount).num_blocks for peer in self._others}
-        tightest = min(rooms, key=rooms.__getitem__)
-        if rooms[tightest] < plan.num_blocks:
-            logger.info(
-                "%s has room for %d KV blocks, %s for %d", tightest, rooms[tightest], self._name, plan.num_blocks
-            )
-            plan = with_blocks(plan, rooms[tightest])
-        self._tell(AgreedBlocks(plan.num_blocks))
+        counts = {peer.name: self._expect(peer, BlockCount).num_blocks for peer in self._followers}
+        tightest = min(counts, key=counts.__getitem__)
+        if counts[tightest] < plan.num_blocks:
+            logger.info("%s can hold %d KV blocks, %s %d", tightest, counts[tightest], self._name, plan.num_blocks)
+            plan = with_blocks(plan, counts[tightest])
+        self._broadcast(AgreedBlocks(plan.num_blocks))
         return plan
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate this host's share."""
+        """Allocate this host's KV blocks."""
         self._backend.init_cache(num_blocks)
 
     def warmup(self) -> None:
-        """Warm up, and wait until all hosts have. Raises EngineDeadError."""
+        """Warm up, and wait for all hosts. Raises EngineDeadError."""
         self._together(self._backend.warmup)
-        for peer in self._others:
+        for peer in self._followers:
             self._expect(peer, WarmedUp)
 
     def execute(self, plan: StepPlan) -> PendingResult:
-        """Start a step on every host. Raises EngineDeadError when one is gone."""
-        self._tell(Execute((plan,)))
-        return _Together(self._together(lambda: self._backend.execute(plan)), self._loss, self._patience)
+        """Start a step on every host. Raises EngineDeadError if one has failed."""
+        self._broadcast(Execute((plan,)))
+        return _Together(self._together(lambda: self._backend.execute(plan)), self._failure, self._grace)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
-        """The same where the model has several copies."""
-        self._tell(Execute(plans))
+        """Start a step of all data-parallel replicas on every host."""
+        self._broadcast(Execute(plans))
         backend = cast(ShardedBackend, self._backend)
-        return _Together(self._together(lambda: backend.execute_shards(plans)), self._loss, self._patience)
+        return _Together(self._together(lambda: backend.execute_shards(plans)), self._failure, self._grace)
 
     def sleep(self, level: int) -> None:
-        """Give the memory of all hosts back. Raises MemoryError when one has no room; then all are awake."""
+        """Release the memory of all hosts. Raises MemoryError if one cannot; then all are awake again."""
         own = cast(SleepingBackend, self._backend)
         try:
-            self._change(SleepRanks(level), lambda: own.sleep(level))
+            self._apply(SleepRanks(level), lambda: own.sleep(level))
         except MemoryError:
             self.wake_weights(lambda: ())  # they were kept
             self.wake_kv_cache()
             raise
 
     def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
-        """Have the weights again on all hosts; each reads them itself. Raises MemoryError, or WeightError."""
-        self._change(WakeUpRanks((WEIGHTS,)), lambda: cast(SleepingBackend, self._backend).wake_weights(read))
+        """Restore the weights on all hosts; each reads them itself. Raises MemoryError or WeightError."""
+        self._apply(WakeUpRanks((WEIGHTS,)), lambda: cast(SleepingBackend, self._backend).wake_weights(read))
 
     def wake_kv_cache(self) -> None:
-        """Have the KV cache's memory again on all hosts. Raises MemoryError."""
-        self._change(WakeUpRanks((KV_CACHE,)), cast(SleepingBackend, self._backend).wake_kv_cache)
+        """Restore the KV cache's memory on all hosts. Raises MemoryError."""
+        self._apply(WakeUpRanks((KV_CACHE,)), cast(SleepingBackend, self._backend).wake_kv_cache)
 
     def close(self) -> None:
-        """Let the other hosts go, then this host's devices. Idempotent.
+        """Shut the followers down, then release this host's devices. Idempotent.
 
-        Called while an error is handled, or when a host is dead, it is the others' end too, and they are told why.
+        While an error is being handled, or after a peer failed, the followers receive it as the reason.
         """
-        others, self._others = self._others, ()
-        reason = failure_in_hand() or str(self._loss.cause() or "")
-        for peer in others:
+        followers, self._followers = self._followers, ()
+        reason = current_error() or str(self._failure.cause() or "")
+        for peer in followers:
             peer.end(reason)
         self._backend.close()
-        if others and not reason:
+        if followers and not reason:
             self._leave()
-        for peer in others:
+        for peer in followers:
             peer.close()
         self._release()
 
-    def _lose(self, death: EngineDeadError) -> None:
-        """From any thread: one is lost, and the step with it, so that is everybody's end."""
-        if self._loss.note(death):
-            for peer in self._others:
-                peer.end(str(death))
+    def _lose(self, failure: EngineDeadError) -> None:
+        """Shut all followers down after one failed: the step is lost. Called from any thread."""
+        if self._failure.record(failure):
+            for peer in self._followers:
+                peer.end(str(failure))
             self._abandon()
 
-    def _together(self, work: Callable[[], T]) -> T:
-        """What all hosts do at once. Raises what it raised, or the death of another host, which is then the cause."""
+    def _together(self, run: Callable[[], T]) -> T:
+        """Return `run()`, part of a collective operation.
+
+        If it fails because a peer failed, raise the peer's failure.
+        """
         try:
-            return work()
+            return run()
         except Exception:
-            self._loss.explain(self._patience)
+            self._failure.raise_cause(self._grace)
             raise
 
-    def _change(self, message: SleepRanks | WakeUpRanks, work: Callable[[], None]) -> None:
-        """Do here what the others are told to do. Raises what failed, here or there, once all have answered."""
-        self._tell(message)
+    def _apply(self, message: SleepRanks | WakeUpRanks, run: Callable[[], None]) -> None:
+        """Broadcast `message` and run its local part. Raises the first error of any host after all have answered."""
+        self._broadcast(message)
         failed: Exception | None = None
         try:
-            work()
+            run()
         except (MemoryError, ModelError) as error:
             failed = error
-        for peer in self._others:
-            error_there = self._expect(peer, SleepResult).error
-            if error_there and failed is None:
-                failed = MemoryError(f"{peer.name}: {error_there}")
+        for peer in self._followers:
+            error_of_peer = self._expect(peer, SleepResult).error
+            if error_of_peer and failed is None:
+                failed = MemoryError(f"{peer.name}: {error_of_peer}")
         if failed is not None:
             raise failed
 
@@ -224,16 +224,16 @@ class LeadingBackend:
         try:
             return peer.expect(kind)
         except EngineDeadError:
-            self._loss.explain()
+            self._failure.raise_cause()
             raise
 
-    def _tell(self, message: AgreedBlocks | Execute | SleepRanks | WakeUpRanks) -> None:
+    def _broadcast(self, message: AgreedBlocks | Execute | SleepRanks | WakeUpRanks) -> None:
         data = encode(message)
         try:
-            for peer in self._others:
+            for peer in self._followers:
                 peer.send_bytes(data)
         except EngineDeadError:
-            self._loss.explain()
+            self._failure.raise_cause()
             raise
 
 
@@ -243,28 +243,28 @@ class _Pending(Protocol[ResultT]):
 
 @dataclass(frozen=True, slots=True)
 class _Together(Generic[ResultT]):
-    """A step under way on every host."""
+    """A step in flight on every host."""
 
     pending: _Pending[ResultT]
-    loss: PeerFailure
-    patience: float
+    failure: PeerFailure
+    grace: float
 
     def result(self) -> ResultT:
-        """Wait for the step. Raises what it raised, or the death of another host, which is then the cause.
+        """Wait for the step. If it failed because a peer failed, raise the peer's failure.
 
-        A step that was abandoned ends too, with a result that nobody may see.
+        An aborted collective may also return; its result is then discarded.
         """
         try:
-            found = self.pending.result()
+            result = self.pending.result()
         except Exception:
-            self.loss.explain(self.patience)
+            self.failure.raise_cause(self.grace)
             raise
-        self.loss.explain()
-        return found
+        self.failure.raise_cause()
+        return result
 
 
-def failure_in_hand() -> str:
-    """The error that is being handled right now, in a line; empty when there is none."""
+def current_error() -> str:
+    """Return the exception being handled, in one line; "" if there is none."""
     error = sys.exception()
     if error is None:
         return ""
@@ -272,5 +272,5 @@ def failure_in_hand() -> str:
 
 
 def with_blocks(plan: MemoryPlan, num_blocks: int) -> MemoryPlan:
-    """The plan with another number of KV blocks."""
+    """Return the plan with another number of KV blocks."""
     return replace(plan, num_blocks=num_blocks, kv_cache=plan.kv_cache // plan.num_blocks * num_blocks)

@@ -1,4 +1,7 @@
-"""What hosts say to each other: tagged msgpack, decoded against these types, no pickle. Knows no socket."""
+"""Messages between hosts, or ranks, and their framing on a TCP connection.
+
+Tagged msgpack, decoded against these types, never pickle; each message is preceded by its length.
+"""
 
 from __future__ import annotations
 
@@ -15,49 +18,44 @@ import numpy.typing as npt
 
 from pagoda.common.engine.step import StepPlan
 
-# Messages as bytes on a TCP connection between hosts: a length, then so many bytes.
-
-GREETING_BYTES: Final = 1 << 16
-"""Largest message of somebody whom nobody knows yet."""
-
-STEP_BYTES: Final = 1 << 30
-"""Largest message between hosts that have met."""
+HANDSHAKE_BYTES: Final = 1 << 16  # maximum size of a message before the handshake is complete
+STEP_BYTES: Final = 1 << 30  # maximum size of a message after it
 
 _LENGTH_BYTES: Final = 8
-_LEAST_SECONDS: Final = 0.001
-_QUIET_SECONDS: Final = 5
-_PROBES: Final = 3
-_GONE_MS: Final = 20_000
+_MIN_TIMEOUT_SECONDS: Final = 0.001
+_KEEPALIVE_SECONDS: Final = 5
+_KEEPALIVE_PROBES: Final = 3
+_UNACKNOWLEDGED_MS: Final = 20_000
 
 
 def prepare(connection: socket.socket) -> None:
-    """Send at once, and let the kernel notice within 20 s a host that vanished without a word (power, network)."""
+    """Disable send delays, and let the kernel detect a vanished host (power, network) within 20 s."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", _QUIET_SECONDS),
-        ("TCP_KEEPINTVL", _QUIET_SECONDS),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", _GONE_MS),
+        ("TCP_KEEPIDLE", _KEEPALIVE_SECONDS),
+        ("TCP_KEEPINTVL", _KEEPALIVE_SECONDS),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MS),
     ):
         if hasattr(socket, name):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def send_frame(connection: socket.socket, data: bytes) -> None:
-    """Raises OSError."""
+    """Send `data` preceded by its length. Raises OSError."""
     connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
 
 def receive_frame(connection: socket.socket, limit: int, seconds: float | None = None) -> bytes:
-    """The next frame, within so many seconds; None: whenever it comes.
+    """Return the next frame, waiting at most `seconds` (None: without limit).
 
-    Raises EOFError at the end of the connection, OSError, or ValueError beyond `limit` bytes.
+    Raises EOFError if the connection ended, OSError, or ValueError if the frame is larger than `limit` bytes.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     size = int.from_bytes(_exactly(connection, _LENGTH_BYTES, deadline), "big")
     if size > limit:
-        raise ValueError(f"a message of {size} bytes, more than {limit}")
+        raise ValueError(f"message of {size} bytes exceeds the limit of {limit}")
     return bytes(_exactly(connection, size, deadline))
 
 
@@ -66,7 +64,7 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None) -> by
     view = memoryview(data)
     while view:
         if deadline is not None:
-            connection.settimeout(max(_LEAST_SECONDS, deadline - time.monotonic()))
+            connection.settimeout(max(_MIN_TIMEOUT_SECONDS, deadline - time.monotonic()))
         count = connection.recv_into(view)
         if not count:
             raise EOFError("the connection ended")
@@ -74,27 +72,18 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None) -> by
     return data
 
 
-# Where one of the processes that share a model stands among them.
-
-
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. `rank` counts from 0 to `size` - 1. `device`: its number among the devices that its process sees.
+    """One of the processes that share a model."""
 
-    `host`, `port`: where rank 0 listens for the backend's own meeting.
-    """
-
-    rank: int
+    rank: int  # 0 to size - 1
     size: int
-    device: int
-    host: str
+    device: int  # index among the devices visible to the process
+    host: str  # address at which rank 0 listens for the backend's own rendezvous
     port: int
 
 
-# What every host must have alike before they compute together, and who differs.
-#
-# Hosts run the same programs on one mesh. One with another version, flag or model would hang all of them in the first
-# exchange, or answer nonsense; so each tells what it has before anything is loaded.
-
+# Hosts run the same programs on one mesh. A host with another version, flag or model would hang all of them in the
+# first collective, or compute nonsense, so they compare fingerprints before anything is loaded.
 _REMEDIES: Final = {
     "versions": "install the same versions everywhere",
     "model": "give every host the same model",
@@ -102,136 +91,130 @@ _REMEDIES: Final = {
     "environment": "set the variables alike everywhere",
     "devices": "use hosts of one kind",
 }
-"""Field of HostFacts -> what to do when it differs, in the order of telling."""
+"""Field of HostFingerprint -> remedy when it differs, in reporting order."""
 
 
 class HostFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """One host. What all must have alike stands by name in the mappings; a name that a host does not know is not
-    compared for it.
-
-    `versions`: by package. `model`: digests and sizes. `settings`: by flag. `environment`: by variable. `devices`:
-    what it has and how many.
-    """
+    """What must be equal on all hosts. A key missing on a host is not compared for that host."""
 
     rank: int
     nodes: int
-    versions: dict[str, str]
-    model: dict[str, str]
-    settings: dict[str, str]
-    environment: dict[str, str]
-    devices: dict[str, str]
+    versions: dict[str, str]  # by package
+    model: dict[str, str]  # digests and sizes
+    settings: dict[str, str]  # by flag
+    environment: dict[str, str]  # by variable
+    devices: dict[str, str]  # kind and number
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host that was met. `address`: as the others see it."""
+    """A host and its address as the other hosts see it."""
 
-    facts: HostFingerprint
+    fingerprint: HostFingerprint
     address: str
 
     def __str__(self) -> str:
-        return host_name(self.facts.rank, self.address)
+        return host_name(self.fingerprint.rank, self.address)
 
 
 def host_name(rank: int, address: str) -> str:
-    """How messages call a host."""
+    """Return the host's name in log and error messages."""
     return f"host {rank} ({address})"
 
 
 def differences(hosts: Sequence[Host]) -> str:
-    """Who differs from most hosts in what, and the remedy, in one line; empty when nobody does.
+    """Return in one line which hosts differ from the majority, in what, and the remedy; "" if none differs.
 
-    `hosts` in the order of their ranks: where as many have one value as another, that of the first host counts.
+    `hosts` are in rank order. In a tie the value of the lowest rank counts as the majority's.
     """
-    found: dict[str, list[str]] = {}
+    by_host: dict[str, list[str]] = {}
     remedies = []
     for field, remedy in _REMEDIES.items():
-        tables = {str(host): getattr(host.facts, field) for host in hosts}
-        for host, text in _odd_ones(tables):
-            found.setdefault(host, []).append(text)
+        tables = {str(host): getattr(host.fingerprint, field) for host in hosts}
+        for host, text in _deviations(tables):
+            by_host.setdefault(host, []).append(text)
             if remedy not in remedies:
                 remedies.append(remedy)
-    told = "; ".join(f"{host} has {', '.join(texts)}" for host, texts in found.items())
-    return f"{told}; {', '.join(remedies)}" if found else ""
+    text = "; ".join(f"{host} has {', '.join(texts)}" for host, texts in by_host.items())
+    return f"{text}; {', '.join(remedies)}" if by_host else ""
 
 
-def _odd_ones(tables: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
-    """(host, how it differs) for everything that the tables do not have alike."""
+def _deviations(tables: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
+    """Return (host, difference) for each entry that differs from the most common value."""
     names = dict.fromkeys(name for table in tables.values() for name in table)
-    found = []
+    deviations = []
     for name in names:
         usual = Counter(table[name] for table in tables.values() if name in table).most_common(1)[0][0]
         for host, table in tables.items():
             if table.get(name, usual) != usual:
-                found.append((host, f"{name} {_shown(table[name])} instead of {_shown(usual)}"))
-    return found
+                deviations.append((host, f"{name} {_shown(table[name])} instead of {_shown(usual)}"))
+    return deviations
 
 
 def _shown(value: str) -> str:
     return value[:200] or "nothing"
 
 
-WIRE_VERSION: Final = 4
-"""Of these messages. It goes up with every change to them."""
+WIRE_VERSION: Final = 4  # increment with every change to the messages below
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """A host introduces itself to host 0. The first field is first in every version."""
+    """First message of a host to host 0."""
 
-    wire: int
-    facts: HostFingerprint
+    wire: int  # stays the first field in every version
+    fingerprint: HostFingerprint
 
 
 class Verdict(msgspec.Struct, tag="verdict", frozen=True):
-    """Host 0's answer: go on, or the reason why nobody can, with the remedy."""
+    """Host 0's answer: continue if `reason` is empty, else why not, with the remedy."""
 
     reason: str = ""
 
 
 class BlockCount(msgspec.Struct, tag="room", frozen=True):
-    """The weights are loaded, and so many KV blocks fit beside them."""
+    """Number of KV blocks that fit on a host beside its loaded weights."""
 
     num_blocks: int
 
 
 class AgreedBlocks(msgspec.Struct, tag="agreed", frozen=True):
-    """Host 0's answer: so many KV blocks fit everywhere."""
+    """Host 0's answer: number of KV blocks that fit on every host."""
 
     num_blocks: int
 
 
 class WarmedUp(msgspec.Struct, tag="warm", frozen=True):
-    """Every program is compiled."""
+    """A host has compiled all programs."""
 
 
 class Execute(msgspec.Struct, tag="step", frozen=True):
-    """Host 0 starts a step: a plan for each copy of the model, None where there is nothing to compute."""
+    """Start a step: one plan per data-parallel replica, None for an idle replica."""
 
     plans: tuple[StepPlan | None, ...]
 
 
 class SleepRanks(msgspec.Struct, tag="sleep", frozen=True):
-    """Host 0 gives its device's memory back, and so shall the others; answered by Changed."""
+    """Release device memory at this sleep level. Answered by SleepResult."""
 
     level: int
 
 
 class WakeUpRanks(msgspec.Struct, tag="wake", frozen=True):
-    """Host 0 has these parts of its memory again; answered by Changed."""
+    """Restore these parts of device memory. Answered by SleepResult."""
 
     tags: tuple[str, ...]
 
 
 class SleepResult(msgspec.Struct, tag="changed", frozen=True):
-    """A host sleeps or is awake as it was told. `error`: why it is not."""
+    """Outcome of SleepRanks or WakeUpRanks on a host."""
 
-    error: str = ""
+    error: str = ""  # empty on success
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """The sender stops. `reason`: what it failed with; empty when it was asked to."""
+    """The sender stops; its last message."""
 
-    reason: str = ""
+    reason: str = ""  # the error it failed with, empty on an orderly shutdown
 
 
 Message = (
@@ -258,7 +241,7 @@ encode = _encoder.encode
 
 
 def decode(data: bytes) -> Message:
-    """A message. Raises ValueError when it is none."""
+    """Return the decoded message. Raises ValueError if `data` is not one."""
     try:
         message: Message = _decoder.decode(data)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -271,8 +254,8 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def wire_version(data: bytes) -> int:
-    """The version in which a Hello of any version is written. Raises ValueError when it is none."""
+    """Return the wire version of an encoded Hello of any version. Raises ValueError if it is not a Hello."""
     try:
         return msgspec.msgpack.decode(data, type=_Version).wire
     except msgspec.MsgspecError as error:
-        raise ValueError(f"no greeting: {error}") from None
+        raise ValueError(f"not a handshake message: {error}") from None

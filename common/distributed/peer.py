@@ -1,4 +1,4 @@
-"""Another host after the pre-flight, or another rank: messages to and fro, and whether it is still there."""
+"""A connection to another host after the handshake, or to another rank: messages, and detection of its failure."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pagoda.common.errors import EngineDeadError
 OnLoss = Callable[[EngineDeadError], None]
 MessageT = TypeVar("MessageT", bound=Message)
 
-PATIENCE_SECONDS: Final = 2.0
-"""Longer than the news of a host's death takes, when what it did is felt here already."""
+GRACE_SECONDS: Final = 2.0
+"""Time for a failure notification to arrive after its local symptom."""
 
 
 class Peer:
-    """One connection. A thread reads it, so that a host's death is known while this one waits for its devices.
+    """One connection. A thread reads it, so a peer's failure is noticed while this process waits for its devices.
 
-    `name`: how messages call the host. `patience`: seconds for what a host that is ending may still have to say.
-    `fate`: what became of it once the connection has ended, such as "was killed by SIGKILL"; empty when unknown.
-    `parting`: this side has said goodbye.
+    `name` is the peer's name in messages. `grace`: seconds to wait for last messages of a peer that is ending.
+    `exit_status` describes how the peer's process ended ("was killed by SIGKILL"), "" if unknown; called after the
+    connection ended.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         name: str,
-        patience: float = PATIENCE_SECONDS,
-        fate: Callable[[], str] = lambda: "",
+        grace: float = GRACE_SECONDS,
+        exit_status: Callable[[], str] = lambda: "",
     ) -> None:
-        self.name, self.patience, self._fate = name, patience, fate
-        self.parting = False
+        self.name, self.grace, self._exit_status = name, grace, exit_status
+        self.ending = False  # this side has sent End
         self._connection, self._sending = connection, threading.Lock()
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
         self._listening = threading.Lock()
@@ -46,7 +46,7 @@ class Peer:
         threading.Thread(target=self._read, name="pagoda-peer", daemon=True).start()
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Call back, from another thread, when the host fails or is gone; at once if it is already."""
+        """Call `on_loss` from another thread when the peer fails or disconnects; at once if it already has."""
         with self._listening:
             self._on_loss = on_loss
             lost = self._lost
@@ -54,49 +54,49 @@ class Peer:
             on_loss(lost)
 
     def send(self, message: Message) -> None:
-        """Raises EngineDeadError with the reason when the host is gone."""
+        """Send a message. Raises EngineDeadError with the cause if the peer is gone."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """As `send`, of a message that is encoded already."""
+        """Send an encoded message, as `send`."""
         try:
             with self._sending:
                 send_frame(self._connection, data)
         except OSError as error:
-            raise self.death(self.patience) or EngineDeadError(f"{self.name} is gone: {told(error)}") from None
+            raise self.failure(self.grace) or EngineDeadError(f"{self.name} is gone: {describe(error)}") from None
 
     def receive(self) -> Message:
-        """The next message. Raises EngineDeadError when the host failed or is gone."""
-        found = self._inbox.get()
-        if isinstance(found, EngineDeadError):
-            self._inbox.put(found)
-            raise found
-        return found
+        """Return the next message. Raises EngineDeadError if the peer failed or disconnected."""
+        message = self._inbox.get()
+        if isinstance(message, EngineDeadError):
+            self._inbox.put(message)
+            raise message
+        return message
 
     def expect(self, kind: type[MessageT]) -> MessageT:
-        """The next message, which is of that kind. Raises EngineDeadError."""
-        found = self.receive()
-        if not isinstance(found, kind):
-            raise EngineDeadError(f"{self.name} sent {type(found).__name__} instead of {kind.__name__}")
-        return found
+        """Return the next message, which must be of this kind. Raises EngineDeadError."""
+        message = self.receive()
+        if not isinstance(message, kind):
+            raise EngineDeadError(f"{self.name} sent {type(message).__name__} instead of {kind.__name__}")
+        return message
 
-    def death(self, patience: float = 0.0) -> EngineDeadError | None:
-        """What the host died of, None while it lives. `patience`: seconds to wait for that news."""
-        self._ended.wait(patience)
+    def failure(self, timeout: float = 0.0) -> EngineDeadError | None:
+        """Return why the peer failed, None while it is alive, after waiting up to `timeout` s for the notification."""
+        self._ended.wait(timeout)
         return self._lost
 
     def end(self, reason: str = "") -> None:
-        """Say goodbye, from any thread. Never raises."""
-        self.parting = True
+        """Send End, from any thread. Never raises."""
+        self.ending = True
         with self._sending, contextlib.suppress(OSError):
             send_frame(self._connection, encode(End(reason)))
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Hang up, once the host has or a moment has passed: hosts that hear a goodbye shall hear it first."""
-        self._ended.wait(self.patience)
+        """Close after the peer did, or after `grace` s, so that End is delivered first."""
+        self._ended.wait(self.grace)
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # a close alone waits for the thread that reads
+            self._connection.shutdown(socket.SHUT_RDWR)  # close() alone would wait for the reading thread
         self._connection.close()
 
     def _read(self) -> None:
@@ -106,7 +106,7 @@ class Peer:
                 message = decode(receive_frame(self._connection, STEP_BYTES))
             except (EOFError, OSError, ValueError) as error:
                 if not ended:
-                    self._lose(EngineDeadError(f"{self.name} {self._fate() or f'is gone: {told(error)}'}"))
+                    self._lose(EngineDeadError(f"{self.name} {self._exit_status() or f'is gone: {describe(error)}'}"))
                 self._ended.set()
                 return
             if isinstance(message, End):
@@ -116,16 +116,16 @@ class Peer:
                     continue
             self._inbox.put(message)
 
-    def _lose(self, death: EngineDeadError) -> None:
+    def _lose(self, failure: EngineDeadError) -> None:
         with self._listening:
-            self._lost = death
+            self._lost = failure
             on_loss = self._on_loss
         self._ended.set()
-        self._inbox.put(death)
+        self._inbox.put(failure)
         if on_loss is not None:
-            on_loss(death)
+            on_loss(failure)
 
 
-def told(error: Exception) -> str:
-    """The system's words about an error of a connection."""
+def describe(error: Exception) -> str:
+    """Return the system's description of a connection error."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,4 +1,7 @@
-"""What an executor is: it starts every rank but the first, which is the engine's own process."""
+"""Executors start the ranks of an engine other than rank 0, which is the engine's own process.
+
+`ProcessExecutor` starts processes on this machine; `RayExecutor` (ray_executor.py) actors of a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -19,69 +22,57 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import STEP_BYTES, End, RankInfo, receive_frame
-from pagoda.server.child import environment, fate
+from pagoda.server.child import describe_exit, environment
 
 LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that waits for its job on `connection`.
-
-    `name`: how messages call it. `device`: the one it shall use, among those it sees. `fate`: what became of it, once
-    the connection has ended; empty when nobody knows.
-    """
+    """A process that waits for its job on `connection`."""
 
     connection: socket.socket
-    name: str
-    device: int
-    fate: Callable[[], str]
+    name: str  # in messages
+    device: int  # index among the devices visible to it
+    exit_status: Callable[[], str]  # how it ended, after the connection ended; "" if unknown
 
 
 class Executor(Protocol):
-    """Starts workers, and sees to it that none is left over."""
+    """Starts workers and ends all of them."""
 
-    host: str
-    """Address of rank 0 as the workers reach it."""
-    device: int
-    """The one for rank 0, among those that this process sees."""
-    sees_all: bool
-    """Whether this process sees the devices of all ranks."""
+    host: str  # address at which workers reach rank 0
+    device: int  # rank 0's device, index among those visible to this process
+    sees_all: bool  # whether the devices of all ranks are visible to this process
 
     def start(self) -> tuple[Worker, ...]:
-        """Start the workers of ranks 1, 2, ... in this order. Raises ConfigError or EngineDeadError."""
+        """Start the workers of ranks 1, 2, ... in rank order. Raises ConfigError or EngineDeadError."""
         ...
 
     def release(self) -> None:
-        """Wait until the workers have ended, and end those that do not. Idempotent."""
+        """Wait for the workers to end, and kill those that do not. Idempotent."""
         ...
 
 
 def rank_name(rank: int, gpu: str) -> str:
-    """How messages call a rank. `gpu`: the number of its own, empty where a CPU stands for it."""
+    """Return a rank's name in messages. `gpu`: its number, "" for a rank on the CPU."""
     return f"rank {rank} (GPU {gpu})" if gpu else f"rank {rank} (CPU)"
 
 
 def make_executor(parallel: ParallelConfig, backend: str, gpus: bool) -> Executor:
-    """The executor that was asked for, for as many ranks. `gpus`: each has one for itself. Raises ConfigError."""
+    """Return the configured executor. `gpus`: each rank has its own GPU. Raises ConfigError if Ray is not installed."""
     if parallel.distributed_executor_backend == "ray":
         from pagoda.server.startup.ray_executor import RayExecutor
 
         return RayExecutor(parallel.tensor_parallel_size, backend, gpus)
-    pass  # DROPPED
-
     return ProcessExecutor(parallel.tensor_parallel_size, backend, gpus)
 
 
-# What a worker is told before it starts: one message, msgpack.
-
-
 class Job(msgspec.Struct, tag="job", frozen=True, kw_only=True):
-    """The engine to build, which names its model by a path, and the place of this rank in it."""
+    """The first message to a worker: the engine to build, its model given by a path, and the worker's rank."""
 
     config: EngineConfig
     usage: Usage
-    place: RankInfo
+    rank: RankInfo
 
 
 _decoder: Final = msgspec.msgpack.Decoder(Job | End)
@@ -89,27 +80,23 @@ encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def receive_job(connection: socket.socket) -> Job:
-    """Wait for it. Raises EOFError or OSError when rank 0 is gone, or has no job to give."""
-    found: Job | End = _decoder.decode(receive_frame(connection, STEP_BYTES))
-    if isinstance(found, End):
-        raise EOFError(found.reason)
-    return found
+    """Wait for the job. Raises EOFError or OSError if rank 0 disconnects or ends first."""
+    message: Job | End = _decoder.decode(receive_frame(connection, STEP_BYTES))
+    if isinstance(message, End):
+        raise EOFError(message.reason)
+    return message
 
 
-# Ranks as processes of this machine, which their connection ties to the engine: its end is theirs.
+RANK_MODULE: Final = "pagoda.server.startup.rank_process"  # run by name in the worker's process
+RANK_PROGRAM: Final = (sys.executable, "-P", "-m", RANK_MODULE)
 
-RANK_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.startup.rank_process")
-
-_LAST_SECONDS: Final = 5.0
-"""A worker has been told to end, or has lost its connection, for so long: it hangs."""
-
-_LOOK_SECONDS: Final = 0.01
-_NEWS_SECONDS: Final = 1.0
-"""Between the end of a process's connections and its own."""
+_SHUTDOWN_SECONDS: Final = 5.0  # from End or a lost connection to SIGKILL
+_POLL_SECONDS: Final = 0.01
+_EXIT_SECONDS: Final = 1.0  # from the end of a worker's connection to the end of its process
 
 
 class ProcessExecutor:
-    """Implements Executor."""
+    """Implements Executor with processes on this machine. A worker ends when its connection to the engine does."""
 
     def __init__(self, size: int, backend: str, gpus: bool) -> None:
         self.host, self.device, self.sees_all = LOOPBACK, 0, True
@@ -117,7 +104,6 @@ class ProcessExecutor:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> tuple[Worker, ...]:
-        """Start a process for each rank but this one's."""
         return tuple(self._start(rank) for rank in self._ranks)
 
     def _start(self, rank: int) -> Worker:
@@ -130,11 +116,10 @@ class ProcessExecutor:
                 env=environment(),
             )
         self._processes.append(process)
-        return Worker(ours, rank_name(rank, str(rank) if self._gpus else ""), rank, lambda: _fate(process))
+        return Worker(ours, rank_name(rank, str(rank) if self._gpus else ""), rank, lambda: _exit_status(process))
 
     def release(self) -> None:
-        """Wait for the processes to end; kill those that hang."""
-        deadline = time.monotonic() + _LAST_SECONDS
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -143,17 +128,17 @@ class ProcessExecutor:
             process.wait()
 
 
-def _fate(process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + _NEWS_SECONDS
+def _exit_status(process: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + _EXIT_SECONDS
     while (status := _status(process)) is None:
         if time.monotonic() > deadline:
             return ""
-        time.sleep(_LOOK_SECONDS)
-    return fate(status)
+        time.sleep(_POLL_SECONDS)
+    return describe_exit(status)
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status, also while the system still takes the device from the process, which may last seconds."""
+    """Return the exit status, also while the kernel still releases the device, which may take seconds."""
     status = process.poll()
     if status is None:
         with contextlib.suppress(OSError):

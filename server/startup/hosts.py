@@ -1,4 +1,7 @@
-"""Several hosts for one engine: what each tells the others before it loads, and the backend that keeps them in step."""
+"""Several hosts for one engine:
+
+the fingerprint that each sends before it loads, and the backend that keeps them in step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pagoda.backends.registry import load_host_runtime
 from pagoda.common.backend import Backend
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.handshake import meet
-from pagoda.common.distributed.leader import LeadingBackend, failure_in_hand
+from pagoda.common.distributed.leader import LeadingBackend, current_error
 from pagoda.common.distributed.messages import Host, HostFingerprint
 from pagoda.common.distributed.peer import Peer
 from pagoda.common.errors import ConfigError
@@ -29,25 +32,25 @@ SHARED_SETTINGS: Final = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"),
     *("disable_hybrid_kv_cache_manager", "disable_sliding_window", "logprobs_mode", "load_format", "seed"),
 )
-"""Settings that shape programs or weights: all hosts need the same. Others are host 0's alone, or each host's own."""
+"""Settings that determine programs or weights, so they must be equal on all hosts."""
 
 _COUNT: Final = "devices"
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Implements Company: the other hosts, met: all of them on host 0, host 0 on the others."""
+    """Implements WorkerGroup with the other hosts."""
 
     rank: int
-    peers: tuple[Peer, ...]
+    peers: tuple[Peer, ...]  # on host 0 all others, on the others host 0
     runtime: HostRuntime
 
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Nothing: the backend's devices have met already, and `create` finds those of all hosts."""
+        """Return no options: the runtime has joined the hosts already, and `create` sees the devices of all."""
         return {}
 
     def joined(self, backend: Backend) -> LeadingBackend | FollowingBackend:
-        """This host's backend, in step with the others'."""
+        """Return this host's backend, wrapped to lead or follow."""
         if self.rank:
             return FollowingBackend(backend, self.peers[0], self.runtime.stop)
         return LeadingBackend(backend, self.peers, self.runtime.stop)
@@ -55,9 +58,9 @@ class Hosts:
 
 @contextmanager
 def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
-    """The other hosts while the engine is built; None where there are none. They are told of an error in it.
+    """Yield the other hosts while the engine is built, None if there is one host. They receive an error in the build.
 
-    Raises ConfigError or EngineDeadError when they cannot work together.
+    Raises ConfigError or EngineDeadError if they cannot work together.
     """
     parallel = resolved.config.parallel
     if parallel.nnodes == 1:
@@ -65,26 +68,26 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
         return
     check_hosts(resolved)
     runtime = load_host_runtime(resolved.backend)
-    peers = meet(parallel, facts_of(resolved, runtime), lambda hosts: check_devices(hosts, resolved.spread))
+    peers = meet(parallel, fingerprint_of(resolved, runtime), lambda hosts: check_devices(hosts, resolved.spread))
     try:
         runtime.start(parallel)
         yield Hosts(parallel.node_rank, peers, runtime)
     except BaseException:
         for peer in peers:
-            peer.end(failure_in_hand())
+            peer.end(current_error())
         for peer in peers:
             peer.close()
         raise
 
 
 def check_hosts(resolved: Resolved) -> None:
-    """Raises ConfigError for what several hosts cannot do, before they meet."""
+    """Raise ConfigError for settings that several hosts do not support."""
     if resolved.config.parallel.nnodes > 1 and resolved.config.compilation.compiled_bundle is not None:
         raise ConfigError("--compiled-bundle", "a bundle is for one host; drop it, and share a compile cache")
 
 
-def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
-    """What this host has."""
+def fingerprint_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
+    """Return this host's fingerprint."""
     from pagoda.common.config.settings import ENGINE_SETTINGS
 
     parallel, weights = resolved.config.parallel, resolved.checkpoint.num_bytes
@@ -102,15 +105,15 @@ def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
 
 
 def check_devices(hosts: Sequence[Host], spread: Mapping[str, int]) -> str:
-    """Why the mesh does not take all devices of all hosts; empty when it does, or when nobody knows yet."""
-    counts = [int(host.facts.devices[_COUNT]) for host in hosts]
-    wanted, there = math.prod(spread.values()), sum(counts)
-    if wanted == there or 0 in counts:
+    """Return why the mesh does not use all devices of all hosts; "" if it does, or if a count is unknown."""
+    counts = [int(host.fingerprint.devices[_COUNT]) for host in hosts]
+    wanted, available = math.prod(spread.values()), sum(counts)
+    if wanted == available or 0 in counts:
         return ""
     each = ", ".join(f"{host} has {count}" for host, count in zip(hosts, counts))
     return (
-        f"the model is spread over {wanted} devices, and {there} are there ({each}); use all of them: "
-        f"--tensor-parallel-size {there}"
+        f"the model is sharded across {wanted} devices, but there are {available} ({each}); use all of them: "
+        f"--tensor-parallel-size {available}"
     )
 
 

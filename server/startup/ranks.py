@@ -1,7 +1,7 @@
-"""Ranks of one engine: processes on one machine, or in a Ray cluster, that share a model, a device each.
+"""Ranks of one engine: processes on one machine or in a Ray cluster that share a model, one device each.
 
-Rank 0 is the process of the engine. It starts the others, gives each its job when the weights are on disk, and then
-all build the same engine, of which the others' follows rank 0's.
+Rank 0 is the engine's process. It starts the others and sends each its job once the weights are on disk; then all build
+the same engine, and the others follow rank 0's steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagoda.common.backend import Backend
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.distributed.follower import FollowingBackend
-from pagoda.common.distributed.leader import LeadingBackend, failure_in_hand
+from pagoda.common.distributed.leader import LeadingBackend, current_error
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.distributed.peer import Peer
 from pagoda.common.weights.checkpoint import Checkpoint
@@ -30,12 +30,11 @@ from pagoda.server.startup.executors import Executor, Job, Worker, encode, make_
 
 T = TypeVar("T")
 
-_QUIET: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}
-"""Level of rank 0's log -> that of the others', which do the same."""
+_FOLLOWER_LOG_LEVELS: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}  # by rank 0's level
 
 
 class LeadingRanks:
-    """Implements Company on rank 0. `usage`: of the engine."""
+    """Implements WorkerGroup on rank 0."""
 
     def __init__(self, resolved: Resolved, usage: Usage, runtime: RankRuntime, executor: Executor) -> None:
         self._config, self._usage, self._runtime, self._executor = resolved.config, usage, runtime, executor
@@ -46,31 +45,31 @@ class LeadingRanks:
     def start(self) -> None:
         """Start the other ranks, which wait for their jobs."""
         self._workers = self._executor.start()
-        self._peers = tuple(Peer(each.connection, each.name, fate=each.fate) for each in self._workers)
+        self._peers = tuple(Peer(each.connection, each.name, exit_status=each.exit_status) for each in self._workers)
 
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Send the others to work, and meet them."""
+        """Send each rank its job, and form the process group."""
         size, device = 1 + len(self._workers), self._executor.device
         _check_devices(self._runtime, self._executor, size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
-        place = RankInfo(rank=0, size=size, device=device, host=host, port=port)
+        own = RankInfo(rank=0, size=size, device=device, host=host, port=port)
         for rank, (worker, peer) in enumerate(zip(self._workers, self._peers), 1):
-            theirs = RankInfo(rank=rank, size=size, device=worker.device, host=host, port=port)
+            other = RankInfo(rank=rank, size=size, device=worker.device, host=host, port=port)
             config = _config_of(self._config, checkpoint, rank)
-            peer.send_bytes(encode(Job(config=config, usage=self._usage, place=theirs)))
-        self._comm = _unless_one_dies(self._peers, lambda: self._runtime.join(place, listener))
+            peer.send_bytes(encode(Job(config=config, usage=self._usage, rank=other)))
+        self._comm = _run_while_alive(self._peers, lambda: self._runtime.join(own, listener))
         return {"comm": self._comm, "device": self._runtime.device(device)}
 
     def joined(self, backend: Backend) -> LeadingBackend:
-        """This rank's backend, which the others follow."""
+        """Return this rank's backend, wrapped to lead the others."""
         assert self._comm is not None, "arrive() comes first"
         leave, abandon = self._comm.leave, self._comm.abandon
         return LeadingBackend(backend, self._peers, leave, name="rank 0", abandon=abandon, release=self._release)
 
     def give_up(self) -> None:
-        """End the others, because of the error in hand. Idempotent."""
-        reason = failure_in_hand()
+        """End the other ranks with the exception being handled as the reason. Idempotent."""
+        reason = current_error()
         for peer in self._peers:
             peer.end(reason)
         if self._comm is not None:
@@ -87,7 +86,7 @@ class LeadingRanks:
 
 @contextmanager
 def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
-    """The other ranks while the engine is built. They end with an error in it. Raises ConfigError."""
+    """Start the other ranks for the duration of the build; an error in it ends them. Raises ConfigError."""
     ranks = LeadingRanks(resolved, usage, *_runtime_and_executor(resolved))
     try:
         ranks.start()
@@ -98,7 +97,7 @@ def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
 
 
 def check_ranks(resolved: Resolved) -> None:
-    """Raises ConfigError where `leading` would before it starts another rank, or for too few devices."""
+    """Raise ConfigError if `leading` would before it starts a rank, or if there are too few devices."""
     runtime, executor = _runtime_and_executor(resolved)
     _check_devices(runtime, executor, resolved.config.parallel.tensor_parallel_size)
 
@@ -115,26 +114,26 @@ def _check_devices(runtime: RankRuntime, executor: Executor, size: int) -> None:
 
 @dataclass(slots=True)
 class FollowingRank:
-    """Implements Company on every other rank."""
+    """Implements WorkerGroup on every other rank."""
 
-    place: RankInfo
+    rank: RankInfo
     leader: Peer
     runtime: RankRuntime
     comm: RankComm | None = None
 
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Meet the others."""
-        self.comm = self.runtime.join(self.place, None)
-        return {"comm": self.comm, "device": self.runtime.device(self.place.device)}
+        """Join the process group."""
+        self.comm = self.runtime.join(self.rank, None)
+        return {"comm": self.comm, "device": self.runtime.device(self.rank.device)}
 
     def joined(self, backend: Backend) -> FollowingBackend:
-        """This rank's backend, which follows rank 0's."""
+        """Return this rank's backend, wrapped to follow rank 0."""
         assert self.comm is not None, "arrive() comes first"
         return FollowingBackend(backend, self.leader, self.comm.leave)
 
 
 def _config_of(config: EngineConfig, checkpoint: Checkpoint, rank: int) -> EngineConfig:
-    """What another rank builds: the model from disk, without a word about what rank 0 says too."""
+    """Return another rank's configuration: the model from disk, without logs that repeat rank 0's."""
     logs = config.logging
     return replace(
         config,
@@ -142,27 +141,27 @@ def _config_of(config: EngineConfig, checkpoint: Checkpoint, rank: int) -> Engin
         load=replace(config.load, use_tqdm_on_load=False),
         logging=replace(
             logs,
-            log_level=_QUIET.get(logs.log_level, logs.log_level),
+            log_level=_FOLLOWER_LOG_LEVELS.get(logs.log_level, logs.log_level),
             log_prefix=f"{logs.log_prefix}rank {rank}: ",
         ),
     )
 
 
-def _unless_one_dies(peers: Sequence[Peer], work: Callable[[], T]) -> T:
-    """What `work` returns, which waits for the others by itself; raises at once what one of them died of."""
+def _run_while_alive(peers: Sequence[Peer], collective: Callable[[], T]) -> T:
+    """Return `collective()`, run in a thread; raise at once the failure of a peer that it waits for."""
     ends: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            found = work()
+            result = collective()
         except BaseException as error:
             ends.put(partial(_raise, error))
         else:
-            ends.put(lambda: found)
+            ends.put(lambda: result)
 
     for peer in peers:
-        peer.watch(lambda death: ends.put(partial(_raise, death)))
-    threading.Thread(target=run, name="pagoda-meeting", daemon=True).start()
+        peer.watch(lambda failure: ends.put(partial(_raise, failure)))
+    threading.Thread(target=run, name="pagoda-rendezvous", daemon=True).start()
     return ends.get()()
 
 

@@ -271,7 +271,7 @@ def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (encode(WarmedUp()), "host 1 (b) sent Warm instead of Room"),
+        (encode(WarmedUp()), "host 1 (b) sent WarmedUp instead of BlockCount"),
         (b"\xc1", "host 1 (b) is gone: not a message of version 4: "),
         (
             encode(AgreedBlocks(3)).replace(b"num_blocks", b"num_clocks"),

@@ -145,7 +145,7 @@ def test_a_mesh_that_leaves_devices_out() -> None:
     assert check_devices(hosts, {"tensor": 4, "data": 2}) == ""
     assert check_devices([host(0, 0), host(1, 0)], {"tensor": 4}) == ""
     assert check_devices(hosts, {"tensor": 4, "data": 1}) == (
-        "the model is spread over 4 devices, and 8 are there (host 0 (10.0.0.0) has 4, host 1 (10.0.0.1) has 4); "
+        "the model is sharded across 4 devices, but there are 8 (host 0 (10.0.0.0) has 4, host 1 (10.0.0.1) has 4); "
         "use all of them: --tensor-parallel-size 8"
     )
 

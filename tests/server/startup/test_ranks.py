@@ -130,12 +130,12 @@ def test_what_killed_a_process_is_known_before_the_system_is_done_with_it(monkey
     assert gone(process.pid)  # but not waited for
     with monkeypatch.context() as patch:
         patch.setattr(process, "poll", lambda: None)
-        assert executors._fate(process) == "was killed by SIGKILL: out of memory?"
+        assert executors._exit_status(process) == "was killed by SIGKILL: out of memory?"
     process.wait()
 
 
 def test_a_rank_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, young: Children) -> None:
-    monkeypatch.setattr(executors, "_LAST_SECONDS", 0.05)
+    monkeypatch.setattr(executors, "_SHUTDOWN_SECONDS", 0.05)
     built = lead("fake:stay", 2)
     built.backend.close()
     assert young() == []

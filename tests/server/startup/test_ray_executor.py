@@ -11,7 +11,7 @@ from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import send_frame
 from pagoda.common.errors import ConfigError
 from pagoda.server.startup.executors import make_executor
-from pagoda.server.startup.ray_executor import _introduced, _visible_index
+from pagoda.server.startup.ray_executor import _authenticated_rank, _visible_index
 
 RAY = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
 SECRET = b"s" * 32
@@ -49,4 +49,4 @@ def test_only_who_knows_the_secret_is_a_rank(said: bytes, rank: int | None) -> N
         connection, _ = listener.accept()
         send_frame(caller, said)
         with connection:
-            assert _introduced(connection, SECRET) == rank
+            assert _authenticated_rank(connection, SECRET) == rank

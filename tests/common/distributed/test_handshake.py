@@ -15,7 +15,7 @@ from support.ports import two_free_ports
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.handshake import meet
 from pagoda.common.distributed.messages import (
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     WIRE_VERSION,
     AgreedBlocks,
     BlockCount,
@@ -129,7 +129,9 @@ def test_what_the_backend_finds_is_told_to_all() -> None:
 def test_a_rank_that_came_twice() -> None:
     lines = list(map(str, Meeting(facts(0, 3), facts(1, 3), facts(1, 3), nodes=3).ends))
     assert len(set(lines)) == 1
-    assert "host 1 (127.0.0.1) came twice, also from 127.0.0.1; give each host a --node-rank of its own" in lines[0]
+    assert (
+        "host 1 (127.0.0.1) connected twice, also from 127.0.0.1; give each host a --node-rank of its own" in lines[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_rank_that_came_twice() -> None:
     [
         (
             facts(2, 2),
-            "host 2 (127.0.0.1) has a rank that is not there; give each host a --node-rank of its own, 0 to 1",
+            "host 2 (127.0.0.1) has a rank out of range; give each host a --node-rank of its own, 0 to 1",
         ),
         (facts(1, 3), "host 1 (127.0.0.1) has --nnodes 3 instead of 2; give every host the same flags"),
     ],
@@ -148,7 +150,7 @@ def test_a_host_that_counts_otherwise(guest: HostFingerprint, words: str) -> Non
 
 def test_a_host_that_is_missing_is_named_to_those_that_came() -> None:
     line = Meeting(facts(0, 4), facts(2, 4), nodes=4, wait=1.0).line
-    assert line.startswith("--nnodes: host 1 and host 3 of 4 did not come to 127.0.0.1:")
+    assert line.startswith("--nnodes: host 1 and host 3 of 4 did not connect to 127.0.0.1:")
 
 
 def test_a_host_that_cannot_be_reached() -> None:
@@ -169,7 +171,10 @@ def test_a_port_that_is_taken(offset: int) -> None:
 
 @pytest.mark.parametrize(
     ("address", "words"),
-    [("192.0.2.1", "is no address of this host"), ("nowhere.invalid", "nowhere.invalid: .*; give host 0's address")],
+    [
+        ("192.0.2.1", "is not an address of this host"),
+        ("nowhere.invalid", "nowhere.invalid: .*; give host 0's address"),
+    ],
 )
 def test_an_address_that_is_not_host_0s(address: str, words: str) -> None:
     parallel = ParallelConfig(nnodes=2, master_addr=address, master_port=two_free_ports())
@@ -183,7 +188,7 @@ def test_somebody_else_listens_at_the_port() -> None:
         waiting = pool.submit(meet, parallel, facts(1), nothing, PATIENT)
         connection, _ = other.accept()
         connection.sendall(b"220 mail.example.org ready\r\n")
-        with pytest.raises(ConfigError, match=r"^--master-port: who listens .* does not answer as host 0"):
+        with pytest.raises(ConfigError, match=r"^--master-port: the process listening .* does not answer as host 0"):
             waiting.result()
         connection.close()
 
@@ -216,7 +221,7 @@ class Doorstep:
     "data",
     [
         b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
-        (GREETING_BYTES + 1).to_bytes(8, "big"),
+        (HANDSHAKE_BYTES + 1).to_bytes(8, "big"),
         (4).to_bytes(8, "big") + b"\xc1\xc1\xc1\xc1",
         len(encode(BlockCount(3))).to_bytes(8, "big") + encode(BlockCount(3)),
     ],
@@ -250,8 +255,8 @@ def test_another_version_of_the_messages() -> None:
         doorstep = Doorstep(pool)
         with doorstep.knock() as old:
             send_frame(old, msgspec.msgpack.encode({"type": "hello", "wire": 99, "name": "whatever it was then"}))
-            told = decode(receive_frame(old, GREETING_BYTES))
+            told = decode(receive_frame(old, HANDSHAKE_BYTES))
         line = str(doorstep.waiting.exception())
         assert isinstance(told, Verdict)
         assert line == f"--nnodes: {told.reason}"
-        assert "the host at 127.0.0.1 runs another pagoda: it speaks version 99" in line
+        assert "the host at 127.0.0.1 runs another version of pagoda: its message version is 99" in line
