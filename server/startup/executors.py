@@ -20,7 +20,6 @@ import msgspec
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import STEP_BYTES, End, RankInfo, receive_frame
 from pagoda.server.child import describe_exit, environment
 
@@ -56,15 +55,6 @@ class Executor(Protocol):
 def rank_name(rank: int, gpu: str) -> str:
     """Return a rank's name in messages. `gpu`: its number, "" for a rank on the CPU."""
     return f"rank {rank} (GPU {gpu})" if gpu else f"rank {rank} (CPU)"
-
-
-def make_executor(parallel: ParallelConfig, backend: str, gpus: bool) -> Executor:
-    """Return the configured executor. `gpus`: each rank has its own GPU. Raises ConfigError if Ray is not installed."""
-    if parallel.distributed_executor_backend == "ray":
-        from pagoda.server.startup.ray_executor import RayExecutor
-
-        return RayExecutor(parallel.tensor_parallel_size, backend, gpus)
-    return ProcessExecutor(parallel.tensor_parallel_size, backend, gpus)
 
 
 class Job(msgspec.Struct, tag="job", frozen=True, kw_only=True):

@@ -20,13 +20,15 @@ from pagoda.backends.registry import load_rank_runtime
 from pagoda.common.backend import Backend
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend, current_error
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.distributed.peer import Peer
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.settings.resolve import Resolved
-from pagoda.server.startup.executors import Executor, Job, Worker, encode, make_executor
+from pagoda.server.startup.executors import Executor, Job, ProcessExecutor, Worker, encode
+from pagoda.server.startup.ray_executor import RayExecutor
 
 T = TypeVar("T")
 
@@ -104,7 +106,12 @@ def check_ranks(resolved: Resolved) -> None:
 
 def _runtime_and_executor(resolved: Resolved) -> tuple[RankRuntime, Executor]:
     runtime = load_rank_runtime(resolved.backend)
-    return runtime, make_executor(resolved.config.parallel, resolved.backend, runtime.needs_gpu())
+    return runtime, _make_executor(resolved.config.parallel, resolved.backend, runtime.needs_gpu())
+
+
+def _make_executor(parallel: ParallelConfig, backend: str, gpus: bool) -> Executor:
+    kind = RayExecutor if parallel.distributed_executor_backend == "ray" else ProcessExecutor
+    return kind(parallel.tensor_parallel_size, backend, gpus)
 
 
 def _check_devices(runtime: RankRuntime, executor: Executor, size: int) -> None:

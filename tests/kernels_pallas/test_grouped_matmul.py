@@ -108,12 +108,12 @@ def test_every_row_is_visited_once_by_its_own_group(sizes: list[int]) -> None:
 
 
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_buffer = kernel.Body.copy
+    one_buffer = kernel.MatmulKernelBody.copy
 
-    def same(self: kernel.Body, column, group, slot):
+    def same(self: kernel.MatmulKernelBody, column, group, slot):
         return one_buffer(self, column, group, 0)  # the next weights land in the buffer that is being read
 
-    monkeypatch.setattr(kernel.Body, "copy", same)
+    monkeypatch.setattr(kernel.MatmulKernelBody, "copy", same)
     rows, stack, want = case([30, 0, 10, 20, 10, 0], "float32", 3)
     arrays = (jnp.asarray(rows), jnp.asarray(stack), LAYER, jnp.asarray([30, 0, 10, 20, 10, 0]))
     try:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the engine's messages import this module, and tokenizers take time to import
+    from pagoda.common.text.tokenizer import Tokenizer
 
 GrammarEngine = Literal["guidance", "xgrammar"]
 """The library that reads a grammar's text."""

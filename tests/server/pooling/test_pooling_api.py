@@ -324,7 +324,7 @@ def test_tasks(embed: LiveServer, classify: LiveServer) -> None:
         answer = embed.post("/pooling", body | {"task": "token_embed"})[1]
         (found,) = answer["data"]
         assert answer["id"].startswith("pooling-")
-        assert found["object"] == "routes"
+        assert found["object"] == "pooling"
         assert len(found["data"]) == answer["usage"]["prompt_tokens"]
         assert all(sum(row) == 1 for row in found["data"])
         (found,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]

@@ -98,7 +98,7 @@ def test_what_the_engine_says_survives_the_wire(tmp_path: Path) -> None:
             ipc_messages.encode(ipc_messages.AddRequest(request))
         ) == ipc_messages.AddRequest(request)
         engine.built.core.add_request(request)
-        step = ipc_messages.Step(engine.built.core.step())
+        step = ipc_messages.StepReply(engine.built.core.step())
         assert ipc_messages.decode_from_engine(ipc_messages.encode(step)) == step
 
 

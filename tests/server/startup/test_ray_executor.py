@@ -10,7 +10,7 @@ import pytest
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import send_frame
 from pagoda.common.errors import ConfigError
-from pagoda.server.startup.executors import make_executor
+from pagoda.server.startup.ranks import _make_executor
 from pagoda.server.startup.ray_executor import _authenticated_rank, _visible_index
 
 RAY = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
@@ -23,7 +23,7 @@ def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         ConfigError, match=r"^--distributed-executor-backend: ray is not installed; pip install 'pagoda"
     ):
-        make_executor(RAY, "torch_cuda", gpus=True)
+        _make_executor(RAY, "torch_cuda", gpus=True)
 
 
 @pytest.mark.parametrize(("visible", "gpu", "index"), [(None, "3", 3), ("2,3", "3", 1), ("GPU-a,GPU-b", "GPU-a", 0)])

@@ -140,7 +140,7 @@ def test_many_rows_by_torch(bias: bool) -> None:
         assert not api.is_faster(arguments["x"], chosen, *given[:2], CHIPS[other])
     assert not api.is_faster(arguments["x"][:60], chosen[:60], *given[:2], CHIP)
     assert not api.is_faster(arguments["x"].half(), chosen, *given[:2], CHIP)
-    parts = api.experts(arguments["x"], chosen, *given, arguments["expert"])
+    parts = api.grouped_experts(arguments["x"], chosen, *given, arguments["expert"])
     wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     want = moe(**wide, use_kernel=False, chip=CHIP)
     torch.testing.assert_close((parts.float() * weights).float(), want, rtol=0.03, atol=0.08)
