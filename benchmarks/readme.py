@@ -66,11 +66,11 @@ def measure(args: argparse.Namespace) -> None:
     peer = [f"--{k.replace('_', '-')}={v}" for k in ("peer_python", "peer_model") if (v := getattr(args, k))]
     results: dict = {"machine": machine()}
     if "offline" in args.only:
-        results["offline"] = run("offline.py", "--model", args.model, *peer)
+        results["offline"] = run("cpu/offline.py", "--model", args.model, *peer)
     if "startup" in args.only:
-        results["startup"] = run("startup.py", "--model", args.model)
+        results["startup"] = run("server/startup.py", "--model", args.model)
     if "scheduler" in args.only:
-        results["scheduler"] = run("scheduler_cost.py")
+        results["scheduler"] = run("cpu/scheduler_cost.py")
     if "install" in args.only:
         results["install"] = run("install_size.py")
     if "tests" in args.only:

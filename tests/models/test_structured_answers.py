@@ -14,7 +14,7 @@ import pytest
 from pagoda import LLM, SamplingParams
 from pagoda.common.sampling_params import StructuredOutputsParams
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "cpu"))
 
 from json_schemas import schemas
 

@@ -2,7 +2,7 @@
 
 Prints one JSON line per mode. `planned_ahead`: each step is planned before the result of the one before is known.
 
-usage: python benchmarks/scheduler_cost.py [--running 256] [--steps 300]
+usage: python benchmarks/cpu/scheduler_cost.py [--running 256] [--steps 300]
 """
 
 import argparse

@@ -14,9 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from readme import machine
-
 from pagoda import LLM, SamplingParams
+from pagoda.benchmarks.readme import machine
 
 PROMPTS = (
     "The future of AI is",
