@@ -1,4 +1,4 @@
-"""`pagoda collect-env`: what a bug report should say about a machine. No keys, no names, no paths of the user's own."""
+"""`pagoda collect-env`: print what a bug report needs about a machine, without keys, names and private paths."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _FAMILIES: Final = re.compile(
     r"|TOKENIZERS)_\w+|(HTTPS?|NO|ALL)_PROXY|LD_PRELOAD|MALLOC_\w+",
     re.IGNORECASE,
 )
-"""Variables of the libraries below, which bugs depend on."""
+"""Variables of libraries that pagoda uses."""
 
 _LIMITS: Final = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """There are none."""
+    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
-    hide = Redactor()
+    """Print the report. Returns 0."""
+    redact = Redactor()
     for title, lines in (
         ("pagoda", iter([("version", pagoda.__version__)])),
         ("system", _system()),
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         print(f"[{title}]")
         for name, value in lines:
-            print(hide(f"{name:<28}{value}").rstrip())
+            print(redact(f"{name:<28}{value}").rstrip())
         print()
     return 0
 
@@ -61,7 +61,7 @@ def _system() -> Lines:
     yield "platform", platform.platform()
     yield "processor", machine.processor()
     yield "features", " ".join(machine.vector_features())
-    yield "cores", str(machine.cores()) + ("" if quota is None else f" ({quota:g} at a time)")
+    yield "cores", str(machine.cores()) + ("" if quota is None else f" (quota {quota:g})")
     yield "memory", f"{total / machine.GIB:.1f} GiB, {free / machine.GIB:.1f} GiB free"
 
 
@@ -75,14 +75,14 @@ def _devices() -> Lines:
 def _packages() -> Lines:
     names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in machine.project()[1]]
     for name in sorted({*names, *_MORE_PACKAGES} - {"pagoda"}):
-        if (found := machine.version(name)) is not None:
-            yield name, found
+        if (version := machine.version(name)) is not None:
+            yield name, version
 
 
 def _environment() -> Lines:
-    """Variables that are set: those of the table, those that set a setting, and those of the libraries below.
+    """Yield the variables that are set: known ones, those of settings, and those of libraries.
 
-    Of other PAGODA_ and VLLM_ variables only the name is told: nobody knows what is in them.
+    Other PAGODA_ and VLLM_ variables are listed by name only: their values may be secret.
     """
     known = {name for variable in VARIABLES for name in variable.names}
     known |= {setting.variable for settings in COMMAND_SETTINGS.values() for setting in settings.values()}
@@ -95,8 +95,8 @@ def _environment() -> Lines:
 
 def _limits() -> Lines:
     for name, resource in _LIMITS.items():
-        found = machine.limit(resource)
-        yield name, "unlimited" if found is None else str(found)
+        limit = machine.limit(resource)
+        yield name, "unlimited" if limit is None else str(limit)
 
 
 def _backends() -> Lines:

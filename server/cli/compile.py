@@ -1,7 +1,6 @@
-"""`pagoda compile`: a model's programs compiled for a TPU that need not be there, and what they say about it.
+"""`pagoda compile`: compile a model's programs for a TPU on any machine, and report their cost and memory budget.
 
-The table and the memory budget are those of the machine compiled for; with --output the programs are kept as a bundle
-that `pagoda serve --compiled-bundle` starts from.
+With --output the programs are saved as a bundle, from which `pagoda serve --compiled-bundle` starts.
 """
 
 from __future__ import annotations
@@ -30,18 +29,17 @@ _BACKEND: Final = "jax_tpu"
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """MODEL, the engine's flags, and those of compiling."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
     add_settings(parser, SETTINGS.values())
     add_config_file(parser, explains=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile and print. Raises ConfigError for what cannot be compiled, in a line with the remedy."""
+    """Compile and print the report. Returns 0. Raises ConfigError if the model or topology cannot be compiled."""
     settled = settle_all(args, SETTINGS)
     config: CompileConfig = build(CompileConfig, settled.values, SETTINGS.values())
     if config.topology is None:
-        raise ConfigError("--topology", "is missing: name the chips to compile for, such as v6e:1x1")
+        raise ConfigError("--topology", "required: the chips to compile for, such as v6e:1x1")
     compiler = load_compiler()
     target = compiler.find_target(config.topology)
     data = settled.values["data_parallel_size"]
@@ -69,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resolve_for(settled: Settled, config: CompileConfig, target: CompileTarget, tensor: int) -> Resolved:
-    """The model and its limits as the target would have them. Raises ConfigError or ModelError."""
+    """Resolve the model and its limits for the target. Raises ConfigError or ModelError."""
     values = {**settled.values, "tensor_parallel_size": tensor}
     engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
     if engine.model.backend not in ("auto", _BACKEND):
-        raise ConfigError("--backend", f"{engine.model.backend} is not compiled ahead; drop it")
+        raise ConfigError("--backend", f"{engine.model.backend} has no ahead-of-time compilation; drop it")
     engine = replace(engine, model=replace(engine.model, backend=_BACKEND))
     if config.config_only:
         engine = _config_only(engine)
@@ -82,11 +80,11 @@ def resolve_for(settled: Settled, config: CompileConfig, target: CompileTarget, 
 
 
 def _config_only(engine: EngineConfig) -> EngineConfig:
-    """The model is a config.json, or the folder that holds one; nothing else of it is read."""
+    """Return the configuration of a model given as a config.json or its folder, without weights."""
     path = Path(engine.model.model)
     if path.suffix == ".json" and path.is_file():
         if path.name != "config.json":
-            raise ConfigError("--config-only", f"{path} is not called config.json; rename it, or name its folder")
+            raise ConfigError("--config-only", f"{path} is not named config.json; rename it, or pass its folder")
         path = path.parent
     model = replace(engine.model, model=os.fspath(path))
     return replace(engine, model=model, load=replace(engine.load, load_format="dummy"))

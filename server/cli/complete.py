@@ -8,7 +8,7 @@ from typing import Final
 
 from pagoda.common.config.groups.commands import OWN_SETTINGS, ClientConfig
 from pagoda.common.config.settings import build
-from pagoda.server.cli.chat import TerminalReply, connect, said_lines, show
+from pagoda.server.cli.chat import TerminalReply, connect, input_lines, show
 from pagoda.server.cli.http_client import ApiClient
 from pagoda.server.settings.args import settle_flags
 from pagoda.server.settings.flags import FlagParser, add_settings
@@ -17,15 +17,14 @@ SETTINGS: Final = OWN_SETTINGS["complete"]
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """Flags of the command."""
     add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
-    """Complete line by line until the end of the input, or one text with --quick. Raises ApiError."""
+    """Complete each line of the input, or the text of --quick. Returns 0. Raises ApiError."""
     config: ClientConfig = build(ClientConfig, settle_flags(args, SETTINGS), SETTINGS.values())
     client, model = connect(config)
-    for line in said_lines(config):
+    for line in input_lines(config):
         show(_completion(client, model, line, config.max_tokens))
     return 0
 

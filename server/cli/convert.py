@@ -1,6 +1,6 @@
-"""`pagoda convert`: a model in any form that is read here -> a model folder whose weights are a backend's own arrays.
+"""`pagoda convert`: write any readable model as a model folder whose weights are the TPU backend's own arrays.
 
-The folder is served like any other, with `--load-format sharded_state` or without a word about it.
+The folder is served like any other; --load-format sharded_state is detected.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ _BACKEND: Final = "jax_tpu"
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """MODEL, OUT, and the flags that say what is converted."""
     parser.add_argument("model_tag", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    parser.add_argument("out", metavar="OUT", help="The folder to make; it may exist when it is empty.")
+    parser.add_argument("out", metavar="OUT", help="Output folder; it must be empty if it exists.")
     add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and say what that gave. Raises ConfigError or ModelError, in a line with the remedy."""
+    """Convert and print a summary. Returns 0. Raises ConfigError or ModelError."""
     settled = settle_all(argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS)
     config: ConvertConfig = build(ConvertConfig, settled.values, SETTINGS.values())
-    with _made(Path(args.out)) as folder:
+    with _output_folder(Path(args.out)) as folder:
         resolved = _resolved(args.model_tag, settled)
         architectures = tuple(resolved.hf_config["architectures"])
         tokenizer = open_tokenizer(resolved.config)
@@ -59,26 +58,28 @@ def run(args: argparse.Namespace) -> int:
             _write_json(folder / "generation_config.json", generation)
         if tokenizer is not None:
             tokenizer.save(folder)
-    numbers = sum(leaf.size for leaf in manifest.leaves.values())
+    elements = sum(leaf.size for leaf in manifest.leaves.values())
     devices = "1 device" if manifest.tensor_parallel_size == 1 else f"{manifest.tensor_parallel_size} devices"
-    print(f"{args.out}: {numbers:,} {manifest.dtype} numbers in {len(manifest.leaves)} arrays, laid out for {devices}")
+    print(
+        f"{args.out}: {elements:,} {manifest.dtype} elements in {len(manifest.leaves)} arrays, laid out for {devices}"
+    )
     return 0
 
 
 def _resolved(model: str, settled: Settled) -> Resolved:
-    """What is converted. Raises ConfigError, ModelError."""
-    usual = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
-    said = {name: value for name, value in settled.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
-    values = {**usual, **said, "model": model, "backend": _BACKEND, "runner": "generate"}
+    """Resolve the model to convert. Raises ConfigError or ModelError."""
+    defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
+    given = {name: value for name, value in settled.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
+    values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
     engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
     resolved = resolve(engine, "llm", settled.sources, weights=True)
     if isinstance(resolved.checkpoint, ShardedCheckpoint):
-        raise ConfigError("MODEL", f"{model} is converted already, and loads on any number of devices; serve it")
+        raise ConfigError("MODEL", f"{model} is already converted and loads on any number of devices; serve it")
     return resolved
 
 
 def _config(resolved: Resolved) -> dict[str, Any]:
-    """The config that was read, overrides included, with the dtype of the arrays."""
+    """Return the model's config including overrides, with the dtype of the arrays."""
     return {**{k: v for k, v in resolved.hf_config.items() if k != "torch_dtype"}, "dtype": resolved.dtype}
 
 
@@ -87,10 +88,10 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _made(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its place when all went well, and goes when not."""
+def _output_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `out` on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("OUT", f"{out} exists and is not an empty folder; name another, or remove it")
+        raise ConfigError("OUT", f"{out} exists and is not an empty folder; use another, or remove it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -101,4 +102,4 @@ def _made(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
-        raise ConfigError("OUT", f"{out} cannot be written ({error.strerror or error}); name another place") from None
+        raise ConfigError("OUT", f"{out} cannot be written ({error.strerror or error}); use another path") from None

@@ -1,4 +1,4 @@
-"""A small client of the OpenAI HTTP API, on the standard library alone."""
+"""A small client of the OpenAI HTTP API that needs only the standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_SECONDS: Final = 600.0
 
 
 class ApiError(PagodaError):
-    """The server could not be reached, or it answered with an error. `status`: the HTTP status, if there was one."""
+    """The server is unreachable or answered with an error. `status` is None without an HTTP answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -22,7 +22,10 @@ class ApiError(PagodaError):
 
 
 class ApiClient:
-    """One server. `url`: its base, such as http://localhost:8000/v1. Raises ConfigError for a URL of another kind."""
+    """A client of the server at base URL `url`, such as http://localhost:8000/v1.
+
+    Raises ConfigError for an invalid URL.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -35,16 +38,16 @@ class ApiClient:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def models(self) -> list[str]:
-        """The names that the server answers to."""
+        """Return the names of the server's models."""
         return [str(card["id"]) for card in self.cards()]
 
     def cards(self) -> list[dict[str, Any]]:
-        """What the server says about each of its models."""
+        """Return the server's model cards."""
         with self._request("GET", "/models", None) as response:
             return list(json.load(response)["data"])
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer. Raises ApiError, also for an error inside the stream."""
+        """Yield the events of a streamed answer. Raises ApiError, also for an error event in the stream."""
         with self._request("POST", path, {**body, "stream": True}) as response:
             for line in response:
                 if not line.startswith(b"data:"):
@@ -56,7 +59,7 @@ class ApiClient:
                 if "error" in event:
                     raise ApiError(str(event["error"].get("message", event["error"])))
                 yield event
-        raise ApiError(f"{self._url}: the answer broke off")
+        raise ApiError(f"{self._url}: the answer ended early")
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
@@ -74,7 +77,7 @@ class ApiClient:
 
 
 def message_of(raw: bytes) -> str:
-    """What an error's body says."""
+    """Return the message of an error body."""
     try:
         return str(json.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""`pagoda serve`: bind the port, start the engine, and answer HTTP from the first moment to the last request.
+"""`pagoda serve`: bind the port, start the engine, and serve HTTP from then on until all requests are finished.
 
-The engine starts before anything else is imported, in a process of its own, so that loading the model and importing
-the HTTP stack overlap. Until the model is warm, /health and /ready say 503.
+The engine starts in its own process before the HTTP stack is imported, so that loading the model and importing overlap.
+Until the engine is warm, /health and /ready answer 503. With --headless there is no HTTP: the engine follows host 0.
 """
 
 from __future__ import annotations
@@ -41,28 +41,25 @@ if TYPE_CHECKING:
     from pagoda.server.settings.resolve import Resolved
 
 
-# `pagoda serve --headless`: an engine without HTTP, which does what host 0 says.
-
-
 class _Stopped(BaseException):
-    """A signal asked for the end."""
+    """SIGTERM or SIGINT."""
 
 
 def check_headless(parallel: ParallelConfig, headless: bool) -> None:
-    """Host 0 serves HTTP, and only it. Raises ConfigError."""
+    """Raise ConfigError unless --headless is given on every host but host 0, which serves HTTP."""
     rank, last = parallel.node_rank, parallel.nnodes - 1
     if last and rank > last:
-        raise ConfigError("--node-rank", f"{rank} is none of {last + 1} hosts; use 0 to {last}")
+        raise ConfigError("--node-rank", f"{rank} is out of range for {last + 1} hosts; use 0 to {last}")
     if headless and not last:
-        raise ConfigError("--headless", "there is no host 0 to follow; give --nnodes and --node-rank, or drop it")
+        raise ConfigError("--headless", "there is no host 0 to follow; set --nnodes and --node-rank, or drop it")
     if headless and not rank:
-        raise ConfigError("--headless", "host 0 takes the requests; drop it, or give this host another --node-rank")
+        raise ConfigError("--headless", "host 0 serves the requests; drop it, or set another --node-rank on this host")
     if rank and not headless:
-        raise ConfigError("--node-rank", "only host 0 serves HTTP; add --headless and --nnodes on the others")
+        raise ConfigError("--node-rank", "only host 0 serves HTTP; add --headless and --nnodes on the other hosts")
 
 
 def run_headless(config: EngineConfig) -> int:
-    """Follow host 0 until it ends or a signal comes (0). Raises what this host or host 0 failed with."""
+    """Follow host 0 until it ends or a signal arrives; returns 0. Raises the error of this host or of host 0."""
     client = ProcessClient(config)
     try:
         with _stopping_on_signals():
@@ -93,22 +90,20 @@ def _stopping_on_signals() -> Iterator[None]:
 
 BACKLOG: Final = 2048
 
-_YOUNG: Final = 50_000
-"""Objects to a collection of the youngest: a step makes thousands, nearly all of which end by themselves."""
+_GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
 
 logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """MODEL, the engine's flags, and the server's."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
     AsyncEngineArgs.add_cli_args(parser)
     add_settings(parser, SERVER_SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (0) or a failure (1). Raises what keeps the server from starting."""
-    began = time.monotonic()
+    """Serve until a signal (returns 0) or an engine failure (1). Raises the error that prevents the start."""
+    start_time = time.monotonic()
     _, engine_config, config = _prepared(args)
     if config.headless:
         return run_headless(engine_config)
@@ -118,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         from pagoda.server.async_llm import AsyncLLM
 
         llm = AsyncLLM(engine_config, wait=False, client=client)
-        return _serve(llm, config, listener, began)
+        return _serve(llm, config, listener, start_time)
     finally:
         client.close()
         listener.close()
@@ -126,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
-    """What was said, and what it comes to. Raises what `run` raises before weights are read."""
+    """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights."""
     from pagoda.server.async_llm import AsyncLLM
     from pagoda.server.startup.engine import check_engine
 
@@ -142,21 +137,21 @@ def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
 
 
 def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, ServerConfig]:
-    """What was said and the configurations it makes, with the logs set up. Raises ConfigError."""
+    """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
     settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
     configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
     engine_config, config = configured(settled)
-    check_machine(engine_config)  # before the hub is asked for a model that nothing here could run
+    check_machine(engine_config)  # before a model is downloaded that this machine cannot run
     return settled, engine_config, config
 
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """What flags, file and environment ask for. Raises ConfigError."""
+    """Return the configurations of the command line, file and environment. Raises ConfigError."""
     return configured(settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS))
 
 
 def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
-    """The two configurations that the settings make. Raises ConfigError."""
+    """Return both configurations. Raises ConfigError."""
     server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
     if server.enable_log_outputs and not settled.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
@@ -167,7 +162,7 @@ def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A bound socket. Raises ConfigError when the address is taken or impossible."""
+    """Return a listening socket. Raises ConfigError if the address is in use or invalid."""
     if config.uds is not None:
         return _bind_unix(config.uds)
     try:
@@ -203,7 +198,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket that nobody listens on any more."""
+    """Remove the socket of a process that has ended."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -221,7 +216,7 @@ def _remove_socket(config: ServerConfig) -> None:
 
 
 def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, ServerState]:
-    """The server that will answer, and what its routes share. Raises ConfigError."""
+    """Return the HTTP server and the state that its routes share. Raises ConfigError."""
     from pagoda.common.observe.metrics import Metrics
     from pagoda.server.app import create_app
     from pagoda.server.http.server import http_server
@@ -233,77 +228,77 @@ def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, Serve
     return http_server(create_app(state), config), state
 
 
-def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, began: float) -> int:
+def _serve(llm: AsyncLLM, config: ServerConfig, listener: socket.socket, start_time: float) -> int:
     server, state = _application(llm, config)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_until_stopped(server, state, listener, began))
+        return runner.run(_until_stopped(server, state, listener, start_time))
 
 
-async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, began: float) -> int:
-    """Run server and engine side by side; 0 after a signal, 1 after the engine's death."""
+async def _until_stopped(server: HttpServer, state: ServerState, listener: socket.socket, start_time: float) -> int:
+    """Run the HTTP server and watch the engine. Returns 0 after a signal, 1 after an engine failure."""
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop = asyncio.Event()
     _on_signals(server, stop)
     logger.info("listening on %s, loading %s", _shown(listener, state.config), state.engine.config.model.model)
     stopped = asyncio.ensure_future(stop.wait())
-    life = asyncio.ensure_future(_live(state, began))
+    engine_watch = asyncio.ensure_future(_watch_engine(state, start_time))
     try:
-        await asyncio.wait({http, stopped, life}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({http, stopped, engine_watch}, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             logger.info("stopping; %d requests are running", state.running)
             await _first_of(state.drain(), http)
         server.should_exit = True
         await http
-        if life.done() and (error := life.exception()) is not None:
+        if engine_watch.done() and (error := engine_watch.exception()) is not None:
             raise error
         return 0 if stopped.done() else 1
     finally:
-        for task in (life, stopped):
+        for task in (engine_watch, stopped):
             task.cancel()
-        await asyncio.gather(life, stopped, return_exceptions=True)
+        await asyncio.gather(engine_watch, stopped, return_exceptions=True)
         state.engine.shutdown()
 
 
-async def _live(state: ServerState, began: float) -> None:
-    """The engine's life. Raises what keeps it from starting, or its death."""
+async def _watch_engine(state: ServerState, start_time: float) -> None:
+    """Wait for the engine to be ready, then for its failure, and raise it."""
     await state.wait_until_ready()
     gc.collect()
-    gc.freeze()  # what is here now stays: collections while serving look at requests only
-    gc.set_threshold(_YOUNG)
+    gc.freeze()  # later collections skip everything allocated so far
+    gc.set_threshold(_GC_THRESHOLD)
     info = state.engine.info
     logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
-    logger.info("ready after %.1f s: %s", time.monotonic() - began, _phases(info.phases))
-    quiet = state.engine.config.observability.disable_log_stats
-    statistics = None if quiet else asyncio.ensure_future(state.log_stats())
+    logger.info("ready after %.1f s: %s", time.monotonic() - start_time, _phases(info.phases))
+    disabled = state.engine.config.observability.disable_log_stats
+    statistics = None if disabled else asyncio.ensure_future(state.log_stats())
     try:
-        death = await state.until_dead()
+        failure = await state.until_dead()
         if not state.config.keep_alive_on_engine_death:
-            raise death
-        logger.error("the engine died: %s; the server stays up, because of --keep-alive-on-engine-death", death)
+            raise failure
+        logger.error("the engine died: %s; the server stays up (--keep-alive-on-engine-death)", failure)
         await asyncio.Event().wait()
     finally:
         if statistics is not None:
             statistics.cancel()
 
 
-async def _first_of(work: Coroutine[Any, Any, None], other: asyncio.Future[None]) -> None:
-    task = asyncio.ensure_future(work)
+async def _first_of(coroutine: Coroutine[Any, Any, None], other: asyncio.Future[None]) -> None:
+    task = asyncio.ensure_future(coroutine)
     await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
-    """The first signal asks for an end in good order, the second for the end."""
+    """Drain on the first signal, exit at once on the second."""
 
-    def hear() -> None:
+    def handle() -> None:
         if stop.is_set():
             server.should_exit = server.force_exit = True
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, hear)
+        loop.add_signal_handler(number, handle)
 
 
 def _phases(phases: tuple[tuple[str, float], ...]) -> str:

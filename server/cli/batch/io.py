@@ -1,6 +1,6 @@
-"""Where a batch comes from and where its answers go: files, or addresses that are fetched and uploaded.
+"""Input and output of a batch: local files, or URLs that are downloaded and uploaded.
 
-Answers gather beside their place and appear there when all are written.
+Answers are written to a partial file, which becomes the output file when all of them are written.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from pagoda.common.config.groups.commands import is_address
 from pagoda.common.errors import ConfigError, PagodaError
 
 TIMEOUT_SECONDS: Final = 600.0
-UPLOAD_PAUSES: Final = (0.0, 1.0, 4.0)
-"""Seconds to wait before each try."""
+UPLOAD_DELAYS: Final = (0.0, 1.0, 4.0)  # seconds before each attempt
 
 logger = logging.getLogger(__name__)
 
 
 class OutputError(PagodaError):
-    """The answers are written, but not where they should be; the message says where they are."""
+    """The answers could not be moved to their destination; the message names the file that has them."""
 
 
 def open_source(path: str) -> IO[bytes]:
-    """The file at a path or an address, from its beginning. Raises ConfigError."""
+    """Open the file at a path or URL. Raises ConfigError."""
     try:
         if not is_address(path):
             return open(path, "rb")
@@ -50,7 +49,7 @@ def open_source(path: str) -> IO[bytes]:
 
 
 def count_requests(source: IO[bytes]) -> int | None:
-    """Lines that are not blank; None for a source that can be read only once."""
+    """Return the number of non-blank lines; None if the source is not seekable."""
     if not source.seekable():
         return None
     count = sum(1 for line in source if line.strip())
@@ -59,7 +58,7 @@ def count_requests(source: IO[bytes]) -> int | None:
 
 
 def shown(path: str) -> str:
-    """A path, or an address without the secrets that it may carry."""
+    """Return a path, or a URL without credentials and query."""
     if not is_address(path):
         return path
     parts = urlsplit(path)
@@ -67,7 +66,7 @@ def shown(path: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in a few words."""
+    """Return a short description of an I/O error."""
     if isinstance(error, HTTPError):
         return f"{error.code} {error.reason}"
     inner = getattr(error, "reason", error)
@@ -75,17 +74,16 @@ def reason(error: Exception) -> str:
 
 
 class BatchOutput:
-    """Where answers are written. Leaving it complete (`finish`) puts them in place; else they stay where they gather.
+    """The output file. `finish` moves the partial file to its destination; without it the next run resumes from it.
 
-    They gather under a name that the next run to the same place finds again. Raises ConfigError when nothing can be
-    written there.
+    The partial file's name depends on the destination alone. Raises ConfigError if it cannot be written.
     """
 
     def __init__(self, target: str, folder: str | None = None) -> None:
         self._target = target
         self._flag = "--output-file" if folder is None else "--output-tmp-dir"
         self._count = 0
-        self._placed = False
+        self._finished = False
         try:
             self._file = self._open(folder)
         except OSError as error:
@@ -97,26 +95,26 @@ class BatchOutput:
             if os.path.isdir(target):
                 raise ConfigError("--output-file", f"{target} is a folder; name a file")
             if os.path.exists(target) and not os.path.isfile(target):
-                self._placed = True  # a pipe or a device: there is nothing to swap
+                self._finished = True  # a pipe or device cannot be replaced
                 return open(target, "wb")
             self._target = target = os.path.realpath(target)
             if folder is None:
-                return self._gather(f"{target}.partial", 0o666)
+                return self._open_partial(f"{target}.partial", 0o666)
         name = hashlib.sha256(shown(target).encode()).hexdigest()[:16]
-        return self._gather(os.path.join(folder or tempfile.gettempdir(), f"pagoda-batch-{name}.jsonl"), 0o600)
+        return self._open_partial(os.path.join(folder or tempfile.gettempdir(), f"pagoda-batch-{name}.jsonl"), 0o600)
 
-    def _gather(self, path: str, mode: int) -> IO[bytes]:
-        """The file of an earlier run, or a new one; nobody else's, and for one run at a time."""
+    def _open_partial(self, path: str, mode: int) -> IO[bytes]:
+        """Open the partial file of a previous run or a new one, locked, and only if this user owns it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.fdopen(os.open(path, flags, mode), "r+b")
-        found = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
         try:
-            if found.st_size and found.st_uid != os.geteuid():
-                raise ConfigError(self._flag, f"{path} belongs to somebody else; remove it, or use another place")
+            if status.st_size and status.st_uid != os.geteuid():
+                raise ConfigError(self._flag, f"{path} belongs to another user; remove it, or use another folder")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise ConfigError(self._flag, f"{path}: another run writes there; wait for its end") from None
+            raise ConfigError(self._flag, f"{path}: another run is writing it; wait for that run to end") from None
         except ConfigError:
             file.close()
             raise
@@ -124,30 +122,33 @@ class BatchOutput:
         return file
 
     def answers(self) -> Iterator[bytes]:
-        """The whole lines that an earlier run left."""
-        if self._placed:
+        """Yield the complete lines of a previous run."""
+        if self._finished:
             return
         self._file.seek(0)
         for line in self._file:
             if line.endswith(b"\n"):
                 yield line
 
-    def keep(self, count: int, end: int) -> None:
-        """Go on behind so many answers, which end there. Raises ConfigError when the others are another batch's."""
-        if self._placed:
+    def resume(self, count: int, end: int) -> None:
+        """Continue after the first `count` answers, which end at byte `end`.
+
+        Raises ConfigError if another batch wrote the file.
+        """
+        if self._finished:
             return
         self._file.seek(0)
         if not count and self._file.readline().endswith(b"\n"):
-            self._placed = True  # they are not ours to remove
+            self._finished = True  # keep the other batch's file
             raise ConfigError(
-                self._flag, f"{self.path} holds answers of another batch; remove it, or name another place"
+                self._flag, f"{self.path} contains answers of another batch; remove it, or use another path"
             )
         self._file.seek(end)
         self._file.truncate()
         self._count = count
 
     def write(self, line: bytes) -> None:
-        """Add an answer, which is there even if this process is killed next. Raises OutputError."""
+        """Append an answer and flush it. Raises OutputError."""
         try:
             self._file.write(line)
             self._file.flush()
@@ -156,35 +157,35 @@ class BatchOutput:
         self._count += 1
 
     def finish(self) -> None:
-        """Put all answers in place. Raises OutputError."""
+        """Move or upload all answers to their destination. Raises OutputError."""
         try:
             if is_address(self._target):
                 self._upload()
-            elif not self._placed:
+            elif not self._finished:
                 self._move()
             self._file.close()
         except (OSError, ValueError) as error:
             raise self._failed(error) from None
-        self._placed = True
+        self._finished = True
 
     def _failed(self, error: Exception) -> OutputError:
         return OutputError(f"{shown(self._target)}: {reason(error)}; the answers so far are in {self._where}")
 
     @property
     def _where(self) -> str:
-        return shown(self._target) if self._placed else self.path
+        return shown(self._target) if self._finished else self.path
 
     def _move(self) -> None:
-        beside = f"{self._target}.partial"
-        if self.path != beside:
-            shutil.copyfile(self.path, beside)
+        partial = f"{self._target}.partial"
+        if self.path != partial:
+            shutil.copyfile(self.path, partial)
             os.unlink(self.path)
-        os.replace(beside, self._target)
+        os.replace(partial, self._target)
 
     def _upload(self) -> None:
         staged = Path(self.path)
         headers = {"content-type": "application/octet-stream", "content-length": str(staged.stat().st_size)}
-        for attempt, pause in enumerate(UPLOAD_PAUSES, 1):
+        for attempt, pause in enumerate(UPLOAD_DELAYS, 1):
             time.sleep(pause)
             try:
                 with staged.open("rb") as data:
@@ -193,20 +194,20 @@ class BatchOutput:
                 break
             except OSError as error:
                 refused = isinstance(error, HTTPError) and error.code < 500
-                if refused or attempt == len(UPLOAD_PAUSES):
+                if refused or attempt == len(UPLOAD_DELAYS):
                     raise
-                logger.warning("%s: %s; trying again", shown(self._target), reason(error))
+                logger.warning("%s: %s; retrying", shown(self._target), reason(error))
         staged.unlink()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # what could not be written was told when it was
+        with contextlib.suppress(OSError):  # a write error has been reported already
             self._file.close()
-        if self._placed:
+        if self._finished:
             return
         if self._count:
-            logger.warning("%d answers are in %s; the same command goes on from there", self._count, self.path)
+            logger.warning("%d answers are in %s; run the same command to continue", self._count, self.path)
         else:
             os.unlink(self.path)

@@ -1,6 +1,6 @@
-"""Lines of a batch: a request in OpenAI's batch format, and the line that answers it.
+"""Lines of a batch:
 
-Knows JSON and the endpoints that a batch may name. Does not know how a request is answered.
+requests in OpenAI's batch format, the lines that answer them, and resuming after a partial output.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ ENDPOINTS: Final = (
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request. `body`: the JSON text that the endpoint gets."""
+    """One request line."""
 
     custom_id: str
     method: str
     url: str
-    body: msgspec.Raw
+    body: msgspec.Raw  # JSON text for the endpoint
 
 
 class _Named(msgspec.Struct):
     custom_id: Any = None
 
 
-class _Manner(msgspec.Struct):
+class _Options(msgspec.Struct):
     stream: Any = None
     background: Any = None
     encoding_format: Any = None
@@ -63,7 +63,7 @@ class _Answered(msgspec.Struct):
 
 
 class LineError(Exception):
-    """A line that is no request. `custom_id`: what it calls itself, if that can be read."""
+    """An invalid request line. `custom_id` is None if it cannot be read."""
 
     def __init__(self, custom_id: str | None, message: str) -> None:
         super().__init__(message)
@@ -71,12 +71,12 @@ class LineError(Exception):
 
 
 def parse_line(raw: bytes, number: int) -> BatchRequest:
-    """The request on line `number`. Raises LineError."""
+    """Parse the request of line `number`. Raises LineError."""
     try:
         request = msgspec.json.decode(raw, type=BatchRequest)
-        manner = msgspec.json.decode(request.body, type=_Manner)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # what else is in the line shall still be told
-        raise LineError(_custom_id(raw), f"line {number} is no batch request: {error}") from None
+        options = msgspec.json.decode(request.body, type=_Options)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # its custom_id may still be readable
+        raise LineError(_custom_id(raw), f"line {number} is not a batch request: {error}") from None
     if request.method != "POST":
         raise LineError(request.custom_id, f"method {request.method[:20]!r} is not supported; use POST")
     if request.url not in ENDPOINTS:
@@ -84,28 +84,28 @@ def parse_line(raw: bytes, number: int) -> BatchRequest:
             request.custom_id, f"url {request.url[:200]!r} is not supported; use one of {', '.join(ENDPOINTS)}"
         )
     for field in ("stream", "background"):
-        if getattr(manner, field):
+        if getattr(options, field):
             raise LineError(request.custom_id, f"{field} is not supported in a batch; leave it out")
-    if manner.encoding_format in ("bytes", "bytes_only"):
-        raise LineError(request.custom_id, "encoding_format: a line holds no bytes; use float or base64")
+    if options.encoding_format in ("bytes", "bytes_only"):
+        raise LineError(request.custom_id, "encoding_format: a line cannot contain bytes; use float or base64")
     return request
 
 
 def _custom_id(raw: bytes) -> str | None:
     try:
-        found = msgspec.json.decode(raw, type=_Named).custom_id
+        custom_id = msgspec.json.decode(raw, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return found if isinstance(found, str) else None
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def line_id(model: str, number: int, raw: bytes) -> str:
-    """What the answer to a line is called: the same for the same line in the same place, put to the same model."""
+    """Return the id of a line's answer: a hash of model, line number and content, stable across runs."""
     return "pagoda-" + hashlib.sha256(f"{model}\n{number}\n".encode() + raw.strip()).hexdigest()[:32]
 
 
 def read_answer(raw: bytes) -> tuple[str, bool] | None:
-    """The name of an answer and whether it is a good one; None for a line that is no answer, or not all of one."""
+    """Return an answer line's id and whether it succeeded; None if the line is not a complete answer."""
     try:
         answer = msgspec.json.decode(raw, type=_Answered)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -114,7 +114,7 @@ def read_answer(raw: bytes) -> tuple[str, bool] | None:
 
 
 def answer_line(answer_id: str, custom_id: str | None, status: int, body: bytes) -> bytes:
-    """The line that answers a request with what the endpoint said: HTTP status and JSON body."""
+    """Return the answer line of a request from the endpoint's HTTP status and JSON body."""
     answer = {
         "id": answer_id,
         "custom_id": custom_id,
@@ -129,49 +129,44 @@ def answer_line(answer_id: str, custom_id: str | None, status: int, body: bytes)
 
 
 def error_line(answer_id: str, error: LineError) -> bytes:
-    """The line that answers a line that is no request."""
-    told = HttpError(400, str(error))
-    return answer_line(answer_id, error.custom_id, told.status, msgspec.json.encode(told.as_dict()))
-
-
-# Where a batch that was cut off goes on: behind the answers that are there already.
-#
-# Answers stand in the order of the requests, so those that are there answer the first lines. Knows lines, not engines.
+    """Return the answer line of an invalid request line."""
+    http_error = HttpError(400, str(error))
+    return answer_line(answer_id, error.custom_id, http_error.status, msgspec.json.encode(http_error.as_dict()))
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request as it came. `id`: what its answer is called."""
+    """A raw request line."""
 
     number: int
     raw: bytes
-    id: str
+    id: str  # of its answer
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFile:
-    """What is left to do. `answered`: lines that were answered by an earlier run, `failed` of them not well."""
+    """The remaining lines of a batch, and the counts of a previous run."""
 
     lines: Iterator[Line]
     answered: int
-    failed: int
+    failed: int  # of the answered
 
 
 def resumed(source: IO[bytes], model: str, output: BatchOutput) -> BatchFile:
-    """The lines of `source` that `output` has no answers to. What is not a whole answer is cut off there.
+    """Return the lines of `source` not yet answered in `output`, and truncate `output` after its last valid answer.
 
-    Raises ConfigError when the answers are those of another batch.
+    Answers are in the order of the requests. Raises ConfigError if the answers belong to another batch.
     """
     lines = (Line(number, raw, line_id(model, number, raw)) for number, raw in enumerate(source, 1) if raw.strip())
     answered = failed = end = 0
-    left: Iterator[Line] = lines
+    remaining: Iterator[Line] = lines
     for raw in output.answers():
         line = next(lines, None)
         if line is None:
             break
         if (answer := read_answer(raw)) is None or answer[0] != line.id:
-            left = chain([line], lines)
+            remaining = chain([line], lines)
             break
         answered, failed, end = answered + 1, failed + (not answer[1]), end + len(raw)
-    output.keep(answered, end)
-    return BatchFile(left, answered, failed)
+    output.resume(answered, end)
+    return BatchFile(remaining, answered, failed)

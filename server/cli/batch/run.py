@@ -1,7 +1,7 @@
-"""`pagoda run-batch`: answer a file of requests in OpenAI's batch format, in order, with the server's own routes.
+"""`pagoda run-batch`: answer a file of requests in OpenAI's batch format, in order, through the server's own routes.
 
-A bad line is answered with an error and costs the others nothing. A run that was cut off is gone on with by the same
-command. The exit status is 0 when every line was answered well.
+An invalid line gets an error line and does not affect the others. The same command resumes an interrupted run. The exit
+status is 0 if every line succeeded.
 """
 
 from __future__ import annotations
@@ -40,26 +40,24 @@ if TYPE_CHECKING:
 
 SETTINGS: Final = OWN_SETTINGS["run-batch"]
 TERMINATED: Final = 128 + signal.SIGTERM
-WAITING_PER_RUNNING: Final = 4
-"""Requests kept ready for each that may run: enough for a full engine, and memory stays bounded."""
+QUEUED_PER_RUNNING: Final = 4  # requests submitted per running slot: keeps the engine full and memory bounded
 
 logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """The batch's own flags, and the engine's."""
     add_settings(parser, SETTINGS.values())
     AsyncEngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file; 0 when every request was answered, 1 when one failed. Raises what keeps it from starting."""
+    """Answer the file. Returns 0 if every request succeeded, else 1. Raises the error that prevents the start."""
     engine_config, config, server_config = configurations(args)
     with open_source(config.source) as source, BatchOutput(config.target, config.output_tmp_dir) as output:
         total = count_requests(source)
         batch = resumed(source, engine_config.model.model, output)
         if batch.answered:
-            logger.info("%d requests were answered by an earlier run", batch.answered)
+            logger.info("%d requests were answered by a previous run", batch.answered)
         client = start_engine(engine_config, in_process=server_config.disable_frontend_multiprocessing)
         try:
             answered, failed = _run(engine_config, config, server_config, client, batch, total, output)
@@ -68,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
         finally:
             client.close()
     if failed:
-        print(f"{failed} of {answered} requests failed; their lines in {shown(config.target)} say why", file=sys.stderr)
+        print(f"{failed} of {answered} requests failed; see their lines in {shown(config.target)}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
-    """What was said, and what it comes to. Raises what `run` raises before weights are read, but for the batch's files.
+    """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights.
 
-    Those are not opened: the input may be a download, and the output's place is kept from other runs while it is open.
+    The batch's files are not opened: the input may be a download, and an open output file is locked against other runs.
     """
     from pagoda.server.startup.engine import check_engine
 
@@ -85,7 +83,7 @@ def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
 
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, BatchConfig, ServerConfig]:
-    """What flags, file and environment ask for. Raises ConfigError."""
+    """Return the configurations of the command line, file and environment. Raises ConfigError."""
     _, engine, batch, server = _prepared(args)
     return engine, batch, server
 
@@ -116,16 +114,16 @@ def _run(
     llm = AsyncLLM(engine_config, wait=False, client=client)
     metrics = Metrics(llm.names[0])
     llm.on_step = metrics.on_step
-    watched = (
+    metrics_context = (
         metrics_server(metrics, config.url, server_config.port) if config.enable_metrics else contextlib.nullcontext()
     )
-    with watched:
+    with metrics_context:
         return asyncio.run(_answer_all(ServerState(llm, server_config, metrics), batch, total, output))
 
 
 @contextlib.contextmanager
 def metrics_server(metrics: Metrics, address: str, port: int) -> Iterator[None]:
-    """GET /metrics in a thread of its own. Raises ConfigError when the address is taken or impossible."""
+    """Serve GET /metrics from a thread. Raises ConfigError if the address is in use or invalid."""
     from prometheus_client import start_http_server
 
     try:
@@ -143,9 +141,9 @@ def metrics_server(metrics: Metrics, address: str, port: int) -> Iterator[None]:
 
 
 async def _answer_all(state: ServerState, batch: BatchFile, total: int | None, output: BatchOutput) -> tuple[int, int]:
-    """Answer every line that is left; how many answers there are then, and how many of them are errors.
+    """Answer all remaining lines. Returns the numbers of answers and of errors, previous runs included.
 
-    Raises EngineDeadError when the engine dies: what it did not answer is left to the next run.
+    Raises EngineDeadError if the engine dies; unanswered lines are left to the next run.
     """
     from tqdm import tqdm
 
@@ -160,7 +158,7 @@ async def _answer_all(state: ServerState, batch: BatchFile, total: int | None, o
         if not state.engine.config.observability.disable_log_stats:
             statistics = asyncio.ensure_future(state.log_stats())
         answered, failed = batch.answered, batch.failed
-        with tqdm(total=total, initial=answered, desc="BatchFile", unit=" requests", disable=None) as bar:
+        with tqdm(total=total, initial=answered, desc="Batch", unit=" requests", disable=None) as bar:
             async with contextlib.aclosing(_answers(state, batch.lines)) as answers:
                 async for line, good in answers:
                     if not good and state.engine.errored:
@@ -177,29 +175,28 @@ async def _answer_all(state: ServerState, batch: BatchFile, total: int | None, o
 
 
 async def _answers(state: ServerState, lines: Iterator[Line]) -> AsyncGenerator[tuple[bytes, bool], None]:
-    """(answer line, whether it is a good one) for every request, in their order."""
+    """Yield (answer line, whether it succeeded) per request, in order."""
     from pagoda.server.app import create_app
 
     app = create_app(state)
     config, limits = state.engine.config, state.engine.info.limits
-    most = WAITING_PER_RUNNING * limits.max_num_seqs * config.parallel.data_parallel_size
-    most = min(most, config.scheduler.max_num_queued_reqs or most)
-    waiting: deque[asyncio.Task[tuple[bytes, bool]]] = deque()
+    max_queued = QUEUED_PER_RUNNING * limits.max_num_seqs * config.parallel.data_parallel_size
+    max_queued = min(max_queued, config.scheduler.max_num_queued_reqs or max_queued)
+    queued: deque[asyncio.Task[tuple[bytes, bool]]] = deque()
     try:
         for line in lines:
-            if len(waiting) >= most:
-                yield await waiting.popleft()
-            waiting.append(asyncio.ensure_future(_answer(app, line)))
-        while waiting:
-            yield await waiting.popleft()
+            if len(queued) >= max_queued:
+                yield await queued.popleft()
+            queued.append(asyncio.ensure_future(_answer(app, line)))
+        while queued:
+            yield await queued.popleft()
     finally:
-        for each in waiting:
+        for each in queued:
             each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*queued, return_exceptions=True)
 
 
 async def _answer(app: Any, line: Line) -> tuple[bytes, bool]:
-    pass  # DROPPED
     from pagoda.server.cli.batch.lines import LineError, answer_line, error_line, parse_line
 
     try:
@@ -210,11 +207,11 @@ async def _answer(app: Any, line: Line) -> tuple[bytes, bool]:
     return answer_line(line.id, request.custom_id, status, body), status < 400
 
 
-# A request to the HTTP application from inside its own process: no socket, the same routes, the same answer.
-
-
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of the answer to a POST of JSON. What the application breaks on is logged, and answered 500."""
+    """POST JSON to the application in this process.
+
+    Returns status and body; an exception is logged and answered 500.
+    """
     answer = _Answer(body)
     scope = {
         "type": "http",
@@ -241,7 +238,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 class _Answer:
-    """The client's end: sends one body, then stays connected, and gathers what comes back."""
+    """The client side of an ASGI call: sends one body, stays connected and collects the answer."""
 
     def __init__(self, request: bytes) -> None:
         self._request: bytes | None = request
@@ -249,14 +246,12 @@ class _Answer:
         self.body = bytearray()
 
     async def receive(self) -> dict[str, Any]:
-        """The request, once; after it nothing comes."""
         if self._request is None:
             await asyncio.Event().wait()
         request, self._request = self._request, None
         return {"type": "http.request", "body": request, "more_body": False}
 
     async def send(self, message: Any) -> None:
-        """Take in a part of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:

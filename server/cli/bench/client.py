@@ -1,7 +1,4 @@
-"""One measured request: a streamed POST whose events are timed when their bytes arrive, not when somebody reads them.
-
-Knows HTTP and OpenAI's events. Does not know why the request is made.
-"""
+"""One measured request: a streamed POST whose events are timed when their bytes arrive, not when they are parsed."""
 
 from __future__ import annotations
 
@@ -24,56 +21,56 @@ REQUEST_SECONDS: Final = 6 * 3600.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What a request came to. Times in seconds: `began` and `ended` of time.perf_counter, the others durations.
+    """The timing of a request, in seconds."""
 
-    `gaps`: between successive pieces of the answer. `error`: why it failed; its other figures then say nothing.
-    """
-
-    began: float = 0.0
-    ended: float = 0.0
-    first: float = 0.0
-    gaps: list[float] = field(default_factory=list)
+    start: float = 0.0  # by time.perf_counter
+    end: float = 0.0  # by time.perf_counter
+    ttft: float = 0.0
+    gaps: list[float] = field(default_factory=list)  # between successive pieces of the answer
     prompt_tokens: int = 0
     output_tokens: int = 0
-    error: str = ""
+    error: str = ""  # why it failed; the other fields are then meaningless
 
     @property
     def latency(self) -> float:
-        """Request sent to last piece received."""
-        return self.ended - self.began
+        """Return the time from the request to the last piece."""
+        return self.end - self.start
 
     @property
     def per_token(self) -> float | None:
-        """Mean time per token after the first; None when there was only one."""
-        return (self.latency - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        """Return the mean time per token after the first; None if there was only one."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go. `url`: with its path."""
+    """The endpoint under load."""
 
-    url: str
+    url: str  # with path
     headers: Mapping[str, str]
 
     async def measure(self, body: Mapping[str, Any], prompt_tokens: int) -> Outcome:
-        """Send one request and time its answer; a failure is an outcome too. `prompt_tokens`: if it is not told."""
-        outcome = Outcome(began=time.perf_counter(), prompt_tokens=prompt_tokens)
+        """Send one request and time its answer.
+
+        `prompt_tokens` is used if the answer has no usage. Errors are in the outcome.
+        """
+        outcome = Outcome(start=time.perf_counter(), prompt_tokens=prompt_tokens)
         try:
             async with asyncio.timeout(REQUEST_SECONDS), aclosing(self._pieces(body)) as pieces:
                 async for at, piece in pieces:
-                    _take(outcome, at, piece)
-            if not outcome.ended:
+                    _record(outcome, at, piece)
+            if not outcome.end:
                 raise ApiError("the answer is empty")
         except (ApiError, OSError, ValueError, TimeoutError, httptools.HttpParserError) as error:
             outcome.error = str(getattr(error, "strerror", None) or error) or type(error).__name__
         return outcome
 
     async def _pieces(self, body: Mapping[str, Any]) -> AsyncGenerator[tuple[float, dict[str, Any]], None]:
-        """(arrival, event) until [DONE]. Raises ApiError, also for an error inside the stream."""
-        rest = b""
+        """Yield (arrival time, event) until [DONE]. Raises ApiError, also for an error event."""
+        tail = b""
         async with aclosing(self._chunks(json.dumps(body).encode())) as chunks:
             async for at, chunk in chunks:
-                *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+                *events, tail = (tail + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
                 for data in events:
                     text = data.removeprefix(b"data:").strip()
                     if text == b"[DONE]":
@@ -84,7 +81,7 @@ class Endpoint:
                     if "error" in event:
                         raise ApiError(message_of(text))
                     yield at, event
-        raise ApiError("the answer broke off")
+        raise ApiError("the answer ended early")
 
     async def _chunks(self, body: bytes) -> AsyncGenerator[tuple[float, bytes], None]:
         parts = urlsplit(self.url)
@@ -106,7 +103,7 @@ class Endpoint:
 
 
 class _Exchange(asyncio.Protocol):
-    """The answer to one request: `arrivals` of its body with their times, then None."""
+    """The response to one request: `arrivals` has the body's pieces with their times, then None."""
 
     def __init__(self) -> None:
         self.arrivals: asyncio.Queue[tuple[float, bytes] | None] = asyncio.Queue()
@@ -138,30 +135,30 @@ class _Exchange(asyncio.Protocol):
         self.arrivals.put_nowait(None)
 
     def check(self) -> None:
-        """Raise ApiError when the answer is an error, or none."""
+        """Raise ApiError if the response is an error or missing."""
         if not self._status:
-            raise ApiError("the server gave no answer")
+            raise ApiError("the server did not answer")
         if self._status != 200:
             raise ApiError(f"{self._status}: {message_of(self._error_body)}", self._status)
 
 
-def _take(outcome: Outcome, at: float, event: Mapping[str, Any]) -> None:
+def _record(outcome: Outcome, at: float, event: Mapping[str, Any]) -> None:
     usage = event.get("usage")
     if usage:
         outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
         outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
-    if not any(_says_something(choice) for choice in event.get("choices", ())):
+    if not any(_has_content(choice) for choice in event.get("choices", ())):
         return
-    if outcome.ended:
-        outcome.gaps.append(at - outcome.ended)
+    if outcome.end:
+        outcome.gaps.append(at - outcome.end)
     else:
-        outcome.first = at - outcome.began
-    outcome.ended = at
+        outcome.ttft = at - outcome.start
+    outcome.end = at
     if not usage:
         outcome.output_tokens += 1
 
 
-def _says_something(choice: Mapping[str, Any]) -> bool:
-    """False for the piece of a chat that only names the role of the answer."""
+def _has_content(choice: Mapping[str, Any]) -> bool:
+    """Return False for the first chat piece, which has only a role."""
     delta = choice.get("delta")
     return delta is None or "role" not in delta or bool(delta.get("content"))

@@ -1,4 +1,4 @@
-"""What the offline benchmarks share: their settings, the engine, prompts of random tokens, and a file of results."""
+"""Shared by the offline benchmarks: settings, engine, random prompts and the results file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LoadT = TypeVar("LoadT")
 
 
 def add_load_arguments(parser: FlagParser, command: str) -> None:
-    """Flags of a benchmark, and the engine's own."""
+    """Add the flags of a benchmark and of the engine."""
     add_settings(parser, OWN_SETTINGS[command].values())
     EngineArgs.add_cli_args(parser)
 
 
 def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, Settled]:
-    """The load, and everything that flags, file and environment said. Raises ConfigError."""
+    """Return the load and all settings. Raises ConfigError."""
     own = OWN_SETTINGS[command]
     settled = settle_all(args, ENGINE_SETTINGS, own)
     return build(config, settled.values, own.values()), settled
@@ -41,18 +41,20 @@ def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> 
 def check_load(
     args: argparse.Namespace, command: str, config: type[LoadT], usage: Usage = "llm"
 ) -> tuple[Settled, Resolved]:
-    """What was said, and what it comes to. Raises what the benchmark raises before it loads a model."""
+    """Return the settings and the resolved engine.
+
+    Raises every error that the benchmark raises before it loads a model.
+    """
     _, settled = settle_load(args, command, config)
     return settled, check_engine(EngineArgs.from_settled(settled).create_engine_config(), usage, settled.sources)
 
 
 def start_llm(engine_args: EngineArgs) -> LLM:
-    """The engine to measure."""
     return LLM.from_engine_args(engine_args)
 
 
 def check_fits(llm: LLM, load: LatencyConfig | ThroughputConfig) -> None:
-    """Raise ConfigError when a request does not fit the engine's context."""
+    """Raise ConfigError if a request exceeds the engine's context."""
     limit = llm.llm_engine.info.max_model_len
     if load.input_len + load.output_len > limit:
         raise ConfigError(
@@ -62,7 +64,7 @@ def check_fits(llm: LLM, load: LatencyConfig | ThroughputConfig) -> None:
 
 
 def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
-    """Prompts of random token ids, without special tokens; the same for the same seed."""
+    """Return prompts of random token ids without special tokens, determined by the seed."""
     vocab = llm.llm_engine.info.vocab_size
     special = set() if llm.llm_engine.config.model.skip_tokenizer_init else set(llm.get_tokenizer().special_ids)
     ids = np.random.default_rng(seed).choice(ordinary_tokens(vocab, special), size=(count, length))
@@ -70,12 +72,12 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int) -> list[Any]:
 
 
 def ordinary_tokens(vocab_size: int, special: set[int]) -> np.ndarray:
-    """Token ids [V - special] that stand for text."""
+    """Return the token ids that are not special: int64 [V - special]."""
     return np.setdiff1d(np.arange(vocab_size), np.array(sorted(special), np.int64))
 
 
 def sampling_params(load: LatencyConfig | ThroughputConfig) -> SamplingParams:
-    """Exactly `output_len` tokens at temperature 1."""
+    """Return parameters that generate exactly `output_len` tokens at temperature 1."""
     return SamplingParams(
         n=load.n,
         temperature=1.0,
@@ -86,7 +88,7 @@ def sampling_params(load: LatencyConfig | ThroughputConfig) -> SamplingParams:
 
 
 def write_results(path: str | None, results: Mapping[str, Any], flag: str = "--output-json") -> None:
-    """Write results as JSON. Raises ConfigError when the file cannot be written."""
+    """Write results as JSON. Raises ConfigError if the file cannot be written."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Which backend would run here, and on how many devices."""
+"""The checks of `pagoda doctor`: each yields findings that say what to do, and never raises."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
-# What a check yields: findings, in words that say what to do.
-
 Level = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `text`: what was found and, unless it is ok, what to do."""
+    """One line of output."""
 
     level: Level
     subject: str
-    text: str
+    text: str  # the observation and, unless ok, the remedy
 
 
 Findings: TypeAlias = Iterator[Finding]
@@ -43,7 +41,7 @@ Check: TypeAlias = Callable[[DoctorConfig], Findings]
 
 
 def backends(config: DoctorConfig) -> Findings:
-    """Which backend would run, and why the others would not."""
+    """Check which backend would run, and why the others would not."""
     try:
         chosen = choose_backend(config.backend)
     except ConfigError as error:
@@ -56,17 +54,17 @@ def backends(config: DoctorConfig) -> Findings:
         elif entry.name == config.backend or not entry.needs:
             continue
         elif obstacle is not None and entry.name != "reference" and entry.has_device():
-            yield Finding("warn", "backend", f"{entry.name}: there is a {entry.device}, but: {obstacle}")
+            yield Finding("warn", "backend", f"{entry.name}: a {entry.device} is present, but: {obstacle}")
         else:
             yield Finding(
                 "ok",
                 "backend",
-                f"{entry.name} is not used: {obstacle or (f'{chosen} comes first' if chosen else 'nobody asked')}",
+                f"{entry.name} is not used: {obstacle or (f'{chosen} comes first' if chosen else 'not selected')}",
             )
 
 
 def _serving(entry: Entry) -> Finding:
-    """The chosen backend; its framework is asked about the device where that knows more than the machine tells."""
+    """Return the finding of the chosen backend, from its framework where that knows more than the device files."""
     if entry.ranks is None:
         return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
     runtime = load_rank_runtime(entry.name)
@@ -78,16 +76,16 @@ def _serving(entry: Entry) -> Finding:
 
 
 def spreading(config: DoctorConfig) -> Findings:
-    """Whether a model can be spread as asked, where that is over more than one device."""
+    """Check that the parallel sizes fit the devices, if more than one is requested."""
     tensor, data = config.tensor_parallel_size, config.data_parallel_size
     wanted = tensor * data
     if wanted == 1:
         return
     try:
-        asked = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
+        parallel = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
         backend = choose_backend(config.backend)
-        spread(backend, asked)
-        if ranks := runs_ranks(backend, asked):
+        spread(backend, parallel)
+        if ranks := runs_ranks(backend, parallel):
             load_rank_runtime(backend).check_devices(tensor)
     except (ConfigError, ImportError, OSError) as error:
         yield Finding("fail", "spread", str(error).partition("; here: ")[0])
@@ -97,64 +95,62 @@ def spreading(config: DoctorConfig) -> Findings:
         return
     chips = len(machine.device_files("accel[0-9]*", "vfio/[0-9]*"))
     if chips < wanted:
-        yield Finding("warn", "spread", f"{wanted} devices are asked for, here are {chips} chips; use what is there")
+        yield Finding(
+            "warn", "spread", f"{wanted} devices are requested, {chips} chips are present; reduce the parallel sizes"
+        )
     else:
         yield Finding("ok", "spread", f"{wanted} of {chips} chips")
 
 
-# Room and permission where files go.
-
-LITTLE_DISK: Final = 10 * machine.GIB
+MIN_DISK_BYTES: Final = 10 * machine.GIB
 
 
 def folders(config: DoctorConfig) -> Findings:
-    """Room and permission where downloads and sockets go."""
+    """Check free space and permissions of the folders for downloads and sockets."""
     cache = machine.hub_cache(config.download_dir)
-    yield _folder("downloads", cache, "--download-dir or HF_HOME", LITTLE_DISK)
+    yield _folder("downloads", cache, "--download-dir or HF_HOME", MIN_DISK_BYTES)
     yield _folder("sockets", Path(config.rpc_base_path or tempfile.gettempdir()), "--rpc-base-path or TMPDIR", 2**20)
     shared = Path("/dev/shm")
     if shared.exists():
         yield Finding(
-            "ok", "shared memory", f"{machine.gib(machine.free_bytes(shared))} free; the engine uses none of it"
+            "ok", "shared memory", f"{machine.gib(machine.free_bytes(shared))} free; the engine does not use it"
         )
 
 
 def _folder(subject: str, folder: Path, remedy: str, enough: int) -> Finding:
     try:
         if not os.access(machine.existing(folder), os.W_OK | os.X_OK):
-            return Finding("fail", subject, f"{folder} cannot be written to; name another with {remedy}")
+            return Finding("fail", subject, f"{folder} is not writable; choose another with {remedy}")
         free = machine.free_bytes(folder)
     except OSError as error:
-        return Finding("fail", subject, f"{folder}: {error.strerror or error}; name another with {remedy}")
+        return Finding("fail", subject, f"{folder}: {error.strerror or error}; choose another with {remedy}")
     if free < enough:
         return Finding(
-            "warn", subject, f"{folder} has {machine.gib(free)} left; make room, or name another with {remedy}"
+            "warn", subject, f"{folder} has {machine.gib(free)} left; free some space, or choose another with {remedy}"
         )
     return Finding("ok", subject, f"{folder}, {machine.gib(free)} free")
 
 
-# Devices, processor, memory, and what the system grants of them.
-
-FEW_FILES: Final = 4096
-LITTLE_MEMORY: Final = 2 * machine.GIB
+MIN_OPEN_FILES: Final = 4096
+MIN_MEMORY_BYTES: Final = 2 * machine.GIB
 
 
 def devices(config: DoctorConfig) -> Findings:
-    """Device files and drivers of GPUs and TPUs."""
+    """Check device files and drivers of GPUs and TPUs."""
     nvidia = machine.device_files("nvidia[0-9]*", "nvidiactl")
     listed, problem = machine.gpus()
     if listed:
         yield from (Finding("ok", "gpu", line) for line in listed)
     elif nvidia:
-        yield Finding("warn", "gpu", f"{nvidia[0]} is there, but {problem}; install the driver's tools, or its version")
+        yield Finding("warn", "gpu", f"{nvidia[0]} exists, but {problem}; install the matching driver and its tools")
     elif problem and problem != "nvidia-smi is not installed":
-        yield Finding("warn", "gpu", f"{problem}; without the driver, or docker run --gpus all, no GPU can be used")
+        yield Finding("warn", "gpu", f"{problem}; a GPU needs the driver, and in a container docker run --gpus all")
     else:
         yield Finding("ok", "gpu", "none")
     chips = machine.device_files("accel[0-9]*", "vfio/[0-9]*")
     for path in chips:
         if not os.access(path, os.R_OK | os.W_OK):
-            yield Finding("warn", "tpu", f"{path} is not yours to open; run as root, or docker run --privileged")
+            yield Finding("warn", "tpu", f"no permission to open {path}; run as root, or docker run --privileged")
     if not chips:
         yield Finding("ok", "tpu", "none")
     elif all(os.access(path, os.R_OK | os.W_OK) for path in chips):
@@ -162,66 +158,63 @@ def devices(config: DoctorConfig) -> Findings:
 
 
 def processor(config: DoctorConfig) -> Findings:
-    """What the processor multiplies fast, and how much of it there is."""
-    features = ", ".join(machine.vector_features()) or "no vector instructions known here"
+    """Check vector instructions, number of cores and the container's CPU quota."""
+    features = ", ".join(machine.vector_features()) or "no known vector instructions"
     wide = "" if machine.has_bfloat16() else "; no bfloat16, so products run in float32 and weights take more memory"
     yield Finding("ok", "processor", f"{machine.processor()}: {features}{wide}")
     cores, quota = machine.cores(), machine.cpu_quota()
     if quota is not None and quota < cores and env.OMP_NUM_THREADS.read() is None:
         threads = max(1, int(quota))
         yield Finding(
-            "warn", "cores", f"{cores}, but the container may use {quota:g} at a time; set OMP_NUM_THREADS={threads}"
+            "warn", "cores", f"{cores}, but the container's quota is {quota:g}; set OMP_NUM_THREADS={threads}"
         )
     else:
-        yield Finding("ok", "cores", str(cores) if quota is None else f"{cores}, {quota:g} at a time")
+        yield Finding("ok", "cores", str(cores) if quota is None else f"{cores}, quota {quota:g}")
 
 
 def memory(config: DoctorConfig) -> Findings:
-    """Memory in all and free."""
+    """Check free memory."""
     total, free = machine.memory()
     text = f"{machine.gib(free)} of {machine.gib(total)} free"
-    if free < LITTLE_MEMORY:
+    if free < MIN_MEMORY_BYTES:
         yield Finding("warn", "memory", f"{text}; end other programs, or set --kv-cache-memory-bytes low")
     else:
         yield Finding("ok", "memory", text)
 
 
 def limits(config: DoctorConfig) -> Findings:
-    """Open files: each client's connection is one."""
+    """Check the limit of open files: each client connection uses one."""
     files = machine.limit("RLIMIT_NOFILE")
-    if files is not None and files < FEW_FILES:
-        yield Finding("warn", "open files", f"at most {files}, one per client; ulimit -n 65536 before the start")
+    if files is not None and files < MIN_OPEN_FILES:
+        yield Finding("warn", "open files", f"at most {files}, one per client; run ulimit -n 65536 first")
     else:
         yield Finding("ok", "open files", "no limit" if files is None else f"at most {files}")
 
 
-# The model that would be served.
-
-
 def model(config: DoctorConfig) -> Findings:
-    """Whether the model's files are here and describe a model that can be served."""
+    """Check that a local model can be served."""
     if config.model is None:
         return
     path = Path(config.model).expanduser()
     if not path.exists() and not _is_downloaded(config):
-        yield Finding("ok", "model", f"{config.model} is not here; serve would look for it on the hub")
+        yield Finding("ok", "model", f"{config.model} is not on this machine; serve would download it from the hub")
         return
     from pagoda.server.settings.args import EngineArgs
     from pagoda.server.settings.resolve import resolve
 
     try:
-        asked = EngineArgs(
+        engine_args = EngineArgs(
             config.model,
             backend=config.backend,
             download_dir=config.download_dir,
             tensor_parallel_size=config.tensor_parallel_size,
             data_parallel_size=config.data_parallel_size,
         )
-        found = resolve(asked.create_engine_config(), "server")
+        resolved = resolve(engine_args.create_engine_config(), "server")
     except PagodaError as error:
         yield Finding("fail", "model", str(error))
         return
-    yield Finding("ok", "model", f"{config.model}: {found.dtype}, up to {found.limits.max_model_len} tokens")
+    yield Finding("ok", "model", f"{config.model}: {resolved.dtype}, up to {resolved.limits.max_model_len} tokens")
 
 
 def _is_downloaded(config: DoctorConfig) -> bool:
@@ -236,13 +229,11 @@ def _is_downloaded(config: DoctorConfig) -> bool:
         return False
 
 
-# Who can be reached, and whether this server could be.
-
 HUB_SECONDS: Final = 5.0
 
 
 def port(config: DoctorConfig) -> Findings:
-    """Whether the server could listen."""
+    """Check that the server could listen on its address."""
     from pagoda.server.cli.serve import bind
 
     server = ServerConfig(host=config.host, port=config.port)
@@ -255,9 +246,9 @@ def port(config: DoctorConfig) -> Findings:
 
 
 def hub(config: DoctorConfig) -> Findings:
-    """Whether models can be fetched."""
+    """Check that the hub is reachable."""
     if env.HF_HUB_OFFLINE.is_on():
-        yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: only models that were downloaded before")
+        yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: only downloaded models can be used")
         return
     from huggingface_hub import constants
 
@@ -273,23 +264,22 @@ def hub(config: DoctorConfig) -> Findings:
         )
 
 
-# The interpreter, its packages, and the variables it runs under.
-
-_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}
-"""Backend -> the extra that brings its packages."""
+_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}  # extra of each backend
 
 
 def python_version(config: DoctorConfig) -> Findings:
-    """The interpreter, against the range that pagoda is made for."""
-    found, (wanted, _) = platform.python_version(), machine.project()
-    if not wanted or _within(found, wanted) is not False:
-        yield Finding("ok", "python", found)
+    """Check the interpreter against the supported range."""
+    version, (supported, _) = platform.python_version(), machine.project()
+    if not supported or _within(version, supported) is not False:
+        yield Finding("ok", "python", version)
     else:
-        yield Finding("fail", "python", f"{found} is outside {wanted}; make an environment with such a Python")
+        yield Finding(
+            "fail", "python", f"{version} is outside {supported}; create an environment with a supported Python"
+        )
 
 
 def packages(config: DoctorConfig) -> Findings:
-    """What is installed, against the ranges of the base and of the chosen backend's extra."""
+    """Check installed versions against the requirements of the base and of the backend's extra."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -298,23 +288,23 @@ def packages(config: DoctorConfig) -> Findings:
     extras = {"gguf", "uvloop", _EXTRAS.get(_chosen(config), "")}
     good = 0
     wanted = list(_applying(map(Requirement, machine.project()[1]), extras))
-    for requirement in list(wanted):  # "jax[tpu]" says which libtpu is meant
+    for requirement in list(wanted):  # "jax[tpu]" requires a libtpu version
         wanted += _applying(map(Requirement, machine.requires(requirement.name)), requirement.extras, base=False)
     for requirement in wanted:
         optional = _is_optional(requirement)
-        found = machine.version(requirement.name)
+        installed = machine.version(requirement.name)
         remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-        if found is None and not optional:
+        if installed is None and not optional:
             yield Finding("fail", "packages", f"{requirement.name} is not installed; {remedy}")
-        elif found is not None and not requirement.specifier.contains(found, prereleases=True):
-            yield Finding("warn", "packages", f"{requirement.name} {found} is not a version that was tried; {remedy}")
+        elif installed is not None and not requirement.specifier.contains(installed, prereleases=True):
+            yield Finding("warn", "packages", f"{requirement.name} {installed} is not a tested version; {remedy}")
         else:
-            good += found is not None
-    yield Finding("ok", "packages", f"{good} in their ranges")
+            good += installed is not None
+    yield Finding("ok", "packages", f"{good} within the tested ranges")
 
 
 def _applying(requirements: Iterable[Requirement], extras: Collection[str], base: bool = True) -> Iterator[Requirement]:
-    """Those of the base, unless `base` is False, and those of these extras."""
+    """Yield the requirements of these extras and, if `base`, of the base install."""
     for requirement in requirements:
         if not _is_optional(requirement):
             if base:
@@ -328,19 +318,19 @@ def _is_optional(requirement: Requirement) -> bool:
 
 
 def environment(config: DoctorConfig) -> Findings:
-    """Variables that have no effect, are refused, or cannot be read."""
+    """Check for environment variables without effect, refused or invalid."""
     settings = COMMAND_SETTINGS["serve"]
-    quiet = True
+    clean = True
     try:
         from_environment([settings])
         for note in env.notes(settings={name for each in COMMAND_SETTINGS.values() for name in each}):
-            quiet = False
+            clean = False
             yield Finding("warn", "environment", note)
     except ConfigError as error:
         yield Finding("fail", "environment", str(error))
     else:
-        if quiet:
-            yield Finding("ok", "environment", "no variable that is without effect")
+        if clean:
+            yield Finding("ok", "environment", "no variable without effect")
 
 
 def _chosen(config: DoctorConfig) -> str:

@@ -1,4 +1,4 @@
-"""What a machine is made of, read from /proc, /sys, /dev and the drivers' own tools. Imports no framework."""
+"""Facts about this machine from /proc, /sys, /dev and the drivers' tools. Imports no framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VECTORS: Final = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
     *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
-"""Processor features that decide how fast numbers are multiplied, as /proc/cpuinfo names them."""
+"""Processor features that decide the speed of products, by their names in /proc/cpuinfo."""
 
 _BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
@@ -25,29 +25,28 @@ _QUERY_SECONDS: Final = 10
 
 
 def processor() -> str:
-    """The processor's name."""
     return field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
 
 
 def vector_features() -> list[str]:
-    """Which of the features that matter the processor has."""
+    """Return the processor's vector features that matter for products."""
     info = Path("/proc/cpuinfo")
     flags = set((field(info, "flags") or field(info, "Features") or "").split())
     return [name for name in _VECTORS if name in flags]
 
 
 def has_bfloat16() -> bool:
-    """True when the processor multiplies bfloat16 itself."""
+    """Return whether the processor has bfloat16 products."""
     return not _BFLOAT16.isdisjoint(vector_features())
 
 
 def cores() -> int:
-    """Logical processors that this process may use."""
+    """Return the number of logical processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota() -> float | None:
-    """Processors' worth of time that the control group grants; None: all of it."""
+    """Return the control group's CPU quota in processors; None without a quota."""
     quota, _, period = _text(_CGROUP / "cpu.max").partition(" ")
     if not quota:
         quota, period = _text(_CGROUP / "cpu/cpu.cfs_quota_us"), _text(_CGROUP / "cpu/cpu.cfs_period_us")
@@ -58,23 +57,23 @@ def cpu_quota() -> float | None:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes in all and bytes free, of the machine or of its control group."""
+    """Return total and free bytes of the machine, or of its control group."""
     total, free = (_kib(name) for name in ("MemTotal", "MemAvailable"))
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            granted, taken = int(_text(_CGROUP / limit)), int(_text(_CGROUP / used))
+            group_limit, group_used = int(_text(_CGROUP / limit)), int(_text(_CGROUP / used))
         except ValueError:
             continue
-        if granted < total:
-            return granted, min(free, granted - taken)
+        if group_limit < total:
+            return group_limit, min(free, group_limit - group_used)
     return total, free
 
 
 def gpus() -> tuple[list[str], str]:
-    """A line per NVIDIA GPU, and what is wrong with the driver's tool."""
+    """Return a line per NVIDIA GPU, and the error of nvidia-smi or ""."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except FileNotFoundError:
@@ -88,17 +87,16 @@ def gpus() -> tuple[list[str], str]:
 
 
 def gib(size: int) -> str:
-    """Bytes as text in GiB."""
     return f"{size / GIB:.1f} GiB"
 
 
 def device_files(*patterns: str) -> list[Path]:
-    """Files under /dev."""
+    """Return the files under /dev that match."""
     return sorted(path for pattern in patterns for path in Path("/dev").glob(pattern))
 
 
 def limit(name: str) -> int | None:
-    """This process's soft limit of a resource, such as `RLIMIT_NOFILE`; None: there is none."""
+    """Return this process's soft limit of a resource such as RLIMIT_NOFILE; None if unlimited or unknown."""
     try:
         import resource
     except ImportError:
@@ -108,17 +106,17 @@ def limit(name: str) -> int | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that may still be written where a folder is, or would be. Raises OSError."""
+    """Return the free bytes of the file system of a folder that need not exist. Raises OSError."""
     return shutil.disk_usage(existing(folder)).free
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def hub_cache(download_dir: str | None) -> Path:
-    """Where hub downloads are kept."""
+    """Return the folder of hub downloads."""
     if download_dir is not None:
         return Path(download_dir)
     from huggingface_hub import constants
@@ -127,12 +125,12 @@ def hub_cache(download_dir: str | None) -> Path:
 
 
 def project() -> tuple[str, list[str]]:
-    """The range of Pythons and the requirements, extras with their markers: of the installed package, or of a clone."""
+    """Return the supported Python range and the requirements, of the installed package or of a clone."""
     try:
-        found = metadata.metadata("pagoda")
+        package = metadata.metadata("pagoda")
     except metadata.PackageNotFoundError:
         return _clone()
-    return found["Requires-Python"], found.get_all("Requires-Dist") or []
+    return package["Requires-Python"], package.get_all("Requires-Dist") or []
 
 
 def _clone() -> tuple[str, list[str]]:
@@ -142,14 +140,14 @@ def _clone() -> tuple[str, list[str]]:
         text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     except OSError:
         return "", []
-    found: dict[str, Any] = tomllib.loads(text)["project"]
-    extras = found["optional-dependencies"]
+    table: dict[str, Any] = tomllib.loads(text)["project"]
+    extras = table["optional-dependencies"]
     listed = [f'{each}; extra == "{extra}"' for extra, group in extras.items() for each in group]
-    return found["requires-python"], [*found["dependencies"], *listed]
+    return table["requires-python"], [*table["dependencies"], *listed]
 
 
 def requires(package: str) -> list[str]:
-    """What an installed package requires, extras with their markers; nothing of one that is not installed."""
+    """Return the requirements of a package, extras with their markers; empty if it is not installed."""
     try:
         return metadata.requires(package) or []
     except metadata.PackageNotFoundError:
@@ -157,7 +155,7 @@ def requires(package: str) -> list[str]:
 
 
 def version(package: str) -> str | None:
-    """A package's version; None when it is not installed."""
+    """Return a package's version; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -165,7 +163,7 @@ def version(package: str) -> str | None:
 
 
 def field(path: Path, name: str) -> str | None:
-    """The value of the first `name: value` line."""
+    """Return the value of the first `name: value` line."""
     lines = _text(path).splitlines()
     return next(
         (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), None

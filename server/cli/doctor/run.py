@@ -1,4 +1,4 @@
-"""`pagoda doctor`: look at this machine, and say what to fix before a server is started on it."""
+"""`pagoda doctor`: check this machine, and report what to fix before a server is started on it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from pagoda.server.redact import Redactor
 from pagoda.server.settings.args import settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings
 
-# All checks that `doctor` makes, in their order.
-
 CHECKS: Final[tuple[Check, ...]] = (
     *(python_version, packages, backends, devices, spreading, processor, memory, folders),
     *(port, hub, limits, environment, model),
@@ -40,19 +38,18 @@ SETTINGS: Final = COMMAND_SETTINGS["doctor"]
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """The server that the machine is checked for."""
     add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line per finding; 1 when something would keep the server from starting."""
+    """Print a line per finding. Returns 1 if something would prevent the server from starting."""
     config: DoctorConfig = build(DoctorConfig, settle_all(args, SETTINGS).values, SETTINGS.values())
-    hide = Redactor()
-    found: list[Finding] = []
+    redact = Redactor()
+    findings: list[Finding] = []
     for check in CHECKS:
         for finding in check(config):
-            found.append(finding)
-            print(f"{finding.level:<6}{finding.subject:<15}{hide(' '.join(finding.text.split()))}", flush=True)
-    fails, warnings = (sum(each.level == level for each in found) for level in ("fail", "warn"))
-    print(f"{fails} to fix, {warnings} to look at" if fails or warnings else "nothing to fix")
+            findings.append(finding)
+            print(f"{finding.level:<6}{finding.subject:<15}{redact(' '.join(finding.text.split()))}", flush=True)
+    fails, warnings = (sum(each.level == level for each in findings) for level in ("fail", "warn"))
+    print(f"{fails} errors, {warnings} warnings" if fails or warnings else "nothing to fix")
     return 1 if fails else 0

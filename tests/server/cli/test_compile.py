@@ -230,7 +230,7 @@ def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--topology: is missing: name the chips"),
+        ([], "--topology: required: the chips"),
         (["--topology", "v9:1x1"], "--topology: v9:1x1 is unknown; use one of v5e:1x1"),
         (["--topology", "v6e"], "--topology: v6e is unknown; use one of v5e:1x1"),
         (["--topology", "cpu:99"], "--topology: cpu:99: here are 8 CPU devices; use cpu or cpu:1 to cpu:8"),
@@ -238,7 +238,7 @@ def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
         (["--topology", "cpu", "-tp", "2"], "--tensor-parallel-size: 2 needs 2 devices, here is 1 (cpu)"),
         (["--topology", "cpu:2", "-dp", "4"], "--data-parallel-size: 4 needs 4 devices, here are 2 (cpu); use at most"),
         (["--topology", "cpu:8"], "--tensor-parallel-size: 8 devices cannot share 4 query heads; use 4 or less"),
-        (["--topology", "cpu", "--backend", "reference"], "--backend: reference is not compiled ahead"),
+        (["--topology", "cpu", "--backend", "reference"], "--backend: reference has no ahead-of-time compilation"),
         (["--topology", "cpu", "--budget-only", "--output", "x"], "--budget-only: compiles too few programs"),
         (["--topology", "cpu", "--dtype", "float16"], "--dtype: float16 is not computed here"),
     ],

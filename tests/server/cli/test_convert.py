@@ -100,7 +100,7 @@ def test_any_form_of_a_model_is_converted(model: Path, tmp_path: Path, capsys: p
     write_gguf(model, file, "llama")
     out.mkdir()
     assert main.main(["convert", str(file), str(out), "--dtype", "float32", "--skip-tokenizer-init"]) == 0
-    assert capsys.readouterr().out == f"{out}: 31,968 float32 numbers in 9 arrays, laid out for 1 device\n"
+    assert capsys.readouterr().out == f"{out}: 31,968 float32 elements in 9 arrays, laid out for 1 device\n"
     assert not (out / "tokenizer.json").exists()
     more = {"skip_tokenizer_init": True}
     assert tokens(out, **more) == tokens(model, **more)
@@ -139,7 +139,7 @@ def test_what_cannot_be_converted(
     assert "0 is not positive; use 1" in error(capsys, "convert", str(model), str(out), "-tp", "0")
     (tmp_path / "file").touch()
     assert "cannot be written" in error(capsys, "convert", str(model), str(tmp_path / "file" / "out"))
-    assert "is not an empty folder; name another" in error(capsys, "convert", str(model), str(tmp_path))
+    assert "is not an empty folder; use another" in error(capsys, "convert", str(model), str(tmp_path))
     torn = shutil.copytree(model, tmp_path / "torn")
     weights = torn / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -95,10 +95,10 @@ def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(machine, "version", versions.get)
     monkeypatch.setattr(software, "choose_backend", lambda name: "reference")
     assert found(software.packages) == [
-        Finding("warn", "packages", "numpy 1.9 is not a version that was tried; pip install 'numpy<3,>=2.0'"),
+        Finding("warn", "packages", "numpy 1.9 is not a tested version; pip install 'numpy<3,>=2.0'"),
         Finding("fail", "packages", "pyzmq is not installed; pip install 'pyzmq>=27'"),
-        Finding("warn", "packages", "torch 2.0 is not a version that was tried; pip install 'torch>=2.11'"),
-        Finding("ok", "packages", "1 in their ranges"),
+        Finding("warn", "packages", "torch 2.0 is not a tested version; pip install 'torch>=2.11'"),
+        Finding("ok", "packages", "1 within the tested ranges"),
     ]
 
 
@@ -110,11 +110,11 @@ def test_the_libtpu_that_jax_names(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"numpy": "2.1", "jax": "0.10.2", "libtpu": "0.0.52", "scipy": "1"}
     monkeypatch.setattr(machine, "version", lambda name: versions.get(name))
     assert found(software.packages) == [
-        Finding("warn", "packages", "libtpu 0.0.52 is not a version that was tried; pip install 'libtpu==0.0.42.*'"),
-        Finding("ok", "packages", "2 in their ranges"),
+        Finding("warn", "packages", "libtpu 0.0.52 is not a tested version; pip install 'libtpu==0.0.42.*'"),
+        Finding("ok", "packages", "2 within the tested ranges"),
     ]
     versions["libtpu"] = "0.0.42.1"
-    assert found(software.packages) == [Finding("ok", "packages", "3 in their ranges")]
+    assert found(software.packages) == [Finding("ok", "packages", "3 within the tested ranges")]
 
 
 def test_the_requirements_are_the_projects() -> None:
@@ -231,8 +231,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("os.access", lambda *_: False)
     texts = {each.subject: each.text for each in found(folders.folders, **here) if each.level == "fail"}
     assert (
-        texts["downloads"]
-        == f"{here['download_dir']} cannot be written to; name another with --download-dir or HF_HOME"
+        texts["downloads"] == f"{here['download_dir']} is not writable; choose another with --download-dir or HF_HOME"
     )
     assert "--rpc-base-path" in texts["sockets"]
 

@@ -117,7 +117,7 @@ def test_an_answer_is_what_http_answers(batch: Batch) -> None:
 
 def test_a_bad_line_costs_the_others_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {
-        "oops": (None, "line 2 is no batch request"),
+        "oops": (None, "line 2 is not a batch request"),
         "[1]": (None, "line 3 is no batch request"),
         '{"custom_id": "no-body", "method": "POST", "url": "/v1/completions"}': ("no-body", "`body`"),
         line([1], custom_id="list"): ("list", "Expected `object`"),
@@ -179,7 +179,7 @@ def test_every_endpoint_is_answered(batch: Batch) -> None:
 def test_what_no_line_can_hold(batch: Batch) -> None:
     bodies = [{"input": "a", "encoding_format": "bytes"}, {"input": "a", "background": True}]
     assert batch.run(*(line(body, "/v1/embeddings") for body in bodies), model="fake:pool-embed") == 1
-    assert "a line holds no bytes" in batch.answers[0]["error"]["message"]
+    assert "a line cannot contain bytes" in batch.answers[0]["error"]["message"]
     assert "background is not supported in a batch" in batch.answers[1]["error"]["message"]
 
 
@@ -295,7 +295,7 @@ def test_answers_of_another_batch_are_not_touched(batch: Batch, left: str, capsy
     before = batch.partial.read_bytes()
     other = [line(CHAT, "/v1/chat/completions")] if left == "another batch" else lines
     assert batch.run(*other, model="fake:slow" if left == "another model" else "fake") == 2
-    assert "holds answers of another batch; remove it, or name another place" in capsys.readouterr().err
+    assert "contains answers of another batch; remove it, or use another path" in capsys.readouterr().err
     assert batch.partial.read_bytes() == before
     assert not batch.output.exists()
 
@@ -303,12 +303,12 @@ def test_answers_of_another_batch_are_not_touched(batch: Batch, left: str, capsy
 def test_one_run_at_a_time(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     with BatchOutput(str(batch.output)):
         assert batch.run(*numbered(1)) == 2
-    assert "another run writes there" in capsys.readouterr().err
+    assert "another run is writing it" in capsys.readouterr().err
 
 
 @pytest.mark.setting("--output-tmp-dir")
 def test_an_upload_is_gone_on_with(batch: Batch, posted: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "UPLOAD_PAUSES", (0,))
+    monkeypatch.setattr(places, "UPLOAD_DELAYS", (0,))
     lines = numbered(3)
     flags = ("--output-tmp-dir", str(batch.folder))
     with store(b"", batch.folder, 503) as server:
@@ -505,7 +505,7 @@ def address(server: Store, name: str) -> str:
 
 @pytest.mark.setting("--input-file", "--output-file", "--output-tmp-dir")
 def test_addresses_are_fetched_and_uploaded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "UPLOAD_PAUSES", (0, 0, 0))
+    monkeypatch.setattr(places, "UPLOAD_DELAYS", (0, 0, 0))
     source = "\n".join([line(TEXT, custom_id="1"), line(CHAT, "/v1/chat/completions", "2")])
     with store(source.encode(), batch.folder, 503, 500) as server:
         where = ["-i", address(server, "in.jsonl"), "-o", address(server, "out"), "--output-tmp-dir", str(batch.folder)]
@@ -560,7 +560,7 @@ def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
     assert f"1 answers are in {partial}; the same command goes on from there" in lines
     with BatchOutput(str(batch.output)) as output:
         assert list(output.answers()) == [b"new\n"]
-        output.keep(1, 4)
+        output.resume(1, 4)
         output.write(b"more\n")
         output.finish()
     assert batch.output.read_text() == "new\nmore\n"

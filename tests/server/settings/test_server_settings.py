@@ -337,7 +337,7 @@ def test_access_log(caplog: pytest.LogCaptureFixture, config: dict[str, Any], se
 def test_statistics_in_the_log(caplog: pytest.LogCaptureFixture, quiet: bool) -> None:
     engine = {"disable_log_stats": quiet, "log_stats_interval": 0.01}
     with logged(caplog, "pagoda"), live_server("fake:slow", ready=False, engine=engine) as server:
-        life = asyncio.run_coroutine_threadsafe(serve._live(server.state, 0.0), server._loop)
+        life = asyncio.run_coroutine_threadsafe(serve._watch_engine(server.state, 0.0), server._loop)
         eventually(lambda: server.get("/ready")[0] == 200)
         server.post("/v1/completions", TEXT | {"max_tokens": 20})
         life.cancel()
