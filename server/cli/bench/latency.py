@@ -31,17 +31,15 @@ PERCENTAGES: Final = (10, 25, 50, 75, 90, 99)
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """Flags of the command."""
     add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
-    """See `check_load`."""
     return check_load(args, COMMAND, LatencyConfig)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results. Returns 0."""
     load, settled = settle_load(args, COMMAND, LatencyConfig)
     llm = start_llm(EngineArgs.from_settled(settled))
     params = sampling_params(load)

@@ -37,7 +37,7 @@ SETTINGS: Final = OWN_SETTINGS["bench serve"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: its body, the tokens of its prompt, and when it is sent, in seconds after the first."""
+    """One request: body, prompt tokens, and sending time in seconds after the first."""
 
     body: dict[str, Any]
     prompt_tokens: int
@@ -45,22 +45,21 @@ class Ask:
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """Flags of the command."""
     add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 when a request failed. Raises ApiError when the server cannot be asked at all."""
+    """Measure and print. Returns 1 if a request failed. Raises ApiError if the server is unreachable."""
     config: ServeLoadConfig = build(ServeLoadConfig, settle_flags(args, SETTINGS), SETTINGS.values())
     key = CLIENT_API_KEY.read()
     name, source = _model(config, key)
     asks = make_asks(config, name, _tokenizer(source))
     endpoint = Endpoint(config.address + config.path, {"authorization": f"Bearer {key}"} if key else {})
     outcomes, seconds = asyncio.run(_load(config, endpoint, asks))
-    found = figures(config, outcomes, seconds)
-    print(report(config, found))
+    results = figures(config, outcomes, seconds)
+    print(report(config, results))
     if config.save_result:
-        _save(config, name, source, found | (detailed(outcomes) if config.save_detailed else {}))
+        _save(config, name, source, results | (detailed(outcomes) if config.save_detailed else {}))
     errors = [each.error for each in outcomes if each.error]
     if errors:
         raise PagodaError(f"{len(errors)} of {len(outcomes)} requests failed, the first with: {errors[0]}")
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(config: ServeLoadConfig, key: str | None) -> tuple[str, str]:
-    """The name to ask for, and where its tokenizer is. Asks the server for what is not said."""
+    """Return the model's name and the source of its tokenizer, by default from the server's model list."""
     name = config.served_model_name or config.model
     source = config.tokenizer or config.model
     if name and source:
@@ -90,7 +89,7 @@ def _tokenizer(source: str) -> Tokenizer:
 
 
 def make_asks(config: ServeLoadConfig, model: str, tokenizer: Tokenizer) -> list[Ask]:
-    """The requests, the same for the same seed."""
+    """Return the requests, determined by the seed."""
     rng = np.random.default_rng(config.seed)
     tokens = ordinary_tokens(tokenizer.vocab_size, set(tokenizer.special_ids))
     prefix = rng.choice(tokens, config.random_prefix_len).tolist()
@@ -109,7 +108,7 @@ def _lengths(rng: np.random.Generator, mean: int, config: ServeLoadConfig) -> li
 
 
 def _arrivals(rng: np.random.Generator, config: ServeLoadConfig) -> list[float]:
-    """Seconds after the first request; gaps follow a gamma distribution of mean 1 / rate."""
+    """Return sending times in seconds; gaps follow a gamma distribution of mean 1 / rate."""
     if math.isinf(config.request_rate):
         return [0.0] * config.num_prompts
     scale = 1.0 / (config.request_rate * config.burstiness)
@@ -133,7 +132,7 @@ def _body(config: ServeLoadConfig, model: str, prompt: list[int], tokenizer: Tok
 
 
 async def _load(config: ServeLoadConfig, endpoint: Endpoint, asks: Sequence[Ask]) -> tuple[list[Outcome], float]:
-    """Outcomes in the order of the requests, and seconds from the first request to the last answer."""
+    """Return the outcomes in request order, and the seconds from the first request to the last answer."""
     for _ in range(config.num_warmups):
         warmup = await endpoint.measure(asks[0].body, asks[0].prompt_tokens)
         if warmup.error:
@@ -153,9 +152,9 @@ async def _load(config: ServeLoadConfig, endpoint: Endpoint, asks: Sequence[Ask]
     return list(outcomes), time.perf_counter() - began
 
 
-def _save(config: ServeLoadConfig, model: str, source: str, found: dict[str, Any]) -> None:
+def _save(config: ServeLoadConfig, model: str, source: str, results: dict[str, Any]) -> None:
     now = datetime.now()
-    said = {
+    header = {
         "date": f"{now:%Y%m%d-%H%M%S}",
         "backend": config.backend,
         "model_id": model,
@@ -168,10 +167,10 @@ def _save(config: ServeLoadConfig, model: str, source: str, found: dict[str, Any
     }
     limit = "" if config.max_concurrency is None else f"-concurrency{config.max_concurrency}"
     rate = f"{config.request_rate:g}qps"
-    usual = f"{config.backend}-{rate}{limit}-{model.rstrip('/').rpartition('/')[2]}-{said['date']}.json"
+    default = f"{config.backend}-{rate}{limit}-{model.rstrip('/').rpartition('/')[2]}-{header['date']}.json"
     folder = Path(config.result_dir or ".")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--result-dir", f"{folder}: {error.strerror}") from None
-    write_results(str(folder / (config.result_filename or usual)), said | found, "--result-filename")
+    write_results(str(folder / (config.result_filename or default)), header | results, "--result-filename")

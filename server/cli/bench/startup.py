@@ -39,19 +39,17 @@ _LOADING: Final = 503
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """Flags of the command."""
     add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
-    """See `check_load`."""
     return check_load(args, COMMAND, StartupConfig, "server")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results. Returns 0."""
     load, settled = settle_load(args, COMMAND, StartupConfig)
-    EngineArgs.from_settled(settled)  # what cannot be used is told before a server is started with it
+    EngineArgs.from_settled(settled)  # raises on unusable settings before a server is started
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         settings = Path(folder, "settings.yaml")
         settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def engine_settings(settled: Settled) -> dict[str, Any]:
-    """The engine settings that were said, as `serve --config` reads them."""
+    """Return the given engine settings in the form of `serve --config`."""
     return {
         name.replace("_", "-"): settled.values[name]
         for name in settled.sources
@@ -76,7 +74,7 @@ def engine_settings(settled: Settled) -> dict[str, Any]:
 
 
 def time_start(settings: Path, input_len: int) -> float:
-    """Seconds from a server's command to its first token. Raises PagodaError when it does not start."""
+    """Return the seconds from a server's command to its first token. Raises PagodaError if it does not start."""
     port = _free_port()
     client = ApiClient(f"http://127.0.0.1:{port}/v1", API_KEY.read())
     body = {"prompt": [1 + index % 64 for index in range(input_len)], "max_tokens": 1, "temperature": 0.0}
@@ -119,4 +117,4 @@ def _free_port() -> int:
 def _last_line(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode("utf-8", "replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing").removeprefix("pagoda: error: ")
+    return next((line for line in reversed(lines) if line.strip()), "no output").removeprefix("pagoda: error: ")

@@ -26,17 +26,15 @@ COMMAND: Final = "bench throughput"
 
 
 def add_arguments(parser: FlagParser) -> None:
-    """Flags of the command."""
     add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
-    """See `check_load`."""
     return check_load(args, COMMAND, ThroughputConfig)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results. Returns 0."""
     load, settled = settle_load(args, COMMAND, ThroughputConfig)
     llm = start_llm(EngineArgs.from_settled(settled))
     try:
