@@ -59,11 +59,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    sampling_defaults: dict[str, Any]
+    sampling_defaults: dict[str, Any] = {}
     backend: str
     device: str
     dtype: str
-    num_blocks: int
+    num_blocks: int = 0
     memory: str
     phases: tuple[tuple[str, float], ...]
     pooling: PoolingInfo | None = None

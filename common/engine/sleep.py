@@ -10,7 +10,7 @@ from typing import Final
 
 from pagoda.common.backend import SleepingBackend, Weight
 from pagoda.common.config.groups.model import ModelConfig
-from pagoda.common.engine.data_parallel import Engine
+from pagoda.common.engine.core import EngineCore
 from pagoda.common.errors import ConfigError, ModelError, RequestError, SleepError
 
 WEIGHTS: Final = "weights"
@@ -27,7 +27,9 @@ ASLEEP: Final = "the engine is asleep; wake it up first (POST /wake_up, or wake_
 class Sleeper:
     """The sleep of one engine. `read_weights`: every parameter of the model, as often as it is called."""
 
-    def __init__(self, backend: SleepingBackend, core: Engine, read_weights: Callable[[], Iterable[Weight]]) -> None:
+    def __init__(
+        self, backend: SleepingBackend, core: EngineCore, read_weights: Callable[[], Iterable[Weight]]
+    ) -> None:
         self._backend, self._core, self._read_weights = backend, core, read_weights
         self._asleep: tuple[str, ...] = ()
         self._level = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pagoda.common.engine.data_parallel import Engine
+from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.errors import RequestError, SleepError
@@ -43,7 +43,7 @@ class Progress:
         self.busy = False
 
 
-def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
+def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
     """Serve until Shutdown: take all commands, run one step, send what it brought; wait when there is no work.
 
     `sleeper`: of an engine that can be put to sleep; only such a one is asked to.
@@ -73,7 +73,7 @@ def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleep
             send(StepReply(StepOutputs(stats=core.stats)))
 
 
-def _step(core: Engine, send: Send, progress: Progress) -> None:
+def _step(core: EngineCore, send: Send, progress: Progress) -> None:
     send(StepReply(core.step()))
     progress.steps += 1
 
@@ -92,7 +92,7 @@ def _changed(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
     return SleepState(command.ticket, sleeper.asleep, error)
 
 
-def _add(core: Engine, request: EngineRequest, send: Send) -> None:
+def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
     try:
         core.add_request(request)
     except RequestError as error:

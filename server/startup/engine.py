@@ -24,13 +24,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.server.plugins import load_general_plugins
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
-from pagoda.server.startup.build import (
-    assemble_generation,
-    assemble_pooling,
-    check_generation,
-    check_pooling_engine,
-    pooling_engine_info,
-)
+from pagoda.server.startup.build import assemble, check_assembly
 from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
@@ -113,10 +107,7 @@ def check_engine(config: EngineConfig, usage: Usage, sources: Mapping[str, str] 
         if runs_ranks(resolved.backend, config.parallel):
             check_ranks(resolved)
         check_hosts(resolved)
-        if resolved.pooling is not None:
-            check_pooling_engine(resolved)
-        else:
-            check_generation(resolved, load_backend(resolved.backend))
+        check_assembly(resolved, load_backend(resolved.backend))
     open_tokenizer(config)
     return resolved
 
@@ -139,10 +130,7 @@ def _load(
     try:
         with phases(f"import {resolved.backend}"):
             module = importing.result()
-        if resolved.pooling is not None:
-            core, pooling = assemble_pooling(resolved, weights, phases)
-            return BuiltEngine(core, pooling, pooling_engine_info(resolved, pooling, tuple(phases.seconds)))
-        return assemble_generation(resolved, module, checkpoint, weights, company, phases)
+        return assemble(resolved, module, checkpoint, weights, company, phases)
     finally:
         weights.close()
 

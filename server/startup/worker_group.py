@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pagoda.common.backend import Backend, PoolingBackend, Weight
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
-from pagoda.common.engine.data_parallel import Engine
+from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.weights.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ class BuiltEngine:
     `structured`: what compiles grammars; None without a tokenizer.
     """
 
-    core: Engine
+    core: EngineCore
     backend: Backend | PoolingBackend
     info: EngineInfo
     hosts: LeadingBackend | FollowingBackend | None = None

@@ -22,7 +22,7 @@ from support.fake_pooling import INFOS, FakePoolingCore
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
@@ -75,7 +75,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         info = msgspec.structs.replace(info, pooling=INFOS[kind], eos_token_ids=())
         return BuiltEngine(FakePoolingCore(kind), backend, info)
     structured = Structured(lambda: vocabulary_of(byte_tokenizer(), 257, (EOS,)))
-    core = EngineCore(backend, layout, limits, num_blocks, structured=structured)
+    core = generation_core(backend, layout, limits, num_blocks, structured=structured)
     sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, sleeper=sleeper, structured=structured)
 
