@@ -29,9 +29,16 @@ from pagoda.server.outputs import (
     ScoringRequestOutput,
 )
 from pagoda.server.processing.beams import candidates_of, check_engine, check_prompts, step_params
-from pagoda.server.processing.inputs import PreparedRequest, PromptType, is_token_ids
-from pagoda.server.processing.pooling_inputs import PairTemplate, PooledPrompt, PoolingInputs, TextOptions
+from pagoda.server.processing.inputs import (
+    InputProcessor,
+    PairTemplate,
+    PreparedRequest,
+    Prompt,
+    PromptType,
+    is_token_ids,
+)
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
+from pagoda.server.processing.tokenization import TextOptions
 from pagoda.server.settings.args import EngineArgs
 
 # What LLM does with pooling models: vectors, labels and scores of lists of prompts.
@@ -154,15 +161,17 @@ class PoolingMethods(OfflineRuns):
         params = _with_task(pooling_params or PoolingParams(), pairs.task)
         return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
 
-    def _pooling_inputs(self, lora_request: object) -> PoolingInputs:
+    def _pooling_inputs(self, lora_request: object) -> InputProcessor:
         if lora_request is not None:
             raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
-        return self.llm_engine.pooling_inputs
+        inputs = self.llm_engine.inputs
+        inputs.check_pools()
+        return inputs
 
     def _pool(
-        self, prompts: Sequence[PooledPrompt], params: Sequence[PoolingParams], use_tqdm: Bar
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: Bar
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        inputs = self.llm_engine.pooling_inputs
+        inputs = self.llm_engine.inputs
         return self._run([inputs.prepare(self._new_id(), *each) for each in zip(prompts, params)], use_tqdm)
 
 

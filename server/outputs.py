@@ -226,7 +226,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[OutputT]):
-    """One request's answer, and the prompt's tokens. `scheduled_ts`: when it first ran, monotonic seconds."""
+    """The output of one pooling request. `*_ts`: when it first ran and when it finished, monotonic seconds."""
 
     request_id: str
     outputs: OutputT
@@ -234,12 +234,23 @@ class PoolingRequestOutput(Generic[OutputT]):
     num_cached_tokens: int = 0
     finished: bool = True
     scheduled_ts: float = field(default=0.0, repr=False, compare=False)
+    finished_ts: float = field(default=0.0, repr=False, compare=False)
 
     @classmethod
     def _of(cls, base: PoolingRequestOutput[PoolingOutput], outputs: Any) -> Self:
         return cls(
-            base.request_id, outputs, base.prompt_token_ids, base.num_cached_tokens, base.finished, base.scheduled_ts
+            base.request_id,
+            outputs,
+            base.prompt_token_ids,
+            base.num_cached_tokens,
+            base.finished,
+            base.scheduled_ts,
+            base.finished_ts,
         )
+
+
+RawPoolingOutput = PoolingRequestOutput[PoolingOutput]
+"""The vectors of one request, before a task-specific output is made of them."""
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

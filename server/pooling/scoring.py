@@ -20,7 +20,7 @@ from pagoda.server.outputs import ScoringRequestOutput
 from pagoda.server.pooling.answer import PoolingHead, ranking_answer, scores_answer
 from pagoda.server.pooling.fields import PoolingFields, check_count, renamed
 from pagoda.server.pooling.routes import Asked
-from pagoda.server.processing.pooling_inputs import PairTemplate
+from pagoda.server.processing.inputs import PairTemplate
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, texts_of
 
 # The bodies of POST /score and /rerank, in all their spellings.

@@ -42,7 +42,7 @@ def grammar_of(asked: StructuredOutputsParams, config: StructuredOutputsConfig, 
     return Grammar(text, config.engine)
 
 
-class AnswerForms:
+class OutputConstraints:
     """Makes grammars and thinking for one model. Raises ConfigError for a reasoning parser that there is not."""
 
     def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import RequestError
-from pagoda.server.outputs import Array, PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
-from pagoda.server.processing.pooling_inputs import PairTemplate, PooledPrompt, PoolingInputs, TextOptions, shortened
+from pagoda.server.outputs import Array, RawPoolingOutput, ScoringOutput, ScoringRequestOutput
+from pagoda.server.processing.inputs import InputProcessor, PairTemplate, Prompt
+from pagoda.server.processing.tokenization import TextOptions, shortened
 
 Text = str | Mapping[str, Any]
 """A text, or {"content": [{"type": "text", "text": ...}]}."""
 
-BaseOutput = PoolingRequestOutput[PoolingOutput]
 MAX_CHARACTERS: Final = 1 << 25
 """Most characters in all pairs of one request; a query is read once for each of its documents."""
 
@@ -67,7 +67,7 @@ class Pairs:
 
     def __init__(
         self,
-        inputs: PoolingInputs,
+        inputs: InputProcessor,
         queries: Sequence[str],
         documents: Sequence[str],
         fields: tuple[str, str] = ("data_1", "data_2"),
@@ -93,7 +93,7 @@ class Pairs:
             raise RequestError("model", f"scores need a model with one label; this one has {offered.num_labels}")
         raise RequestError("model", f"this model gives no scores; it offers {', '.join(offered.tasks)}")
 
-    def prompts(self, options: ScoreOptions) -> list[PooledPrompt]:
+    def prompts(self, options: ScoreOptions) -> list[Prompt]:
         """What the model is to read. Raises RequestError."""
         tokenizer = self._inputs.tokenizer
         queries = [shortened(tokenizer, text, options.most_query) for text in self._queries]
@@ -112,7 +112,7 @@ class Pairs:
             )
         return [self._inputs.pair(*pair, options.text, options.template) for pair in zip(wide, documents)]
 
-    def scores(self, outputs: Sequence[BaseOutput]) -> list[ScoringRequestOutput]:
+    def scores(self, outputs: Sequence[RawPoolingOutput]) -> list[ScoringRequestOutput]:
         """A score for each pair, of the outputs of `prompts`. Raises RequestError."""
         if self.task == "score":
             return [ScoringRequestOutput.from_base(output) for output in outputs]
@@ -137,7 +137,7 @@ def late_interaction(query: Array, document: Array) -> float:
     return float((query @ document.T).max(axis=1).sum())
 
 
-def _compared(query: BaseOutput, document: BaseOutput, score: float) -> ScoringRequestOutput:
+def _compared(query: RawPoolingOutput, document: RawPoolingOutput, score: float) -> ScoringRequestOutput:
     return ScoringRequestOutput(
         f"{query.request_id}_{document.request_id}",
         ScoringOutput(score),
