@@ -59,8 +59,8 @@ class ScoringFields(PoolingFields):
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
         return ScoreOptions(
             text=self.text_options,
-            most_query=self.max_tokens_per_query,
-            most_document=self.max_tokens_per_doc,
+            max_query_tokens=self.max_tokens_per_query,
+            max_document_tokens=self.max_tokens_per_doc,
             template=None if template is None else PairTemplate(source=template, keywords=keywords),
         )
 

@@ -157,7 +157,7 @@ def test_what_a_model_does_not_do() -> None:
         (lambda: embed.classify("a"), "task", "--convert classify"),
         (lambda: classify.embed("a"), "task", "--convert embed"),
         (lambda: classify.score("a", "b"), "model", "one label; this one has 3"),
-        (lambda: embed.encode("a", PoolingParams(task="embed"), pooling_task="token_embed"), "task", "wanted here"),
+        (lambda: embed.encode("a", PoolingParams(task="embed"), pooling_task="token_embed"), "task", "this call needs"),
         (lambda: embed.encode("a", SamplingParams()), "pooling_params", "PoolingParams"),
         (lambda: embed.encode(["a", "b"], [PoolingParams()]), "pooling_params", "1 entries for 2"),
         (lambda: embed.embed("a", lora_request=object()), "lora_request", "adapters"),
