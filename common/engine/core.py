@@ -50,7 +50,7 @@ class StepScheduler(Protocol[PlanT, ResultT_contra]):
     subclass scheduler.Scheduler.
     """
 
-    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
+    def add(self, request: EngineRequest, guide: TokenMaskState | None = None, /) -> None:
         """Queue a request. `guide`: its token masks. Raises RequestError naming the field if it can never run."""
         ...
 

@@ -45,15 +45,15 @@ class ShardedScheduler:
         self.shards = shards
         self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
 
-    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
+    def add(self, request: EngineRequest, guide: TokenMaskState | None = None) -> None:
         """Queue a request in a shard. Raises RequestError naming the field if it can never run."""
-        shard = self._shard_of.get(asked.request_id) or self._choose(asked)
-        shard.scheduler.add(asked, guide)
-        self._shard_of[asked.request_id] = shard
+        shard = self._shard_of.get(request.request_id) or self._choose(request)
+        shard.scheduler.add(request, guide)
+        self._shard_of[request.request_id] = shard
 
-    def _choose(self, asked: EngineRequest) -> EngineShard:
+    def _choose(self, request: EngineRequest) -> EngineShard:
         """Return the shard with the longest cached prefix among those with low load; ties go to the least loaded."""
-        probe = Request.of(asked, limit=0, rank=())
+        probe = Request.of(request, limit=0, rank=())
         cached = [shard.kv.find_prefix(probe).num_tokens for shard in self.shards]
         loads = [shard.scheduler.num_unfinished for shard in self.shards]
         max_load = min(loads) + 1 + min(loads) // AFFINITY_DIVISOR

@@ -45,23 +45,23 @@ class PoolingScheduler:
         self._in_flight: deque[_InFlightBatch] = deque()
         self._added = self._steps = self._recompiles = 0
 
-    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
+    def add(self, request: EngineRequest, guide: TokenMaskState | None = None) -> None:
         """Queue a request. Raises RequestError naming the field if it can never run."""
-        self._check(asked)
+        self._check(request)
         self._added += 1
         by_priority = self._limits.policy == "priority"
-        rank = (float(asked.priority), asked.arrival, self._added) if by_priority else (self._added,)
-        request = Request.of(asked, limit=len(asked.prompt_token_ids), rank=rank)
-        self._requests[request.request_id] = request
-        self._waiting.push(request)
+        rank = (float(request.priority), request.arrival, self._added) if by_priority else (self._added,)
+        state = Request.of(request, limit=len(request.prompt_token_ids), rank=rank)
+        self._requests[state.request_id] = state
+        self._waiting.push(state)
 
-    def _check(self, asked: EngineRequest) -> None:
-        length = len(asked.prompt_token_ids)
-        if asked.pooling is None:
+    def _check(self, request: EngineRequest) -> None:
+        length = len(request.prompt_token_ids)
+        if request.pooling is None:
             raise RequestError("model", "the model pools prompts, it generates no text; request embeddings or classes")
-        if asked.pooling.task not in self._tasks:
+        if request.pooling.task not in self._tasks:
             raise RequestError(
-                "task", f"task {asked.pooling.task} is not one of this model's: {', '.join(self._tasks)}"
+                "task", f"task {request.pooling.task} is not one of this model's: {', '.join(self._tasks)}"
             )
         if not length:
             raise RequestError("prompt", "the prompt is empty")
@@ -69,8 +69,8 @@ class PoolingScheduler:
             raise RequestError(
                 "prompt", f"the prompt has {length} tokens, the model takes {self._limits.max_model_len}; shorten it"
             )
-        if asked.request_id in self._requests:
-            raise RequestError("request_id", f"request {asked.request_id} is already in the engine")
+        if request.request_id in self._requests:
+            raise RequestError("request_id", f"request {request.request_id} is already in the engine")
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; results in flight for them are discarded. Unknown ids are skipped."""
