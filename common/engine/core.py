@@ -173,7 +173,7 @@ class EngineCore:
 
         A request whose grammar does not compile ends with an output that has the error.
         """
-        if request.pooling is not None and self._kv_managers:
+        if request.pooling is not None and self._kv_managers:  # a generating model
             raise RequestError("model", "the model generates text, it does not pool; start it with --runner pooling")
         self._grammars.add(request)
 
