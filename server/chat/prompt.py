@@ -22,7 +22,7 @@ from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
-from pagoda.server.processing.inputs import encode_kept
+from pagoda.server.processing.tokenization import encode_kept
 
 LONG_CONVERSATION: Final = 16_384
 """Characters of a conversation, tools and documents included, from which rendering and tokenising run in a thread, so

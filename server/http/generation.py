@@ -1,6 +1,6 @@
-"""One HTTP request's work: its prompts in the engine, their outputs merged, counted and timed; ended when left.
+"""The prompts of one HTTP request in the engine: queued, metered, logged, and aborted when the client leaves.
 
-Knows the engine's face. Does not know the shape of an answer.
+The same for generation, whose outputs are merged into one stream, and for pooling, whose outputs are a list.
 """
 
 from __future__ import annotations
@@ -8,27 +8,84 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
-from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
+from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
 from pagoda.common.observe.metrics import FINISH_REASONS, FinishedAnswer, FinishedRequest
+from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_N, SamplingParams
+from pagoda.server.async_requests import LONG_TEXT
 from pagoda.server.http.request_log import RequestLog
 from pagoda.server.http.state import ServerState
-from pagoda.server.outputs import AnswerMetrics, RequestOutput
-from pagoda.server.processing.inputs import PromptType
+from pagoda.server.outputs import AnswerMetrics, RawPoolingOutput, RequestOutput
+from pagoda.server.processing.inputs import Prompt, PromptType
+from pagoda.server.processing.pooling_rules import resolve_task
 from pagoda.server.processing.request_stream import RequestStream
 
 MAX_ANSWERS: Final = MAX_N
-"""Most answers of all prompts of one request."""
+"""Maximum completions of all prompts of one request."""
+
+MAX_TOKENS: Final = 1 << 20
+"""Maximum tokens in all prompts of one pooling request."""
+
+MAX_NUMBERS: Final = 1 << 26
+"""Maximum numbers in the token embeddings of one pooling request."""
 
 
-class Generation:
-    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique.
+class PromptBatch:
+    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique."""
 
-    `accepted` is set once the engine has taken all prompts. Raises RequestError for too many answers.
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        user: str | None,
+    ) -> None:
+        self.request_id = request_id
+        self._state = state
+        self._llm = state.llm()
+        self._priority = priority
+        self._user = user
+        self._stem = f"{request_id}-{secrets.token_hex(4)}"
+        logs = self._llm.config.observability.enable_log_requests
+        self._log = RequestLog(state.config, params, enabled=logs)
+
+    def _meters(self) -> Iterator[_Meter]:
+        """Yield the meters of the prompts that were queued."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncGenerator[None, None]:
+        """A context in which the request counts as running. Leaving it aborts unfinished prompts and meters them."""
+        self._state.running += 1
+        reason: str | None = "error"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit, AbortedError):
+            reason = "abort"
+            raise
+        except (RequestError, QueueFullError):
+            reason = None  # refused: it never ran
+            raise
+        finally:
+            self._state.running -= 1
+            unfinished = [meter for meter in self._meters() if not meter.finished]
+            with suppress(EngineDeadError):
+                await self._llm.abort([meter.request_id for meter in unfinished])
+            if reason is not None:
+                for meter in unfinished:
+                    meter.finish(reason)
+                    self._log.cut(meter.request_id, reason)
+
+
+class Generation(PromptBatch):
+    """The prompts of a request to generate. `accepted` is set once the engine has all prompts.
+
+    Raises RequestError for too many completions.
     """
 
     def __init__(
@@ -48,75 +105,125 @@ class Generation:
                 f"n {params.n} for {len(prompts)} prompts makes {answers} answers; "
                 f"at most {MAX_ANSWERS} are allowed in one request",
             )
-        self._state = state
-        self._llm = state.llm()
+        super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
         self._params = params
-        self._priority = priority
-        self._user = user
-        self.request_id = request_id
         self.accepted = asyncio.Event()
-        logs = self._llm.config.observability.enable_log_requests
-        self._log = RequestLog(state.config, params, enabled=logs)
-        stem = f"{request_id}-{secrets.token_hex(4)}"
-        self._meters = [_GenerationMeter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
+        self._metered = [_GenerationMeter(state, f"{self._stem}-{index}", params) for index in range(len(prompts))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, what is new about it), until all prompts are finished. Leaving ends them all.
+        """Yield (prompt index, output) until all prompts are finished. Leaving aborts the others.
 
         Raises RequestError or QueueFullError before the first output, EngineDeadError with the cause when the engine
         dies.
         """
-        self._state.running += 1
-        ending: str | None = "error"
-        try:
+        async with self._running():
             streams = await self._start()
             self.accepted.set()
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
-                    self._meters[index].take(output)
-                    self._log.answered(self._meters[index].request_id, output)
+                    self._metered[index].take(output)
+                    self._log.answered(self._metered[index].request_id, output)
                     yield index, output
-        except (asyncio.CancelledError, GeneratorExit):
-            ending = "abort"
-            raise
-        except (RequestError, QueueFullError):
-            ending = None  # refused, so it never ran
-            raise
-        finally:
-            self._state.running -= 1
-            await self._end(ending)
 
-    async def _start(self) -> list[RequestStream]:
-        for meter, prompt in zip(self._meters, self._prompts):
+    async def _start(self) -> list[RequestStream[RequestOutput]]:
+        for meter, prompt in zip(self._metered, self._prompts):
             self._log.asked(meter.request_id, prompt, self._user)
         streams = []
-        for meter, prompt in zip(self._meters, self._prompts):
-            # Others go on between two of thousands of prompts; and requests that came together are all read before the
-            # engine gets the first of them, and so begin in one step.
+        for meter, prompt in zip(self._metered, self._prompts):
+            # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
+            # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
             streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, self._priority))
         return streams
 
-    async def _end(self, reason: str | None) -> None:
-        unfinished = [meter for meter in self._meters if not meter.finished]
-        with suppress(EngineDeadError):
-            await self._llm.abort([meter.request_id for meter in unfinished])
-        if reason is not None:
-            for meter in unfinished:
-                meter.finish(reason)
-                self._log.cut(meter.request_id, reason)
+    def _meters(self) -> Iterator[_Meter]:
+        yield from self._metered
 
 
-class _GenerationMeter:
-    """What the metrics learn from one prompt's outputs."""
+class PoolingBatch(PromptBatch):
+    """The prompts of a request to pool."""
 
-    def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> None:
+        super().__init__(state, request_id, params, priority, user)
+        self._params = params
+        self._started: list[tuple[_PoolingMeter, RequestStream[RawPoolingOutput]]] = []
+
+    async def run(self, make: Callable[[], list[Prompt]], characters: int) -> list[RawPoolingOutput]:
+        """Return the outputs of the prompts that `make` returns, in order. `characters`: the length of their texts.
+
+        Raises RequestError, QueueFullError, or EngineDeadError with the cause when the engine dies.
+        """
+        async with self._running():
+            prompts = await asyncio.to_thread(make) if characters > LONG_TEXT else make()
+            self._check(prompts)
+            for index, prompt in enumerate(prompts):
+                await self._start(f"{self._stem}-{index}", prompt)
+            try:
+                return [meter.take(await stream.get()) for meter, stream in self._started]
+            finally:
+                for meter, stream in self._started:  # finished, but not read
+                    if not meter.finished and (output := stream.take_pending()) is not None:
+                        meter.take(output)
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise RequestError for more prompts, tokens or numbers than one request may have."""
+        limit = self._llm.config.scheduler.max_num_queued_reqs
+        if limit is not None and len(prompts) > limit:
+            raise RequestError(
+                "prompt", f"{len(prompts)} texts are above the limit of {limit} sequences (--max-num-queued-reqs)"
+            )
+        total = sum(len(prompt.token_ids) for prompt in prompts)
+        if total > MAX_TOKENS:
+            raise RequestError("prompt", f"the request has {total} tokens in all; at most {MAX_TOKENS} are allowed")
+        info = self._llm.pooling_inputs.pooling
+        if resolve_task(info, self._params.task) == "token_embed":
+            numbers = total * (self._params.dimensions or info.embedding_size)
+            if numbers > MAX_NUMBERS:
+                raise RequestError(
+                    "prompt", f"vectors of {total} tokens have {numbers} numbers; at most {MAX_NUMBERS} are allowed"
+                )
+
+    async def _start(self, request_id: str, prompt: Prompt) -> None:
+        self._log.asked(request_id, prompt, self._user)
+        stream = await self._llm.add_request(request_id, prompt, self._params, self._priority)
+        self._started.append((_PoolingMeter(self._state, request_id), stream))
+
+    def _meters(self) -> Iterator[_Meter]:
+        return (meter for meter, _ in self._started)
+
+
+class _Meter:
+    """Reports one prompt to the metrics."""
+
+    def __init__(self, state: ServerState, request_id: str) -> None:
         self.request_id = request_id
         self.finished = False
         self._metrics = state.metrics
-        self._params = params
         self._arrival = time.monotonic()
+
+    def finish(self, reason: str) -> None:
+        """Report the end, once."""
+        if not self.finished:
+            self.finished = True
+            self._report(reason)
+
+    def _report(self, reason: str) -> None:
+        raise NotImplementedError
+
+
+class _GenerationMeter(_Meter):
+    def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
+        super().__init__(state, request_id)
+        self._params = params
         self._latest: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> None:
@@ -132,11 +239,7 @@ class _GenerationMeter:
         if output.finished:
             self.finish(next((each.finish_reason for each in output.outputs if each.finish_reason), "abort"))
 
-    def finish(self, reason: str) -> None:
-        """Note the end, once."""
-        if self.finished:
-            return
-        self.finished = True
+    def _report(self, reason: str) -> None:
         latest = self._latest
         times = latest.metrics if latest is not None else None
         self._metrics.on_finish(
@@ -152,6 +255,26 @@ class _GenerationMeter:
         )
 
 
+class _PoolingMeter(_Meter):
+    _output: RawPoolingOutput | None = None
+
+    def take(self, output: RawPoolingOutput) -> RawPoolingOutput:
+        """Note the output and return it."""
+        self._output = output
+        self.finish("stop")
+        return output
+
+    def _report(self, reason: str) -> None:
+        output = self._output
+        self._metrics.on_pooled(
+            reason,
+            arrival=self._arrival,
+            scheduled=0.0 if output is None else output.scheduled_ts,
+            finished=time.monotonic() if output is None else output.finished_ts,
+            prompt_tokens=0 if output is None else len(output.prompt_token_ids),
+        )
+
+
 def _finished(times: AnswerMetrics) -> FinishedAnswer:
     return FinishedAnswer(
         is_complete=times.is_complete,
@@ -164,8 +287,8 @@ def _finished(times: AnswerMetrics) -> FinishedAnswer:
     )
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all streams as they come, until every stream has finished."""
+async def _merged(streams: Sequence[RequestStream[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield the outputs of all streams as they arrive, until every stream has finished."""
     if len(streams) == 1:
         finished = False
         while not finished:
@@ -173,12 +296,12 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
             finished = output.finished
             yield 0, output
         return
-    news: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
-    pumps = [asyncio.ensure_future(_pump(index, stream, news)) for index, stream in enumerate(streams)]
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.ensure_future(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
     try:
         left = len(streams)
         while left:
-            index, item = await news.get()
+            index, item = await arrived.get()
             if isinstance(item, Exception):
                 raise item
             left -= item.finished
@@ -189,12 +312,16 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(index: int, stream: RequestStream, news: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
+async def _pump(
+    index: int,
+    stream: RequestStream[RequestOutput],
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]],
+) -> None:
     try:
         finished = False
         while not finished:
             output = await stream.get()
             finished = output.finished
-            await news.put((index, output))
+            await arrived.put((index, output))
     except Exception as error:
-        await news.put((index, error))
+        await arrived.put((index, error))

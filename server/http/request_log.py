@@ -15,8 +15,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.http.fields.usage import REQUEST_ID_HEADER, id_header
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.processing.inputs import PromptType
-from pagoda.server.processing.pooling_inputs import PooledPrompt
+from pagoda.server.processing.inputs import Prompt, PromptType
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class RequestLog:
         self._deltas = config.enable_log_deltas and params.output_kind is RequestOutputKind.DELTA
         self._said: dict[tuple[str, int], list[str]] = {}
 
-    def asked(self, request_id: str, prompt: PromptType | PooledPrompt, user: str | None) -> None:
+    def asked(self, request_id: str, prompt: PromptType | Prompt, user: str | None) -> None:
         """A prompt goes to the engine."""
         if self._asks:
             shown, params = shortened(repr(prompt), self._limit), shortened(repr(self._params), 1000)

@@ -22,8 +22,8 @@ from pagoda.server.http.fields.usage import ResponseMeta, TextEvent, check_strea
 from pagoda.server.http.request_context import answer_head, answer_id, best_of, model_of, server_of, work_of
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
-from pagoda.server.processing.inputs import encode_kept
 from pagoda.server.processing.prompt_embeds import from_base64
+from pagoda.server.processing.tokenization import encode_kept
 
 # The body of POST /v1/completions.
 
