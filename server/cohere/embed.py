@@ -16,9 +16,9 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.http.body import read_body
 from pagoda.server.http.fields.base import Int64, RequestBody, unsupported
 from pagoda.server.http.request_context import server_of
-from pagoda.server.pooling.answer import Array
 from pagoda.server.pooling.fields import check_count, renamed
-from pagoda.server.pooling.routes import Asked, count_tokens
+from pagoda.server.pooling.response import Array
+from pagoda.server.pooling.routes import PoolingCall, count_tokens
 from pagoda.server.processing.pooling_inputs import PooledPrompt, TextOptions
 from pagoda.server.processing.scoring import texts_of
 
@@ -133,7 +133,7 @@ router = APIRouter(tags=["pooling"])
 async def embed(request: Request) -> Response:
     """Vectors in the types that are asked for."""
     body = await read_body(request, CohereEmbedRequest, server_of(request).config)
-    asked = Asked.of(request, body, "embd")
+    asked = PoolingCall.of(request, body, "embd")
     texts = body.listed(asked.inputs.pooling.prompts)
 
     def prompts() -> list[PooledPrompt]:

@@ -18,14 +18,6 @@ from pagoda.server.http.fields.usage import id_header
 from pagoda.server.http.request_context import Identified, answer_id, server_of
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stream import encode_json, until_left
-from pagoda.server.pooling.answer import (
-    Encoding,
-    PoolingHead,
-    binary_answer,
-    check_binary,
-    classes_answer,
-    vectors_answer,
-)
 from pagoda.server.pooling.fields import (
     ChatT,
     ClassificationChatRequest,
@@ -38,6 +30,14 @@ from pagoda.server.pooling.fields import (
     PoolingChatRequest,
     PoolingCompletionRequest,
     holds_conversation,
+)
+from pagoda.server.pooling.response import (
+    Encoding,
+    PoolingMeta,
+    binary_answer,
+    check_binary,
+    classes_answer,
+    vectors_answer,
 )
 from pagoda.server.pooling.work import BaseOutput, PoolingWork
 from pagoda.server.processing.pooling_inputs import PooledPrompt, PoolingInputs
@@ -57,7 +57,7 @@ class PoolingBody(Identified, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PoolingCall:
     """A request that a pooling model can answer."""
 
     request: Request
@@ -68,7 +68,7 @@ class Asked:
     inputs: PoolingInputs
 
     @classmethod
-    def of(cls, request: Request, body: PoolingBody, prefix: str) -> Asked:
+    def of(cls, request: Request, body: PoolingBody, prefix: str) -> PoolingCall:
         """Raises ModelNotFoundError, UnavailableError, or RequestError when the model generates."""
         state = server_of(request)
         model = state.model_name(body.model)
@@ -86,9 +86,9 @@ class Asked:
         except RequestError as error:
             raise body.in_own_names(error) from None
 
-    def head(self, outputs: Sequence[BaseOutput]) -> PoolingHead:
+    def head(self, outputs: Sequence[BaseOutput]) -> PoolingMeta:
         """What the answer begins and ends with."""
-        return PoolingHead(self.id, int(time.time()), self.model, count_tokens(outputs))
+        return PoolingMeta(self.id, int(time.time()), self.model, count_tokens(outputs))
 
     def json(self, answer: dict[str, Any]) -> Response:
         """The response."""
@@ -129,7 +129,7 @@ async def pooling(request: Request) -> Response:
 async def answer_embeddings(request: Request, raw: bytes) -> Response:
     """The answer to a body of /v1/embeddings."""
     body = _body(request, EmbeddingChatRequest, EmbeddingCompletionRequest, raw)
-    asked = Asked.of(request, body, "embd")
+    asked = PoolingCall.of(request, body, "embd")
     outputs = await _outputs(asked, body, body.params("embed"), body.encoding)
     return _vectors(asked, outputs, body.encoding, "embedding", "embedding")
 
@@ -137,7 +137,7 @@ async def answer_embeddings(request: Request, raw: bytes) -> Response:
 async def answer_pooling(request: Request, raw: bytes) -> Response:
     """The answer to a body of /pooling."""
     body = _body(request, PoolingChatRequest, PoolingCompletionRequest, raw)
-    asked = Asked.of(request, body, "pooling")
+    asked = PoolingCall.of(request, body, "pooling")
     outputs = await _outputs(asked, body, body.params(body.task), body.encoding)
     return _vectors(asked, outputs, body.encoding, "pooling", "data")
 
@@ -145,7 +145,7 @@ async def answer_pooling(request: Request, raw: bytes) -> Response:
 async def answer_classify(request: Request, raw: bytes) -> Response:
     """The answer to a body of /classify."""
     body = _body(request, ClassificationChatRequest, ClassificationCompletionRequest, raw)
-    asked = Asked.of(request, body, "classify")
+    asked = PoolingCall.of(request, body, "classify")
     outputs = await _outputs(asked, body, body.params("classify"), Encoding())
     return asked.json(classes_answer(asked.head(outputs), outputs, asked.inputs.pooling.labels))
 
@@ -157,7 +157,7 @@ def _body(request: Request, chat: type[ChatT], completion: type[CompletionT], ra
 
 
 async def _outputs(
-    asked: Asked, body: InputFields | ConversationFields, params: PoolingParams, encoding: Encoding
+    asked: PoolingCall, body: InputFields | ConversationFields, params: PoolingParams, encoding: Encoding
 ) -> list[BaseOutput]:
     """What the model makes of the body's prompts. Raises RequestError."""
     options = body.text_options
@@ -175,7 +175,7 @@ async def _outputs(
     return await asked.run(params, lambda: [asked.inputs.parse(each, options) for each in prompts], characters)
 
 
-def _vectors(asked: Asked, outputs: list[BaseOutput], encoding: Encoding, kind: str, key: str) -> Response:
+def _vectors(asked: PoolingCall, outputs: list[BaseOutput], encoding: Encoding, kind: str, key: str) -> Response:
     """Vectors as they were asked for: in JSON, or as bytes."""
     head = asked.head(outputs)
     if not encoding.is_binary:

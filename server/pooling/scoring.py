@@ -17,9 +17,9 @@ from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.fields.base import Int64
 from pagoda.server.http.request_context import server_of
 from pagoda.server.outputs import ScoringRequestOutput
-from pagoda.server.pooling.answer import PoolingHead, ranking_answer, scores_answer
 from pagoda.server.pooling.fields import PoolingFields, check_count, renamed
-from pagoda.server.pooling.routes import Asked
+from pagoda.server.pooling.response import PoolingMeta, ranking_answer, scores_answer
+from pagoda.server.pooling.routes import PoolingCall
 from pagoda.server.processing.pooling_inputs import PairTemplate
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, texts_of
 
@@ -146,7 +146,7 @@ async def rerank(request: Request) -> Response:
 async def answer_score(request: Request, raw: bytes) -> Response:
     """The answer to a body of /score."""
     body = parse_body(request, ScoreRequest, raw, server_of(request).config)
-    asked = Asked.of(request, body, "score")
+    asked = PoolingCall.of(request, body, "score")
     head, scores = await _scores(asked, body, body.sides(), body.fields)
     return asked.json(scores_answer(head, scores))
 
@@ -154,15 +154,15 @@ async def answer_score(request: Request, raw: bytes) -> Response:
 async def answer_rerank(request: Request, raw: bytes) -> Response:
     """The answer to a body of /rerank."""
     body = parse_body(request, RerankRequest, raw, server_of(request).config)
-    asked = Asked.of(request, body, "rerank")
+    asked = PoolingCall.of(request, body, "rerank")
     head, scores = await _scores(asked, body, body.sides(), ("query", "documents"))
     listed = body.documents if isinstance(body.documents, list) else [body.documents]
     return asked.json(ranking_answer(head, scores, listed if body.return_documents else None, body.top_n))
 
 
 async def _scores(
-    asked: Asked, body: ScoreRequest | RerankRequest, sides: tuple[list[str], list[str]], fields: tuple[str, str]
-) -> tuple[PoolingHead, Sequence[ScoringRequestOutput]]:
+    asked: PoolingCall, body: ScoreRequest | RerankRequest, sides: tuple[list[str], list[str]], fields: tuple[str, str]
+) -> tuple[PoolingMeta, Sequence[ScoringRequestOutput]]:
     """What the answer begins with, and a score for each pair. Raises RequestError."""
     pairs = Pairs(asked.inputs, *sides, fields)
     options = body.options(asked.state.chat_template if pairs.task == "score" else None)

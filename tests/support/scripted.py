@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pagoda.server.outputs import CompletionOutput, RequestOutput
+from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
-from pagoda.server.parsers.reader import AnswerText
 
 
 class ScriptedReader:
@@ -31,9 +31,9 @@ class ScriptedReader:
         return self._events
 
 
-def script(events: Sequence[Event], keep: int = 0) -> AnswerText:
+def script(events: Sequence[Event], keep: int = 0) -> DeltaParser:
     reader: Any = ScriptedReader(events, keep)
-    return AnswerText(reader, None, skip_special_tokens=True)
+    return DeltaParser(reader, None, skip_special_tokens=True)
 
 
 def outputs(sizes: Sequence[int], finish_reason: str = "stop", stop_reason: str | None = None) -> list[RequestOutput]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from pagoda.server.parsers.parser import Event, Parser, joined
+from pagoda.server.parsers.parser import Event, Parser, merge_events
 
 
 def splits(text: str, seed: int = 0, at_random: int = 20) -> Iterator[list[str]]:
-    """Lists of pieces that are `text` when joined; some pieces are empty."""
+    """Lists of pieces that are `text` when merge_events; some pieces are empty."""
     yield [text]
     yield ["", *text]
     for at in range(1, len(text)):
@@ -21,8 +21,8 @@ def splits(text: str, seed: int = 0, at_random: int = 20) -> Iterator[list[str]]
 
 
 def events_of(parser: Parser, pieces: list[str]) -> list[Event]:
-    """What a parser makes of them, joined."""
-    return joined([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+    """What a parser makes of them, merge_events."""
+    return merge_events([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
 
 
 def read_everyhow(make: Callable[[], Parser], text: str) -> list[Event]:

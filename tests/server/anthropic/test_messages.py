@@ -422,5 +422,5 @@ def test_system_messages_between_others() -> None:
 
 
 def test_a_result_needs_its_call() -> None:
-    with pytest.raises(RequestError, match="'u' is of no tool_use block"):
+    with pytest.raises(RequestError, match="'u' matches no earlier tool_use block"):
         conversation_of(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u"}]}])

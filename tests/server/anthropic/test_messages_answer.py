@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from support.message_grammar import check_grammar, plain
 from support.scripted import outputs, pieces, script, scripts
 
-from pagoda.server.anthropic.messages import UNSIGNED, MessagesAnswer
+from pagoda.server.anthropic.messages import UNSIGNED, MessagesBuilder
 from pagoda.server.http.fields.errors import UnavailableError
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
 
-def answer_of(events: Sequence[Event], keep: int = 0, thinking: Any = "full") -> MessagesAnswer:
-    return MessagesAnswer("msg_1", "m", script(events, keep), thinking)
+def answer_of(events: Sequence[Event], keep: int = 0, thinking: Any = "full") -> MessagesBuilder:
+    return MessagesBuilder("msg_1", "m", script(events, keep), thinking)
 
 
-def streamed(answer: MessagesAnswer, made: list[RequestOutput]) -> list[Any]:
+def streamed(answer: MessagesBuilder, made: list[RequestOutput]) -> list[Any]:
     return [event for output in made for event in answer.chunks(0, output)] + [answer.usage_chunk()]
 
 

@@ -18,24 +18,24 @@ from pagoda.common.errors import EngineDeadError, QueueFullError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.fields.base import parse
 from pagoda.server.http.fields.logprobs import TokenNames
-from pagoda.server.openai.responses.output import ResponseAnswer, ResponseView
+from pagoda.server.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.outputs import CompletionOutput, Logprob, RequestOutput
+from pagoda.server.parsers.output_parser import DeltaParser, OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
-from pagoda.server.parsers.reader import AnswerReader, AnswerText
 
 TEXT = byte_tokenizer()
 LONG = [Reasoning("so "), Content("\n"), Content("hi"), ToolCall(0, "f", "c0"), Arguments(0, "{"), Arguments(0, "}")]
 
 
-def answer_of(events: Sequence[Event], keep: int = 0, body: Any = None, **view: Any) -> ResponseAnswer:
+def answer_of(events: Sequence[Event], keep: int = 0, body: Any = None, **view: Any) -> ResponsesBuilder:
     request = parse(ResponsesRequest, json.dumps({"input": "a"} | (body or {})).encode())
     head = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "store": True}
     shown = ResponseView(names=TokenNames(TEXT, as_ids=False), **view)
-    return ResponseAnswer(head | request.shown(SamplingParams()), script(events, keep), shown)
+    return ResponsesBuilder(head | request.shown(SamplingParams()), script(events, keep), shown)
 
 
-def streamed(answer: ResponseAnswer, made: list[RequestOutput]) -> list[Any]:
+def streamed(answer: ResponsesBuilder, made: list[RequestOutput]) -> list[Any]:
     return [event for output in made for event in answer.chunks(0, output)]
 
 
@@ -126,8 +126,8 @@ def test_reasoning_can_be_left_out() -> None:
 
 
 @pytest.mark.field("ResponsesRequest.include")
-def test_reasoning_can_be_sealed_and_sent_back() -> None:
-    response = check_grammar(streamed(answer_of(LONG, sealed=True), outputs([6])))
+def test_reasoning_can_be_encoded_and_sent_back() -> None:
+    response = check_grammar(streamed(answer_of(LONG, encrypted_content=True), outputs([6])))
     item = response["output"][0]
     del item["content"]
     body = {"input": [item, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "b"}]}
@@ -139,7 +139,7 @@ def test_reasoning_can_be_sealed_and_sent_back() -> None:
 
 def test_logprobs_stand_with_their_text() -> None:
     answer = answer_of([], logprobs=1)
-    answer._text = AnswerText(AnswerReader(), TEXT, skip_special_tokens=True)
+    answer._parser = DeltaParser(OutputParser(), TEXT, skip_special_tokens=True)
     made = []
     for number, letter in enumerate("é "):
         ids = list(letter.encode())

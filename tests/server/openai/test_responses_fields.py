@@ -231,5 +231,5 @@ def test_what_the_model_said_in_one_go_is_one_message() -> None:
 
 
 def test_a_result_needs_its_call() -> None:
-    with pytest.raises(RequestError, match="'g' is of no function_call"):
+    with pytest.raises(RequestError, match="'g' matches no earlier function_call"):
         messages(call("f"), {"type": "function_call_output", "call_id": "g", "output": "x"})

@@ -11,8 +11,8 @@ from support.byte_text import EOS, byte_tokenizer
 from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
-from pagoda.server.parsers.parser import Content, Event, Reasoning, joined
-from pagoda.server.parsers.reader import AnswerText
+from pagoda.server.parsers.output_parser import DeltaParser
+from pagoda.server.parsers.parser import Content, Event, Reasoning, merge_events
 
 TOKENIZER = byte_tokenizer()
 
@@ -41,7 +41,7 @@ class Thinker:
 def read(text: str, sizes: list[int], *, end: list[int] | None = None) -> tuple[list[Event], list[int]]:
     """Events and the tokens of the visible text. The answer comes in as pieces of so many tokens."""
     reader: Any = Thinker()
-    answer = AnswerText(reader, TOKENIZER, skip_special_tokens=True)
+    answer = DeltaParser(reader, TOKENIZER, skip_special_tokens=True)
     ids = [*text.encode(), *([EOS] if end is None else end)]
     events: list[Event] = []
     tokens: list[int] = []
@@ -55,10 +55,10 @@ def read(text: str, sizes: list[int], *, end: list[int] | None = None) -> tuple[
         spoken = len(known)
         if last:
             output.finish_reason = "stop"
-        for said in answer.take(output):
+        for said in answer.feed(output):
             events += said.events
             tokens += [next(iter(position)) for position in said.logprobs]
-    return joined(events), tokens
+    return merge_events(events), tokens
 
 
 def ids_to_text(ids: list[int]) -> str:
@@ -85,6 +85,6 @@ def test_an_answer_that_was_cut_has_no_token_too_many() -> None:
 
 def test_without_a_tokenizer_nothing_is_attributed() -> None:
     reader: Any = Thinker()
-    answer = AnswerText(reader, None, skip_special_tokens=True)
+    answer = DeltaParser(reader, None, skip_special_tokens=True)
     output = CompletionOutput(0, "a|b", [1, 2, 3], logprobs=[{1: Logprob(-1.0)}] * 3, finish_reason="stop")
-    assert [said.logprobs for said in answer.take(output)] == [[], []]
+    assert [said.logprobs for said in answer.feed(output)] == [[], []]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, joined
-from pagoda.server.parsers.reader import AnswerReader
+from pagoda.server.parsers.output_parser import OutputParser
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 
 CALL = (ToolCall(0, "now", "id"), Arguments(0, "{}"))
@@ -88,9 +88,9 @@ UNENDED = [
 
 def read(reasoning: str, tools: str, prompt: str, text: str, step: int) -> list[Event]:
     stages = (reasoning_format(reasoning).parser(prompt), tool_format(tools).parser([Tool("now")]))
-    reader = AnswerReader(stages, new_id=lambda: "id")
+    reader = OutputParser(stages, new_id=lambda: "id")
     events = [event for at in range(0, len(text), step) for event in reader.feed(text[at : at + step])]
-    return joined([*events, *reader.finish()])
+    return merge_events([*events, *reader.finish()])
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])

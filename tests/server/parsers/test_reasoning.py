@@ -4,7 +4,7 @@ import pytest
 from support.splits import events_of, read_everyhow, splits
 
 from pagoda.common.errors import ConfigError
-from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, joined
+from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, merge_events
 from pagoda.server.parsers.reasoning.tagged import MAX_SPACE
 from pagoda.server.parsers.registry import REASONING_FORMATS, reasoning_format
 
@@ -61,7 +61,7 @@ def read(name: str, prompt: str, text: str) -> list[Event]:
 def test_every_format_is_there() -> None:
     for name in REASONING_FORMATS:
         assert isinstance(reasoning_format(name).starts, tuple)
-    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'r1'; use one of cohere_command3, "):
+    with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'r1'; use one of cohere_command3, "):
         reasoning_format("r1")
 
 
@@ -103,7 +103,7 @@ def test_an_answer_cut_anywhere_never_shows_half_a_tag_as_thinking(name: str) ->
             expected = [Reasoning("one two"), Content(cut.rpartition(end)[2])]
         else:
             expected = [] if start.startswith(cut) and cut == start else [Reasoning(inside.rstrip())]
-        assert events == joined(expected), cut
+        assert events == merge_events(expected), cut
 
 
 def test_a_start_in_the_middle_is_content() -> None:
@@ -236,7 +236,7 @@ def harmony_plain(text: str) -> list[Event]:
         for batch in [*map(first.feed, pieces), first.finish()]:
             for event in batch:
                 events += second.feed(event.text) if isinstance(event, Content) else [event]
-        return joined(events + second.finish())
+        return merge_events(events + second.finish())
 
     whole = all_of([text])
     for pieces in splits(text):

@@ -83,20 +83,20 @@ def test_every_name_has_a_format() -> None:
 
 def test_unknown_names_are_refused_with_those_there_are(plugin: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"--tool-call-parser: there is no format 'herms'; use one of .*xlam, of which hermes is"
+        ConfigError, match=r"--tool-call-parser: unknown format 'herms'; use one of .*xlam; the closest is hermes"
     ):
         tool_format("herms")
-    with pytest.raises(ConfigError, match=r"--reasoning-parser: there is no format 'r1'.*qwen3, seed_oss, shouting"):
+    with pytest.raises(ConfigError, match=r"--reasoning-parser: unknown format 'r1'.*qwen3, seed_oss, shouting"):
         reasoning_format("r1", plugin)
 
 
-def test_every_name_of_vllm_is_known_or_refused_with_the_nearest() -> None:
+def test_every_name_of_vllm_is_known_or_refused_with_the_closest() -> None:
     for name in VLLM_0_32.split():
         if name not in TOOL_FORMATS:
-            with pytest.raises(ConfigError, match=r"there is no format .*(, of which \w+ is nearest|hermes)"):
+            with pytest.raises(ConfigError, match=r"unknown format .*(; the closest is \w+|hermes)"):
                 tool_format(name)
     assert set(VLLM_0_32.split()) - set(TOOL_FORMATS) == {"hf", "hy_v4", "inkling", "k2_horizon", "muse_glimmer"}
-    with pytest.raises(ConfigError, match="of which hy_v3 is nearest"):
+    with pytest.raises(ConfigError, match="the closest is hy_v3"):
         tool_format("hy_v4")
 
 
@@ -161,9 +161,9 @@ def test_formats_are_looked_for_before_a_start(plugin: str) -> None:
     engine = EngineArgs("fake", reasoning_parser="shouting", reasoning_parser_plugin=plugin).create_engine_config()
     server = ServerConfig(tool_call_parser="shouting", tool_parser_plugin=plugin)
     check_formats(engine, server)
-    with pytest.raises(ConfigError, match="--tool-call-parser: there is no format 'shouting'"):
+    with pytest.raises(ConfigError, match="--tool-call-parser: unknown format 'shouting'"):
         check_formats(engine, ServerConfig(tool_call_parser="shouting"))
-    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'x'"):
+    with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'x'"):
         check_formats(EngineArgs("fake", reasoning_parser="x").create_engine_config(), server)
     with pytest.raises(ConfigError, match="--tool-parser-plugin: name the one of its formats"):
         ServerConfig(tool_parser_plugin=plugin)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, joined
+from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "tools.md").read_text()
@@ -26,7 +26,7 @@ SHOWN = [
 
 def read(text: str, name: str, plugin: str = "") -> list[Event]:
     parser = tool_format(name, plugin).parser([Tool("f", {"properties": {"a": {"type": "integer"}}})])
-    return joined([*parser.feed(text), *parser.finish()])
+    return merge_events([*parser.feed(text), *parser.finish()])
 
 
 def test_the_table_lists_the_registry() -> None:

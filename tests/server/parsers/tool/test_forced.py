@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from pagoda.common.errors import RequestError
-from pagoda.server.parsers.parser import Arguments, Content, Event, Tool, ToolCall, ToolFormat, joined
+from pagoda.server.parsers.parser import Arguments, Content, Event, Tool, ToolCall, ToolFormat, merge_events
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 
 NODE = {
@@ -21,9 +21,9 @@ TOOLS = (Tool("walk", NODE), Tool("stop"))
 
 def read(form: ToolFormat, text: str) -> list[Event]:
     parser = form.parser(TOOLS)
-    whole = joined([*parser.feed(text), *parser.finish()])
+    whole = merge_events([*parser.feed(text), *parser.finish()])
     parser = form.parser(TOOLS)
-    assert joined([*(event for each in text for event in parser.feed(each)), *parser.finish()]) == whole
+    assert merge_events([*(event for each in text for event in parser.feed(each)), *parser.finish()]) == whole
     return whole
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tool_examples import EXAMPLES, TOOLS, Example
 
-from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, joined
+from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 ALL = pytest.mark.parametrize(
@@ -68,7 +68,7 @@ TANGLED = st.lists(st.sampled_from(MARKUP), max_size=30).map("".join)
 def read(form: str, pieces: Iterable[str]) -> list[Event]:
     parser = tool_format(form).parser(TOOLS)
     events = [event for piece in pieces for event in parser.feed(piece)]
-    return joined([*events, *parser.finish()])
+    return merge_events([*events, *parser.finish()])
 
 
 def content(events: Iterable[Event]) -> str:
@@ -139,7 +139,7 @@ def test_a_call_is_told_as_it_comes(example: Example) -> None:
         said += parser.feed(character)
     late = parser.finish()
     assert not any(isinstance(event, ToolCall) for event in late)
-    assert joined([*said, *late]) == list(example.events)
+    assert merge_events([*said, *late]) == list(example.events)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -154,7 +154,7 @@ def test_text_without_calls_passes(form: str) -> None:
         "naïve 🗼 日本語\n",
         "\t{1: 2}",
     ):
-        assert read(form, text) == joined([Content(text)])
+        assert read(form, text) == merge_events([Content(text)])
 
 
 @settings(max_examples=400, deadline=None)
@@ -170,7 +170,7 @@ def test_nothing_breaks_a_reader(form: str, text: str, step: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(NAMES, st.text(st.characters(blacklist_characters="<[{f", blacklist_categories=("Cs",))))
 def test_any_text_without_markup_passes(form: str, text: str) -> None:
-    assert read(form, [text]) == joined([Content(text)])
+    assert read(form, [text]) == merge_events([Content(text)])
 
 
 def test_arguments_are_json() -> None:

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.server.parsers.tool.scanner import Ended, Malformed, Markers, Reading, Scanner, markers
+from pagoda.server.parsers.tool.scanner import Ended, Malformed, Markers, Scan, Scanner, markers
 
 LETTERS = re.compile("[a-z]*")
 
 
-def found(word: Callable[[Scanner], Reading[object]], pieces: list[str]) -> object:
+def found(word: Callable[[Scanner], Scan[object]], pieces: list[str]) -> object:
     """What a word finds in a text that comes in pieces, and what it leaves unread."""
     scanner = Scanner()
     results: list[object] = []
 
-    def run() -> Reading[None]:
+    def run() -> Scan[None]:
         try:
             results.append((yield from word(scanner)))
         except Malformed as error:
@@ -55,7 +55,7 @@ def found(word: Callable[[Scanner], Reading[object]], pieces: list[str]) -> obje
         (lambda s: s.space(), " \n\tx", (" \n\t", "x")),
     ],
 )
-def test_words(word: Callable[[Scanner], Reading[object]], text: str, result: object) -> None:
+def test_words(word: Callable[[Scanner], Scan[object]], text: str, result: object) -> None:
     assert found(word, [text]) == result
     assert found(word, list(text)) == result
 
@@ -64,7 +64,7 @@ def test_words(word: Callable[[Scanner], Reading[object]], text: str, result: ob
 def test_until_finds_the_first_mark(text: str, lengths: list[int]) -> None:
     marks = markers("<ab>", "</ab>", "\n>", "b/", "ab/")
     match = marks.pattern.search(text)
-    stop = match.start() if match else marks.safe(text, 0)
+    stop = match.start() if match else marks.safe_end(text, 0)
     pieces, at = [], 0
     while at < len(text):
         pieces.append(text[at : at + lengths[len(pieces) % len(lengths)]])
@@ -86,15 +86,15 @@ def test_what_was_read_can_be_given_back() -> None:
     scanner = Scanner()
     scanner.feed("abcdef")
     list(scanner.take(1))
-    scanner.hold()
+    scanner.start_recording()
     list(scanner.take(2))
-    assert scanner.unsure()
-    assert scanner.given_back() == "bc"
-    assert not scanner.unsure()
-    scanner.hold()
+    assert scanner.is_uncommitted()
+    assert scanner.stop_recording() == "bc"
+    assert not scanner.is_uncommitted()
+    scanner.start_recording()
     list(scanner.take(1))
-    scanner.settle()
+    scanner.commit()
     list(scanner.take(1))
-    assert not scanner.unsure()
-    assert scanner.given_back() == "e"
+    assert not scanner.is_uncommitted()
+    assert scanner.stop_recording() == "e"
     assert scanner.rest() == "f"

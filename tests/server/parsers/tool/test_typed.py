@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.server.parsers.parser import Tool
-from pagoda.server.parsers.tool.schemas import arguments_of, as_json, types_of
+from pagoda.server.parsers.tool.schemas import arguments_shape, as_json, parameter_types
 
 STRING = {"type": "string"}
 
@@ -45,8 +45,8 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
     tool = Tool(
         "f", {"properties": {"a": schema}, "$defs": {"a/b": STRING, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}}
     )
-    assert types_of([tool], "f", "a") == types
-    assert types_of([tool], "f", "b") == types_of([tool], "g", "a") == frozenset()
+    assert parameter_types([tool], "f", "a") == types
+    assert parameter_types([tool], "f", "b") == parameter_types([tool], "g", "a") == frozenset()
 
 
 def test_shapes_within_shapes() -> None:
@@ -57,7 +57,7 @@ def test_shapes_within_shapes() -> None:
         },
         "$defs": {"list": {"items": {"properties": {"c": {"type": "boolean"}}}}},
     }
-    shape = arguments_of([Tool("f", schema)], "f")
+    shape = arguments_shape([Tool("f", schema)], "f")
     assert shape.property("a").types == {"null", "array"}
     assert shape.property("a").item().property("c").types == {"boolean"}
     assert shape.property("b").property("whatever").types == {"string"}
@@ -66,7 +66,7 @@ def test_shapes_within_shapes() -> None:
 
 @pytest.mark.parametrize("parameters", [{}, {"properties": 5}, {"properties": None}, None, 5])
 def test_tools_that_say_nothing(parameters: Any) -> None:
-    assert types_of([Tool("f", parameters)], "f", "a") == frozenset()
+    assert parameter_types([Tool("f", parameters)], "f", "a") == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ MAX_METADATA = 400
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingHead:
+class PoolingMeta:
     """What an answer begins and ends with. `tokens`: of all prompts."""
 
     id: str
@@ -128,7 +128,7 @@ class PoolingHead:
 
 
 def vectors_answer(
-    head: PoolingHead, outputs: Sequence[BaseOutput], encoding: Encoding, kind: str, key: str
+    head: PoolingMeta, outputs: Sequence[BaseOutput], encoding: Encoding, kind: str, key: str
 ) -> dict[str, Any]:
     """A vector for each prompt: `kind` is what each is called, `key` what its numbers are."""
     return head.listing(
@@ -148,7 +148,7 @@ def check_binary(encoding: Encoding, count: int) -> None:
 
 
 def binary_answer(
-    head: PoolingHead, outputs: Sequence[BaseOutput], encoding: Encoding
+    head: PoolingMeta, outputs: Sequence[BaseOutput], encoding: Encoding
 ) -> tuple[bytes, dict[str, Any] | None]:
     """All vectors one after the other, and where each is; None where only the bytes are wanted."""
     chunks = [encoding.in_bytes(output.outputs.data) for output in outputs]
@@ -164,7 +164,7 @@ def binary_answer(
     return b"".join(chunks), told
 
 
-def classes_answer(head: PoolingHead, outputs: Sequence[BaseOutput], labels: Sequence[str]) -> dict[str, Any]:
+def classes_answer(head: PoolingMeta, outputs: Sequence[BaseOutput], labels: Sequence[str]) -> dict[str, Any]:
     """The likeliest label of each prompt, and the probabilities of all."""
     data = []
     for index, output in enumerate(outputs):
@@ -175,7 +175,7 @@ def classes_answer(head: PoolingHead, outputs: Sequence[BaseOutput], labels: Seq
     return head.listing(data)
 
 
-def scores_answer(head: PoolingHead, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
+def scores_answer(head: PoolingMeta, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
     """A score for each pair."""
     return head.listing(
         [{"index": index, "object": "score", "score": each.outputs.score} for index, each in enumerate(scores)]
@@ -183,7 +183,7 @@ def scores_answer(head: PoolingHead, scores: Sequence[ScoringRequestOutput]) -> 
 
 
 def ranking_answer(
-    head: PoolingHead, scores: Sequence[ScoringRequestOutput], documents: Sequence[Any] | None, top_n: int
+    head: PoolingMeta, scores: Sequence[ScoringRequestOutput], documents: Sequence[Any] | None, top_n: int
 ) -> dict[str, Any]:
     """The best first. `documents`: as they came; None: they are not repeated."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index].outputs.score)

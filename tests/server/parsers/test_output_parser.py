@@ -7,9 +7,9 @@ import pytest
 from support.splits import read_everyhow
 
 from pagoda.server.parsers.delimiters import DelimiterSet
+from pagoda.server.parsers.output_parser import MAX_CHUNK_CHARS, OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Parser, Reasoning, Tool, ToolCall
-from pagoda.server.parsers.reader import PIECE, AnswerReader
-from pagoda.server.parsers.reasoning.tagged import AllContent
+from pagoda.server.parsers.reasoning.tagged import PlainParser
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.parsers.tool.forced import Named, Required
 
@@ -17,10 +17,10 @@ SPECIAL = DelimiterSet(["<eos>", "<|im_end|>"])
 TOOLS = [Tool("f"), Tool("g")]
 
 
-def reader_of(*stages: Callable[[], Parser], **options: object) -> Callable[[], AnswerReader]:
-    def make() -> AnswerReader:
+def reader_of(*stages: Callable[[], Parser], **options: object) -> Callable[[], OutputParser]:
+    def make() -> OutputParser:
         numbers = itertools.count()
-        return AnswerReader(
+        return OutputParser(
             [stage() for stage in stages],
             **{"new_id": lambda: f"id{next(numbers)}", **options},  # type: ignore[arg-type]
         )
@@ -41,22 +41,22 @@ def named() -> Parser:
 
 
 def test_without_stages_text_passes() -> None:
-    assert read_everyhow(AnswerReader, "a <eos> b") == [Content("a <eos> b")]
-    assert AnswerReader().reasoning_tokens is None
+    assert read_everyhow(OutputParser, "a <eos> b") == [Content("a <eos> b")]
+    assert OutputParser().reasoning_tokens is None
 
 
 def test_a_long_answer_is_read_in_pieces() -> None:
-    class Longest(AllContent):
+    class Longest(PlainParser):
         seen = 0
 
         def feed(self, text: str) -> list[Event]:
             Longest.seen = max(Longest.seen, len(text))
             return super().feed(text)
 
-    reader = AnswerReader((Longest(),))
-    said = "".join(str(event.text) for event in reader.feed("größer " * PIECE) if isinstance(event, Content))
-    assert said == "größer " * PIECE
-    assert Longest.seen == PIECE
+    reader = OutputParser((Longest(),))
+    said = "".join(str(event.text) for event in reader.feed("größer " * MAX_CHUNK_CHARS) if isinstance(event, Content))
+    assert said == "größer " * MAX_CHUNK_CHARS
+    assert Longest.seen == MAX_CHUNK_CHARS
 
 
 def test_thinking_then_calls() -> None:
@@ -119,7 +119,7 @@ def test_answers_cut_anywhere(stages: tuple[Callable[[], Parser], ...]) -> None:
 
 
 def test_tokens_of_the_thinking() -> None:
-    reader = AnswerReader([thinking()], count=len)
+    reader = OutputParser([thinking()], count=len)
     for letter in "<think> hmm </think>ok":
         reader.feed(letter)
     reader.finish()
@@ -134,7 +134,7 @@ def test_ids_are_made_where_the_format_has_none() -> None:
         def finish(self) -> list[Event]:
             return []
 
-    first, second = AnswerReader([Own()]).feed("x")
+    first, second = OutputParser([Own()]).feed("x")
     assert isinstance(first, ToolCall)
     assert first.id == "mine"
     assert isinstance(second, ToolCall)

@@ -4,16 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scripted import scripts
 
-from pagoda.server.parsers.blocks import BlockDelta, BlockStart, BlockStop, Sections
+from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockStart, BlockStop
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
 
 def told(events: list[Event]) -> list[tuple[str, str]]:
     """(kind, text) of each section; fails unless each is opened, grown and closed in turn."""
-    sections = Sections()
+    sections = BlockBuilder()
     found: list[tuple[str, str]] = []
     current, text = None, ""
-    for change in [*sections.take(events), *sections.finish()]:
+    for change in [*sections.feed(events), *sections.finish()]:
         match change:
             case BlockStart(section):
                 assert current is None
