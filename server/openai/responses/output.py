@@ -178,11 +178,11 @@ class ResponsesBuilder:
 
     def __init__(
         self,
-        head: dict[str, Any],  # fields determined by the request
+        fixed: dict[str, Any],  # fields that do not change while the response is generated
         parser: DeltaParser,
         view: ResponseView,
     ) -> None:
-        self._head = head
+        self._fixed = fixed
         self._parser = parser
         self._view = view
         self.on_end: Callable[[], None] = lambda: None  # called once, however the response ends
@@ -195,12 +195,12 @@ class ResponsesBuilder:
         self._error: dict[str, Any] | None = None
         self._incomplete: dict[str, Any] | None = None
         self._completed_at: int | None = None
-        self.status = "queued" if head["background"] else "in_progress"
+        self.status = "queued" if fixed["background"] else "in_progress"
 
     @property
     def response(self) -> dict[str, Any]:
         """The response in its current state."""
-        return self._head | {
+        return self._fixed | {
             "status": self.status,
             "error": self._error,
             "incomplete_details": self._incomplete,

@@ -178,7 +178,7 @@ def _builder(
     model: str,
     stores: bool,
 ) -> ResponsesBuilder:
-    head = {"id": id, "object": "response", "created_at": int(time.time()), "model": model, "store": stores}
+    fixed = {"id": id, "object": "response", "created_at": int(time.time()), "model": model, "store": stores}
     parser = DeltaParser(
         chat.reader(),
         state.tokenizer() if body.shows_logprobs else None,
@@ -190,7 +190,7 @@ def _builder(
         logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
         names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
     )
-    return ResponsesBuilder(head | body.shown(params), parser, view)
+    return ResponsesBuilder(fixed | body.shown(params), parser, view)
 
 
 def _store(state: ServerState, stored: StoredResponse, builder: ResponsesBuilder, items: list[Item]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.server.admin.unsupported_routes import ABSENT, ABSENT_IN_DEVELOPMENT
+from pagoda.server.admin.unsupported_routes import UNSUPPORTED, UNSUPPORTED_DEV
 
 TEXT = {"prompt": "a", "max_tokens": 2}
 
@@ -111,7 +111,7 @@ def test_settings_are_shown_without_secrets() -> None:
         assert server.get("/server_info?config_format=yaml", **key)[0] == 400
 
 
-@pytest.mark.parametrize(("route", "why"), list((ABSENT | ABSENT_IN_DEVELOPMENT).items()))
+@pytest.mark.parametrize(("route", "why"), list((UNSUPPORTED | UNSUPPORTED_DEV).items()))
 def test_what_there_is_not_is_refused_by_name(route: tuple[str, str], why: str) -> None:
     method, path = route
     with live_server(server_dev_mode=True) as server:
@@ -128,6 +128,6 @@ def test_development_routes_are_closed_without_the_switch() -> None:
             ("POST", "/abort_requests"),
             ("GET", "/server_info"),
             ("POST", "/sleep"),
-            *ABSENT_IN_DEVELOPMENT,
+            *UNSUPPORTED_DEV,
         ]:
             assert server.request(method, path, None if method == "GET" else {})[0] == 404, path

@@ -16,9 +16,9 @@ from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.admin.sagemaker import handler_of
+from pagoda.server.admin.sagemaker import pooling_handler
 from pagoda.server.cohere import embed as cohere
-from pagoda.server.pooling import answer as pooling_answer
+from pagoda.server.pooling import response as pooling_response
 from pagoda.server.pooling import routes, scoring, work
 from pagoda.server.processing import scoring as pairs_module
 
@@ -306,7 +306,7 @@ def test_bytes(embed: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch) ->
     only = embed.response("POST", path, body | {"encoding_format": "bytes_only"})
     assert only.body == answer.body
     assert "metadata" not in only.headers
-    monkeypatch.setattr(pooling_answer, "MAX_METADATA", 1)
+    monkeypatch.setattr(pooling_response, "MAX_METADATA", 1)
     status, refused = embed.post(path, body)
     assert (status, refused["error"]["param"]) == (400, "encoding_format")
 
@@ -324,7 +324,7 @@ def test_tasks(embed: LiveServer, classify: LiveServer) -> None:
         answer = embed.post("/pooling", body | {"task": "token_embed"})[1]
         (found,) = answer["data"]
         assert answer["id"].startswith("pooling-")
-        assert found["object"] == "routes"
+        assert found["object"] == "pooling"
         assert len(found["data"]) == answer["usage"]["prompt_tokens"]
         assert all(sum(row) == 1 for row in found["data"])
         (found,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]
@@ -593,8 +593,8 @@ def test_characters_of_all_pairs_are_bounded(cross: LiveServer, monkeypatch: pyt
 
 def test_a_type_that_is_named_twice_is_made_once(embed: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    encode = cohere._as
-    monkeypatch.setattr(cohere, "_as", lambda kind, each: made.append(kind) or encode(kind, each))
+    encode = cohere._encoded
+    monkeypatch.setattr(cohere, "_encoded", lambda kind, each: made.append(kind) or encode(kind, each))
     kinds = ["float", "base64"] * 100
     assert embed.post("/v2/embed", {"texts": ["abc"], "embedding_types": kinds})[0] == 200
     assert made == ["float", "base64"]
@@ -697,10 +697,10 @@ def test_an_engine_that_dies_is_told() -> None:
 
 def test_bodies_without_a_path_find_their_handler() -> None:
     infos = fake_pooling.INFOS
-    assert handler_of({"input"}, infos["embed"]) is routes.answer_embeddings
-    assert handler_of({"messages"}, infos["classify"]) is routes.answer_classify
-    assert handler_of({"input"}, infos["tokens"]) is routes.answer_pooling
-    assert handler_of({"input", "task"}, infos["embed"]) is routes.answer_pooling
-    assert handler_of({"query", "documents"}, infos["cross"]) is scoring.answer_rerank
+    assert pooling_handler({"input"}, infos["embed"]) is routes.handle_embeddings
+    assert pooling_handler({"messages"}, infos["classify"]) is routes.handle_classify
+    assert pooling_handler({"input"}, infos["tokens"]) is routes.handle_pooling
+    assert pooling_handler({"input", "task"}, infos["embed"]) is routes.handle_pooling
+    assert pooling_handler({"query", "documents"}, infos["cross"]) is scoring.handle_rerank
     for one, _ in SPELLINGS:
-        assert handler_of({one}, infos["cross"]) is scoring.answer_score
+        assert pooling_handler({one}, infos["cross"]) is scoring.handle_score
