@@ -73,8 +73,8 @@ def pages() -> dict[Path, str]:
 def _flags() -> str:
     text = (
         f"{_GENERATED}# Flags\n\nEach flag is also a keyword of `LLM(...)` and `EngineArgs(...)` (`max_num_seqs`), a "
-        "key in the `--config` file (`max-num-seqs`) and an environment variable (`PAGODA_MAX_NUM_SEQS`). A switch has a "
-        "`--no-` form. A JSON setting can be set by key: `--hf-overrides.rope_theta 5e5`.\n\n"
+        "key in the `--config` file (`max-num-seqs`) and an environment variable (`PAGODA_MAX_NUM_SEQS`). Switches "
+        "have a `--no-` form. A JSON setting can be set by key: `--hf-overrides.rope_theta 5e5`.\n\n"
         "Status: *implemented*; *no effect*: accepted with a warning that gives the reason; *refused*: an error unless "
         "the value is the default or one of those listed. `chat`, `complete` and `bench serve` read flags only.\n\n"
     )

@@ -98,14 +98,14 @@ class Scanner:
         return self._consume(len(literal))
 
     def need(self, *literals: str) -> Scan[str]:
-        """Return the longest of `literals` that comes next without consuming it. Raise Malformed if there is none."""
+        """Return the longest of `literals` that comes next without consuming it. Raise Malformed if none matches."""
         literal = yield from self.looking_at(*literals)
         if not literal:
             raise Malformed
         return literal
 
     def expect(self, *literals: str) -> Scan[str]:
-        """Consume and return the longest of `literals` that comes next. Raise Malformed if there is none."""
+        """Consume and return the longest of `literals` that comes next. Raise Malformed if none matches."""
         literal = yield from self.need(*literals)
         return self._consume(len(literal))
 
@@ -190,7 +190,7 @@ _NAME: Final = re.compile(r"[\w.:/$-]*")
 
 
 def scan_name(scanner: Scanner) -> Scan[str]:
-    """Consume and return an unquoted name and the white space around it. Raise Malformed if there is none."""
+    """Consume and return an unquoted name and the white space around it. Raise Malformed if none matches."""
     yield from scanner.space()
     name = yield from scanner.run(_NAME)
     yield from scanner.space()
