@@ -39,8 +39,9 @@ from pagoda.server.pooling.response import (
     classes_response,
     vectors_response,
 )
-from pagoda.server.pooling.work import BaseOutput, PoolingWork
+from pagoda.server.pooling.work import PoolingWork
 from pagoda.server.processing.pooling_inputs import PooledPrompt, PoolingInputs
+from pagoda.server.processing.scoring import BaseOutput
 
 
 class PoolingBody(Identified, Protocol):
@@ -67,7 +68,7 @@ class PoolingCall:
 
     @classmethod
     def of(cls, request: Request, body: PoolingBody, prefix: str) -> PoolingCall:
-        """Raise ModelNotFoundError, UnavailableError, or RequestError for a generative model."""
+        """Create a call. Raise ModelNotFoundError, UnavailableError, or RequestError for a generative model."""
         state = server_of(request)
         model = state.model_name(body.model)
         return cls(request, body, state, answer_id(request, body, prefix), model, state.llm().pooling_inputs)

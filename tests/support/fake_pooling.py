@@ -1,9 +1,9 @@
-"""Pooling engines that count: a text's vector is how often each kind of token is in it, kinds being ids modulo 8.
+"""Fake pooling engines: the vector of a text counts its token ids modulo 8.
 
-By kind of model: "embed" gives those vectors, of which fewer than 8 numbers may be asked for, one for each token too;
-"plain" has no shorter ones; "classify" labels by the first three kinds; "cross" scores a pair by how many tokens of the
-second text are in the first; "slow" embeds in its own time; "crash" fails in its second step; "tokens" has vectors for
-tokens only, "whole" labels for whole texts only.
+Models: "embed": these vectors, with Matryoshka dimensions, also per token; "plain": without Matryoshka dimensions;
+"classify": labels by the first three elements; "cross": scores a pair by the number of tokens of the second text that
+are in the first; "slow": embeds slowly; "crash": fails in its second step; "tokens": vectors per token only; "whole":
+labels for whole texts only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pagoda.server.ipc_messages import PoolingInfo
 
 SIZE = 8
 
-asked: list[EngineRequest] = []
-"""What engines in this process were asked, the latest last."""
+requests: list[EngineRequest] = []
+"""Requests to all engines in this process, latest last."""
 
 INFOS = {
     "embed": PoolingInfo(
@@ -41,7 +41,7 @@ INFOS = {
 
 
 class FakePoolingCore:
-    """Answers four requests a step."""
+    """Processes four requests per step."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -50,7 +50,7 @@ class FakePoolingCore:
 
     def add_request(self, request: EngineRequest) -> None:
         assert request.pooling is not None
-        asked.append(request)
+        requests.append(request)
         self._waiting[request.request_id] = request
 
     def abort(self, request_ids: Iterable[str]) -> None:

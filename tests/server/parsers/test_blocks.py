@@ -1,4 +1,4 @@
-"""Events to sections: opened, grown and closed in turn, the same for every way of cutting."""
+"""Events to blocks: start, deltas, stop, independent of how the text was split."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,42 +8,42 @@ from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockStart, B
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
 
-def told(events: list[Event]) -> list[tuple[str, str]]:
-    """(kind, text) of each section; fails unless each is opened, grown and closed in turn."""
-    sections = BlockBuilder()
-    found: list[tuple[str, str]] = []
+def blocks_of(events: list[Event]) -> list[tuple[str, str]]:
+    """Return (kind, text) of each block; fail unless each has a start, deltas and a stop in order."""
+    builder = BlockBuilder()
+    blocks: list[tuple[str, str]] = []
     current, text = None, ""
-    for change in [*sections.feed(events), *sections.finish()]:
-        match change:
-            case BlockStart(section):
+    for event in [*builder.feed(events), *builder.finish()]:
+        match event:
+            case BlockStart(block):
                 assert current is None
-                current, text = section, ""
-            case BlockDelta(section, piece):
-                assert section is current
+                current, text = block, ""
+            case BlockDelta(block, piece):
+                assert block is current
                 assert piece
                 text += piece
-            case BlockStop(section):
-                assert section is current
-                assert section.text == text
-                found.append((section.kind, text))
+            case BlockStop(block):
+                assert block is current
+                assert block.text == text
+                blocks.append((block.kind, text))
                 current = None
     assert current is None
-    return found
+    return blocks
 
 
 @given(scripts())
-def test_nothing_is_lost_but_white_space(events: list[Event]) -> None:
-    found = told(events)
+def test_blocks_contain_all_text(events: list[Event]) -> None:
+    blocks = blocks_of(events)
     for kind, make in (("text", Content), ("reasoning", Reasoning)):
-        said = "".join(event.text for event in events if isinstance(event, make))
-        assert "".join("".join(text for each, text in found if each == kind).split()) == "".join(said.split())
+        expected = "".join(event.text for event in events if isinstance(event, make))
+        assert "".join("".join(text for each, text in blocks if each == kind).split()) == "".join(expected.split())
     calls = [event for event in events if isinstance(event, ToolCall)]
-    assert len([kind for kind, _ in found if kind == "call"]) == len(calls)
-    assert found
+    assert len([kind for kind, _ in blocks if kind == "call"]) == len(calls)
+    assert blocks
 
 
 @given(scripts(), st.data())
-def test_pieces_make_no_difference(events: list[Event], data: st.DataObject) -> None:
+def test_blocks_are_independent_of_splits(events: list[Event], data: st.DataObject) -> None:
     pieces: list[Event] = []
     for event in events:
         if isinstance(event, Content | Reasoning) and event.text:
@@ -51,18 +51,18 @@ def test_pieces_make_no_difference(events: list[Event], data: st.DataObject) -> 
             pieces += [type(event)(event.text[:cut]), type(event)(event.text[cut:])]
         else:
             pieces.append(event)
-    assert told(pieces) == told(events)
+    assert blocks_of(pieces) == blocks_of(events)
 
 
-def test_white_space_between_thinking_and_calls_is_no_text() -> None:
+def test_white_space_between_reasoning_and_calls_is_dropped() -> None:
     events = [Reasoning("\n"), Reasoning("so"), Content("\n\n"), ToolCall(0, "f"), Arguments(0, "{}"), Content("\n")]
-    assert told(events) == [("reasoning", "\nso"), ("call", "{}")]
+    assert blocks_of(events) == [("reasoning", "\nso"), ("call", "{}")]
 
 
-def test_white_space_before_text_belongs_to_it() -> None:
-    assert told([Reasoning("a"), Content("\n"), Content(" b")]) == [("reasoning", "a"), ("text", "\n b")]
+def test_leading_white_space_is_kept() -> None:
+    assert blocks_of([Reasoning("a"), Content("\n"), Content(" b")]) == [("reasoning", "a"), ("text", "\n b")]
 
 
-def test_an_answer_that_says_nothing_is_an_empty_text() -> None:
-    assert told([]) == told([Reasoning(" ")]) == [("text", "")]
-    assert told([Content(" ")]) == [("text", " ")]
+def test_an_empty_output_is_an_empty_text_block() -> None:
+    assert blocks_of([]) == blocks_of([Reasoning(" ")]) == [("text", "")]
+    assert blocks_of([Content(" ")]) == [("text", " ")]

@@ -1,4 +1,4 @@
-"""Texts found in pieces, and special tokens taken out."""
+"""Delimiter search and stripping in split text."""
 
 import pytest
 from support.splits import splits
@@ -6,9 +6,9 @@ from support.splits import splits
 from pagoda.server.parsers.delimiters import DelimiterSet, DelimiterStripper
 
 
-def without(marks: DelimiterSet, pieces: list[str]) -> str:
-    reader = DelimiterStripper(marks)
-    return "".join(map(reader.feed, pieces)) + reader.finish()
+def strip(delimiters: DelimiterSet, pieces: list[str]) -> str:
+    stripper = DelimiterStripper(delimiters)
+    return "".join(map(stripper.feed, pieces)) + stripper.finish()
 
 
 @pytest.mark.parametrize(
@@ -17,25 +17,25 @@ def without(marks: DelimiterSet, pieces: list[str]) -> str:
         ("plain", "plain"),
         ("a<|end|>b", "ab"),
         ("<|end|><|end|>", ""),
-        ("<<|end|>|end|>", "<|end|>"),  # taken out once: what remains is text
+        ("<<|end|>|end|>", "<|end|>"),  # stripped once: what remains is text
         ("a<|en", "a<|en"),
         ("a<|end|", "a<|end|"),
-        ("<|end|>more", ""),  # the longer of two that begin alike
+        ("<|end|>more", ""),  # the longer of two with the same prefix
         ("<|end|>mor", "mor"),
         ("größe<|end|>→", "größe→"),
     ],
 )
-def test_marks_are_taken_out_however_the_text_is_cut(text: str, left: str) -> None:
-    marks = DelimiterSet(["<|end|>", "<|end|>more", "[x]"])
+def test_delimiters_are_stripped_for_every_split(text: str, left: str) -> None:
+    delimiters = DelimiterSet(["<|end|>", "<|end|>more", "[x]"])
     for pieces in splits(text):
-        assert without(marks, pieces) == left, pieces
+        assert strip(delimiters, pieces) == left, pieces
 
 
-def test_nothing_is_kept_back_longer_than_it_must_be() -> None:
-    reader = DelimiterStripper(DelimiterSet(["<|end|>"]))
-    assert reader.feed("a <") == "a "
-    assert reader.feed("b") == "<b"
+def test_text_is_emitted_as_early_as_possible() -> None:
+    stripper = DelimiterStripper(DelimiterSet(["<|end|>"]))
+    assert stripper.feed("a <") == "a "
+    assert stripper.feed("b") == "<b"
 
 
-def test_no_marks_change_nothing() -> None:
+def test_an_empty_set() -> None:
     assert DelimiterSet([]).split("abc") == ("abc", "", "")

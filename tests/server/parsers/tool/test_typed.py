@@ -1,4 +1,4 @@
-"""Values written without quotes: the types that schemas allow, and Python's literals as JSON."""
+"""Parameter types from schemas, and unquoted values and Python literals as JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
     assert parameter_types([tool], "f", "b") == parameter_types([tool], "g", "a") == frozenset()
 
 
-def test_shapes_within_shapes() -> None:
+def test_nested_shapes() -> None:
     schema = {
         "properties": {
             "a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]},
@@ -65,7 +65,7 @@ def test_shapes_within_shapes() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"properties": 5}, {"properties": None}, None, 5])
-def test_tools_that_say_nothing(parameters: Any) -> None:
+def test_tools_without_types(parameters: Any) -> None:
     assert parameter_types([Tool("f", parameters)], "f", "a") == frozenset()
 
 
@@ -117,12 +117,12 @@ def test_tools_that_say_nothing(parameters: Any) -> None:
     ],
 )
 def test_values(text: str, types: str, value: Any) -> None:
-    found = as_json(text, frozenset(types.split()))
+    converted = as_json(text, frozenset(types.split()))
     if len(text) == 5000:
-        assert found in (text, f'"{text}"')
+        assert converted in (text, f'"{text}"')
     else:
-        assert json.loads(found) == value
-        assert type(json.loads(found)) is type(value)
+        assert json.loads(converted) == value
+        assert type(json.loads(converted)) is type(value)
 
 
 literals = st.recursive(
@@ -141,11 +141,11 @@ literals = st.recursive(
 
 
 @given(literals)
-def test_python_is_read_as_python_means_it(value: Any) -> None:
+def test_python_literals(value: Any) -> None:
     assert json.loads(as_json(repr(value), frozenset({"array", "object", "number"}))) == json.loads(json.dumps(value))
 
 
 @given(st.text("[](){},:'\"\\ abNtfx01.-+eE\n", max_size=20))
-def test_whatever_is_written_becomes_json(text: str) -> None:
+def test_any_text_becomes_valid_json(text: str) -> None:
     json.loads(as_json(text, frozenset()))
     json.loads(as_json(text, frozenset({"number", "object"})))
