@@ -9,7 +9,7 @@ import json
 import re
 from typing import Final
 
-from pagoda.server.parsers.tool.scanner import Ended, Malformed, Scan, Scanner, Sink
+from pagoda.server.parsers.tool.scanner import Ended, Malformed, Scan, Scanner, Sink, TrackingSink
 
 _IN_STRING: Final = re.compile(r'[^"\\\x00-\x1f]*')
 _BETWEEN: Final = re.compile(r'[^"{}\[\]<]*')
@@ -39,15 +39,9 @@ def copy_value(scanner: Scanner, sink: Sink) -> Scan[None]:
         case "{" | "[":
             yield from copy_container(scanner, sink)
         case _:
-            is_empty = True
-
-            def put(text: str) -> None:
-                nonlocal is_empty
-                is_empty = False
-                sink(text)
-
-            yield from scanner.run(_SCALAR, put)
-            if is_empty:
+            tracking = TrackingSink(sink)
+            yield from scanner.run(_SCALAR, tracking)
+            if not tracking.used:
                 raise Malformed
 
 

@@ -23,6 +23,18 @@ Sink = Callable[[str], None]
 _SPACE: Final = re.compile(r"\s*")
 
 
+class TrackingSink:
+    """Forwards text to `sink` and records whether there was any."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.used = False
+
+    def __call__(self, text: str) -> None:
+        self.used = True
+        self._sink(text)
+
+
 class Malformed(Exception):  # noqa: N818  (not an error: models may write anything)
     """The text is not in the expected syntax; the unexpected part was not consumed."""
 

@@ -15,7 +15,7 @@ from typing import Final
 from pagoda.server.parsers.parser import Parser, Tool
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput
-from pagoda.server.parsers.tool.scanner import MAX_NAME_LENGTH, Ended, Malformed, Scan, Scanner, markers
+from pagoda.server.parsers.tool.scanner import MAX_NAME_LENGTH, Ended, Malformed, Scan, Scanner, TrackingSink, markers
 
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
@@ -88,16 +88,10 @@ def _scan_arguments(scanner: Scanner, output: ParserOutput) -> Scan[None]:
             return
         yield from scanner.space()
         return
-    is_empty = True
-
-    def put(text: str) -> None:
-        nonlocal is_empty
-        is_empty = False
-        output.arguments(text)
-
-    yield from scanner.until(_MESSAGE_ENDS, put)
+    tracking = TrackingSink(output.arguments)
+    yield from scanner.until(_MESSAGE_ENDS, tracking)
     yield from scanner.need(*_MESSAGE_ENDS.texts)
-    if is_empty:
+    if not tracking.used:
         output.arguments("{}")
 
 

@@ -15,7 +15,7 @@ from pagoda.server.parsers.tool.generator_parser import (
     calls_in_text,
     try_call,
 )
-from pagoda.server.parsers.tool.scanner import MAX_NAME_LENGTH, Malformed, Scan, Scanner, Sink
+from pagoda.server.parsers.tool.scanner import MAX_NAME_LENGTH, Malformed, Scan, Scanner, Sink, TrackingSink
 
 _NAME_KEYS: Final = ("name", "tool_name")
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters", "args")
@@ -96,15 +96,9 @@ def arguments(scanner: Scanner, sink: Sink) -> Scan[None]:
         case "{" | "[":
             yield from json_text.copy_value(scanner, sink)
         case '"':
-            is_empty = True
-
-            def put(text: str) -> None:
-                nonlocal is_empty
-                is_empty = False
-                sink(text)
-
-            yield from json_text.decode_string(scanner, put)
-            if is_empty:
+            tracking = TrackingSink(sink)
+            yield from json_text.decode_string(scanner, tracking)
+            if not tracking.used:
                 sink("{}")
         case _:
             word: list[str] = []
