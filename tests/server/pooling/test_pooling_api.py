@@ -322,13 +322,13 @@ def test_dimensions_need_a_matryoshka_model() -> None:
 def test_tasks(embed: LiveServer, classify: LiveServer) -> None:
     for body in ({"input": "ab", "add_special_tokens": False}, {"messages": CHAT}):
         answer = embed.post("/pooling", body | {"task": "token_embed"})[1]
-        (entry,) = answer["data"]
+        (found,) = answer["data"]
         assert answer["id"].startswith("pooling-")
-        assert entry["object"] == "pooling"
-        assert len(entry["data"]) == answer["usage"]["prompt_tokens"]
-        assert all(sum(row) == 1 for row in entry["data"])
-        (entry,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]
-        assert len(entry["data"][0]) == 3
+        assert found["object"] == "pooling"
+        assert len(found["data"]) == answer["usage"]["prompt_tokens"]
+        assert all(sum(row) == 1 for row in found["data"])
+        (found,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]
+        assert len(found["data"][0]) == 3
         for task in ("classify", "plugin", "embed&token_classify"):
             status, refused = embed.post("/pooling", body | {"task": task})
             assert (status, refused["error"]["param"]) == (400, "task")
