@@ -67,7 +67,7 @@ def spellings(row: dict[str, str]) -> list[str]:
 
 
 def flag_rows() -> list[Any]:
-    rows = [row for row in FLAGS if row["flag"] not in interface.BY_THE_PARSER]
+    rows = [row for row in FLAGS if row["flag"] not in interface.PARSER_ARGUMENTS]
     return [pytest.param(row, id=row["flag"]) for row in rows]
 
 
@@ -101,7 +101,7 @@ def test_every_spelling_of_a_flag_is_taken(row: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row["flag"]) for row in FLAGS if row["choices"]])
 def test_every_choice_is_known(row: dict[str, str]) -> None:
-    if row["flag"] in interface.BY_THE_PARSER:
+    if row["flag"] in interface.PARSER_ARGUMENTS:
         return
     for setting in settings_of_row(row):
         for choice in row["choices"].split(","):
@@ -124,7 +124,7 @@ def refusal(setting: Setting, value: Any) -> None:
 
 @pytest.mark.setting("model_tag", "-v")
 def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(interface.BY_THE_PARSER) - {row["flag"] for row in FLAGS} == {"--explain-config"}
+    assert set(interface.PARSER_ARGUMENTS) - {row["flag"] for row in FLAGS} == {"--explain-config"}
     args = PARSERS["serve"].parse_args(["org/name"])
     assert settle_all(args, COMMAND_SETTINGS["serve"]).values["model"] == "org/name"
     assert main(["-v"]) == 0
@@ -215,7 +215,7 @@ def marked(kind: str) -> set[str]:
 def test_implemented_flags_are_seen_by_a_test() -> None:
     seen = marked("setting")
     assert sorted({s.flag for s in SETTINGS if s.option.status == "implemented"} - seen) == []
-    assert sorted(set(interface.BY_THE_PARSER) - seen) == []
+    assert sorted(set(interface.PARSER_ARGUMENTS) - seen) == []
 
 
 def test_implemented_variables_are_seen_by_a_test() -> None:
@@ -232,7 +232,7 @@ def test_implemented_commands_are_run_by_a_test() -> None:
 
 
 def test_marks_name_what_there_is() -> None:
-    assert sorted(marked("setting") - {s.flag for s in SETTINGS} - set(interface.BY_THE_PARSER)) == []
+    assert sorted(marked("setting") - {s.flag for s in SETTINGS} - set(interface.PARSER_ARGUMENTS)) == []
     assert sorted(marked("variable") - set(VARIABLE_BY_NAME) - {s.variable for s in SETTINGS}) == []
     assert sorted(marked("command") - set(COMMANDS) - set(MODULES)) == []
 

@@ -1,10 +1,11 @@
-"""Send a server requests made from its own description, valid and not: whatever comes, it answers and goes on.
+"""Fuzz a server with valid and invalid requests generated from its OpenAPI schema.
 
 usage: python tools/fuzz_api.py URL [--cases 5000] [--seed 0] [--timeout 60]
-       python tools/fuzz_api.py --serve MODEL [...]      starts `pagoda serve MODEL` with a short context for it
+       python tools/fuzz_api.py --serve MODEL [...]      starts `pagoda serve MODEL` with a short context
 
-Counts answers by path and status. A failure is a status of 5xx, no answer in time, or an error in no known shape; after
-the first of each kind, and at the end, the server must answer a plain request, and hold no request and no KV block.
+Counts responses by path and status. A failure is a 5xx status, a timeout, or an error body of unknown format. After the
+first failure of each kind and at the end, the server must answer a plain request; at the end it must have no
+requests in flight and no KV blocks in use.
 """
 
 from __future__ import annotations
@@ -34,11 +35,8 @@ from schemathesis import GenerationMode
 
 logger = logging.getLogger(__name__)
 
-ABSENT: Final = "absent"
-"""The tag of routes that answer 501."""
-
-WITHOUT_BODY: Final = 20
-"""Cases for an operation that takes no body."""
+UNSUPPORTED_TAG: Final = "absent"  # of routes that answer 501
+CASES_WITHOUT_BODY: Final = 20  # per operation without a request body
 
 _MESSAGES: Final = [{"role": "user", "content": "a"}]
 PLAIN: Final[dict[str, dict[str, Any]]] = {
@@ -61,35 +59,35 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "/score": {"text_1": "a", "text_2": "b"},
     "/rerank": {"query": "a", "documents": ["b"]},
 }
-"""Path -> a body that is answered by a server of the right kind."""
+"""Path -> a valid body, for a model of the right kind."""
 
-HEALTH: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+IDLE_METRICS: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 @dataclass(slots=True)
 class Findings:
-    """What came back. `failures`: kind -> the first request that had it."""
+    """Results of a run."""
 
-    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
-    failures: dict[str, str] = field(default_factory=dict)
+    responses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status) -> count
+    failures: dict[str, str] = field(default_factory=dict)  # kind -> first request that caused it
     seconds: float = 0.0
 
     @property
     def cases(self) -> int:
-        """Requests that were sent."""
-        return sum(self.answers.values())
+        """Number of requests sent."""
+        return sum(self.responses.values())
 
     def table(self) -> str:
-        """Answers by path and status."""
-        paths = sorted({path for path, _ in self.answers})
-        statuses = sorted({status for _, status in self.answers})
+        """Return the response counts by path and status as a text table."""
+        paths = sorted({path for path, _ in self.responses})
+        statuses = sorted({status for _, status in self.responses})
         rows = [f"{'':44}" + "".join(f"{status:>7}" for status in statuses)]
-        rows += [f"{path:44}" + "".join(f"{self.answers[path, each]:7}" for each in statuses) for path in paths]
+        rows += [f"{path:44}" + "".join(f"{self.responses[path, each]:7}" for each in statuses) for path in paths]
         return "\n".join(rows)
 
 
 class Fuzz:
-    """A run against one server. `canary`: a path and a body that it answers with 200."""
+    """A run against one server. `canary`: path and body of a request that it answers with 200."""
 
     def __init__(self, url: str, canary: tuple[str, dict[str, Any]], *, timeout: float = 60.0) -> None:
         self.findings = Findings()
@@ -97,21 +95,21 @@ class Fuzz:
         self._canary = canary
         self._timeout = timeout
         self._session = requests.Session()
-        self._session.headers["connection"] = "close"  # one request's failure is not the next one's
-        self._choose = random.Random(0)
+        self._session.headers["connection"] = "close"  # a failure must not affect the next request
+        self._random = random.Random(0)
 
     def run(self, cases: int, seed: int = 0) -> Findings:
-        """Send so many cases, shared evenly by the operations, two of three valid by the description."""
+        """Send `cases` requests, spread evenly over the operations; two of three are valid by the schema."""
         begin = time.monotonic()
         self._check_canary("before the first case")
         operations = self._operations()
         with_body = [each for each in operations if each.body]
-        left = cases
+        remaining = cases
         for operation in operations:
             if not operation.body:
-                left -= self._run_operation(operation, GenerationMode.POSITIVE, WITHOUT_BODY, seed)
+                remaining -= self._run_operation(operation, GenerationMode.POSITIVE, CASES_WITHOUT_BODY, seed)
         for number, operation in enumerate(with_body):
-            share = left * (number + 1) // len(with_body) - left * number // len(with_body)
+            share = remaining * (number + 1) // len(with_body) - remaining * number // len(with_body)
             self._run_operation(operation, GenerationMode.POSITIVE, share - share // 3, seed)
             self._run_operation(operation, GenerationMode.NEGATIVE, share // 3, seed)
         self._check_canary("after the last case")
@@ -120,16 +118,16 @@ class Fuzz:
         return self.findings
 
     def _operations(self) -> list[Any]:
-        described = self._session.get(f"{self._url}/openapi.json", timeout=self._timeout).json()
-        schema = schemathesis.openapi.from_dict(described)
+        description = self._session.get(f"{self._url}/openapi.json", timeout=self._timeout).json()
+        schema = schemathesis.openapi.from_dict(description)
         return [
             operation
             for result in schema.get_all_operations()
-            if ABSENT not in (operation := result.ok()).definition.raw.get("tags", ())
+            if UNSUPPORTED_TAG not in (operation := result.ok()).definition.raw.get("tags", ())
         ]
 
     def _run_operation(self, operation: Any, mode: GenerationMode, count: int, seed: int) -> int:
-        """Send up to `count` cases; how many there were. Three of four valid ones are cut down to a few odd fields."""
+        """Send up to `count` cases and return their number. Three of four valid ones are reduced to a few fields."""
         sent = 0
 
         @seeded(seed)
@@ -147,33 +145,35 @@ class Fuzz:
                 sent += 1
                 plain = PLAIN.get(operation.path)
                 if plain is not None and mode is GenerationMode.POSITIVE and sent % 4 and isinstance(case.body, dict):
-                    case.body = plain | self._some(case.body)
+                    case.body = plain | self._sample_fields(case.body)
                 self._send(case)
 
-        with suppress(Unsatisfiable):  # nothing about a request without parameters can be wrong
+        with suppress(Unsatisfiable):  # a request without parameters has no invalid form
             send()
         logger.info(
             "%s, %s: %d cases; %d failures so far", operation.label, mode.value, sent, len(self.findings.failures)
         )
         return sent
 
-    def _some(self, body: dict[str, Any]) -> dict[str, Any]:
-        names = self._choose.sample(sorted(body), min(len(body), self._choose.randint(0, 3)))
+    def _sample_fields(self, body: dict[str, Any]) -> dict[str, Any]:
+        names = self._random.sample(sorted(body), min(len(body), self._random.randint(0, 3)))
         return {name: body[name] for name in {*names, "model"} & body.keys()}
 
     def _send(self, case: Any) -> None:
         try:
-            answer = case.call(base_url=self._url, session=self._session, timeout=self._timeout)
+            response = case.call(base_url=self._url, session=self._session, timeout=self._timeout)
         except requests.RequestException as error:
-            self._failed(f"{case.operation.label}: {type(error).__name__}", _shown(case))
+            self._record_failure(f"{case.operation.label}: {type(error).__name__}", _describe(case))
             return
-        self.findings.answers[case.operation.path, answer.status_code] += 1
-        if answer.status_code >= 500:
-            self._failed(f"{case.operation.label}: {answer.status_code} {answer.text[:200]}", _shown(case))
-        elif answer.status_code >= 400 and not _is_error(answer):
-            self._failed(f"{case.operation.label}: {answer.status_code} in no known shape", _shown(case))
+        self.findings.responses[case.operation.path, response.status_code] += 1
+        if response.status_code >= 500:
+            self._record_failure(
+                f"{case.operation.label}: {response.status_code} {response.text[:200]}", _describe(case)
+            )
+        elif response.status_code >= 400 and not _is_error(response):
+            self._record_failure(f"{case.operation.label}: {response.status_code} in unknown format", _describe(case))
 
-    def _failed(self, kind: str, example: str) -> None:
+    def _record_failure(self, kind: str, example: str) -> None:
         if kind not in self.findings.failures:
             self.findings.failures[kind] = example
             self._check_canary(f"after {kind}")
@@ -181,23 +181,23 @@ class Fuzz:
     def _check_canary(self, when: str) -> None:
         path, body = self._canary
         try:
-            answer = self._session.post(self._url + path, json=body, timeout=self._timeout)
-            told = f"{answer.status_code} {answer.text[:200]}" if answer.status_code != 200 else ""
+            response = self._session.post(self._url + path, json=body, timeout=self._timeout)
+            fault = f"{response.status_code} {response.text[:200]}" if response.status_code != 200 else ""
         except requests.RequestException as error:
-            told = type(error).__name__
-        if told:
-            self.findings.failures.setdefault(f"no answer to a plain request {when}", told)
+            fault = type(error).__name__
+        if fault:
+            self.findings.failures.setdefault(f"no answer to a plain request {when}", fault)
 
     def _check_idle(self) -> None:
-        """Requests whose clients are gone end within a moment."""
+        """Wait until no requests are in flight: those of disconnected clients must end soon."""
         deadline = time.monotonic() + self._timeout
         while True:
             text = self._session.get(f"{self._url}/metrics", timeout=self._timeout).text
-            found = {name: _total(text, name) for name in HEALTH}
-            if not any(found.values()):
+            values = {name: _total(text, name) for name in IDLE_METRICS}
+            if not any(values.values()):
                 return
             if time.monotonic() > deadline:
-                self.findings.failures["not idle at the end"] = json.dumps(found)
+                self.findings.failures["not idle at the end"] = json.dumps(values)
                 return
             time.sleep(0.1)
 
@@ -206,31 +206,31 @@ def _total(metrics: str, name: str) -> float:
     return sum(map(float, re.findall(rf"^{name}\{{.*?\}} (\S+)$", metrics, re.MULTILINE)))
 
 
-def _is_error(answer: requests.Response) -> bool:
-    """Whether a 4xx is one of ours: OpenAI's shape or Anthropic's. HEAD has no body."""
-    if answer.request.method == "HEAD":
+def _is_error(response: requests.Response) -> bool:
+    """Return whether a 4xx response has an error body in the format of OpenAI or Anthropic. HEAD has no body."""
+    if response.request.method == "HEAD":
         return True
     try:
-        told = answer.json()
+        body = response.json()
     except ValueError:
         return False
-    return isinstance(told, dict) and isinstance(told.get("error"), Mapping) and bool(told["error"].get("message"))
+    return isinstance(body, dict) and isinstance(body.get("error"), Mapping) and bool(body["error"].get("message"))
 
 
-def _shown(case: Any) -> str:
+def _describe(case: Any) -> str:
     return f"{case.method} {case.formatted_path} query {case.query!r} body {case.body!r}"[:2000]
 
 
 @contextmanager
 def served(model: str, *flags: str) -> Iterator[str]:
-    """`pagoda serve MODEL` on a free port, warm; its address."""
+    """Run `pagoda serve MODEL` on a free port; yield its URL once it is ready."""
     words = [sys.executable, "-m", "pagoda.server.cli.main", "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         assert process.stderr is not None
         url = ""
         for line in process.stderr:
-            url = found.group(1) if (found := re.search(r"listening on (http://[\d.:]+)", line)) else url
+            url = match.group(1) if (match := re.search(r"listening on (http://[\d.:]+)", line)) else url
             if "ready after" in line:
                 break
         else:
@@ -243,7 +243,7 @@ def served(model: str, *flags: str) -> Iterator[str]:
 
 
 def canary_of(url: str) -> tuple[str, dict[str, Any]]:
-    """A plain request that this server's kind of model answers."""
+    """Return path and body of a plain request that the server's model can answer."""
     for path in ("/v1/completions", "/pooling"):
         if requests.post(url + path, json=PLAIN[path], timeout=60).ok:
             return path, PLAIN[path]
@@ -251,30 +251,29 @@ def canary_of(url: str) -> tuple[str, dict[str, Any]]:
 
 
 def _drain(process: subprocess.Popen[str]) -> None:
-    """Read the log on, so that the server never waits for a reader."""
+    """Keep reading the log, so that the server never blocks on a full pipe."""
     assert process.stderr is not None
     threading.Thread(target=lambda stream=process.stderr: [None for _ in stream], daemon=True).start()
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("url", nargs="?", help="the server's address")
-    parser.add_argument("--serve", metavar="MODEL", help="start a server of this model instead")
+    parser.add_argument("url", nargs="?", help="URL of the server")
+    parser.add_argument("--serve", metavar="MODEL", help="start a server for this model instead")
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an answer may take")
+    parser.add_argument("--timeout", type=float, default=60.0, help="maximum seconds per response")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     if bool(args.url) == bool(args.serve):
-        parser.error("give either an address or --serve MODEL")
+        parser.error("give either a URL or --serve MODEL")
     if args.url:
         return _report(args.url.rstrip("/"), args)
     flags = (
         *("--max-model-len", "64", "--max-num-seqs", "16", "--enable-tokenizer-info-endpoint"),
-        *("--override-generation-config", '{"max_new_tokens": 2}'),  # longer answers find nothing more
-        *("--max-num-queued-reqs", "256"),  # else one request may ask for 16,384 answers, and wait for them
+        *("--override-generation-config", '{"max_new_tokens": 2}'),  # longer outputs reveal nothing more
+        *("--max-num-queued-reqs", "256"),  # else one request may queue 16,384 sequences
     )
     with served(args.serve, *flags) as url:
         return _report(url, args)

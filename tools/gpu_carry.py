@@ -1,12 +1,11 @@
-"""Build what a GPU machine without a network needs beside the checkout: wheels, Triton's cache, a small model.
+"""Build what a GPU machine without network access needs besides the checkout: wheels, Triton cache, a small model.
 
 usage: python tools/gpu_carry.py FOLDER --model MODEL.gguf [--cache triton-cache.tar.xz]
 
-For Linux on x86-64, Python 3.12, Triton 3.6.0 and sm_90. The cache holds the kernels of every stage of
-benchmarks/gpu.sh but `tune`, under the names that the wheel of Triton for Python 3.12 looks for, and, where python3.12
-and its headers are on this machine, their launchers, for which the GPU machine then needs no C compiler. --cache: one
-that a GPU run has left in its output, whose entries are added. The folder and the checkout's tracked files together
-may take 64 MiB.
+For Linux on x86-64, Python 3.12, Triton 3.6.0 and sm_90. The cache contains the kernels of all stages of
+benchmarks/gpu.sh except `tune`, under the keys of Triton's Python 3.12 wheel. If python3.12 and its headers are
+installed here, it also contains the kernel launchers, so that the GPU machine needs no C compiler. --cache: cache of
+an earlier GPU run, whose entries are added. The folder and the checkout's tracked files may take 64 MiB together.
 """
 
 from __future__ import annotations
@@ -33,28 +32,27 @@ PYTHON: Final = "3.12"
 TRITON: Final = "3.6.0"
 CAPABILITY: Final = 90
 PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{n}_x86_64" for n in range(39, 4, -1)))
-"""Of a system with glibc 2.39, as that of Ubuntu 24.04; pip compares the names as they are."""
+"""Platform tags of glibc 2.39 (Ubuntu 24.04); pip compares them literally, so older ones are listed, too."""
 WHEELS: Final = (
     *("msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "pyzmq"),
     *("fastapi", "starlette", "anyio", "idna", "annotated-doc", "opentelemetry-api", "uvicorn", "click", "h11"),
     *("httptools", "jinja2", "markupsafe", "prometheus-client", "tqdm", "gguf", "llguidance"),
 )
-"""Packages of the base install and of structured output, at the versions that are installed here."""
+"""Packages of the base install and of structured output; the locally installed versions are used."""
 PRESENT: Final = ("numpy", "torch", "triton", "transformers", "tokenizers", "pyyaml", "requests")
-"""What the machine has: torch and transformers, and what comes with them."""
+"""Packages that the GPU machine has: torch, transformers and their dependencies."""
 STAGES: Final = ("smoke", "decode", "prefill", "throughput", "peers", "kernels")
 LAUNCHER, UTILS = "__triton_launcher", "cuda_utils"
 SUFFIX: Final = ".cpython-312-x86_64-linux-gnu.so"
 MACHINES: Final = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
-"""What Triton names the machine in its cache: with the program `file` installed, and without."""
+"""Triton's machine names in cache keys: with the program `file` installed, and without."""
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct, a GGUF file")
-    parser.add_argument("--cache", type=Path, help="Triton's cache as a GPU run has left it")
+    parser.add_argument("--cache", type=Path, help="Triton cache of an earlier GPU run")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -62,14 +60,14 @@ def main() -> None:
     store.mkdir(exist_ok=True)
     wheels(args.folder / "wheels")
     pack_model(args.model, args.folder / "model.bin", store)
-    about = cache(args.folder / "triton-cache.tar.xz", store, args.cache, args.processes)
+    contents = cache(args.folder / "triton-cache.tar.xz", store, args.cache, args.processes)
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    (args.folder / "carry.json").write_text(json.dumps({"commit": commit, **about}, indent=1) + "\n")
+    (args.folder / "carry.json").write_text(json.dumps({"commit": commit, **contents}, indent=1) + "\n")
     sys.exit(check_size(args.folder))
 
 
 def wheels(folder: Path) -> None:
-    """The packages for the machine, in place of what the folder holds. Exits where pip cannot get them."""
+    """Download the wheels for the GPU machine into an emptied folder. Exit if pip fails."""
     shutil.rmtree(folder, ignore_errors=True)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     command = [*_pip(folder), *platforms, *(f"{name}=={_installed(name)}" for name in WHEELS)]
@@ -77,11 +75,11 @@ def wheels(folder: Path) -> None:
         sys.exit(f"error: pip cannot download the wheels: {done.stderr.strip().splitlines()[-1]}")
     for wheel in folder.glob("*.whl"):
         for needed in missing(wheel):
-            sys.exit(f"error: {wheel.name} needs {needed}, which is not carried; add it to WHEELS in {__file__}")
+            sys.exit(f"error: {wheel.name} needs {needed}, which is not included; add it to WHEELS in {__file__}")
 
 
 def missing(wheel: Path) -> Iterator[str]:
-    """Packages that a wheel needs on the machine and that neither are carried nor are there."""
+    """Yield the dependencies of a wheel that are neither included nor present on the GPU machine."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -89,17 +87,17 @@ def missing(wheel: Path) -> Iterator[str]:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
-    where = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "sys_platform": "linux", "extra": ""}
+    environment = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "sys_platform": "linux", "extra": ""}
     for line in lines:
         if line.startswith("Requires-Dist: "):
             needed = Requirement(line.removeprefix("Requires-Dist: "))
-            wanted = needed.marker is None or needed.marker.evaluate(where)
+            wanted = needed.marker is None or needed.marker.evaluate(environment)
             if wanted and canonicalize_name(needed.name) not in known:
                 yield needed.name
 
 
 def pack_model(source: Path, target: Path, store: Path) -> None:
-    """The small model; made again only when it or its packing has changed."""
+    """Pack the small model if it or the packing code has changed."""
     from pagoda.benchmarks.gpu import small_model
 
     code = Path(small_model.__file__).read_bytes()
@@ -114,7 +112,7 @@ def pack_model(source: Path, target: Path, store: Path) -> None:
 
 
 def check_answer(packed: Path, unpacked: Path) -> None:
-    """Exits where the small model does not answer a question, by the reference backend."""
+    """Exit if the packed model, run by the reference backend, answers a test question wrongly."""
     import pagoda
     from pagoda.benchmarks.gpu import parity, small_model
 
@@ -124,11 +122,11 @@ def check_answer(packed: Path, unpacked: Path) -> None:
     text = llm.chat([{"role": "user", "content": parity.QUESTION}], rules, use_tqdm=False)[0].outputs[0].text
     llm.shutdown()
     if parity.ANSWER not in text:
-        sys.exit(f"error: the small model answers {parity.QUESTION} with {text}; make its steps finer")
+        sys.exit(f"error: the small model answers {parity.QUESTION} with {text}; use finer quantization steps")
 
 
 def cache(target: Path, store: Path, more: Path | None, processes: int) -> dict[str, object]:
-    """Triton's cache for the GPU, packed; what is in it."""
+    """Build and pack the Triton cache; return a summary of its contents."""
     key = triton_key(store)
     folder = store / hashlib.sha256(key.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
@@ -139,15 +137,15 @@ def cache(target: Path, store: Path, more: Path | None, processes: int) -> dict[
     headers = python_headers()
     if headers is not None:
         build_launchers(sources, headers, folder)
-    used = sorted(path for path in folder.iterdir() if path.is_dir())
+    entries = sorted(path for path in folder.iterdir() if path.is_dir())
     with tarfile.open(target, "w:xz", preset=9) as archive:
-        for path in used:
+        for path in entries:
             archive.add(path, path.name)
-    return {"triton": TRITON, "capability": CAPABILITY, "cache_entries": len(used), "launchers": headers is not None}
+    return {"triton": TRITON, "capability": CAPABILITY, "cache_entries": len(entries), "launchers": headers is not None}
 
 
 def compile_kernels(folder: Path, key: str, processes: int) -> list[str]:
-    """Every kernel of the stages, by processes that share the work; the C sources of their launchers."""
+    """Compile the kernels of all stages in parallel; return the C sources of their launchers."""
     print("compiling kernels", flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
@@ -156,20 +154,20 @@ def compile_kernels(folder: Path, key: str, processes: int) -> list[str]:
         sources = Path(scratch, "launchers.json")
         if subprocess.run([*command, "--launchers", str(sources), *STAGES], env=environment).returncode:
             sys.exit("error: kernels do not compile, see above")
-        found: list[str] = json.loads(sources.read_text())
-        return found
+        launchers: list[str] = json.loads(sources.read_text())
+        return launchers
 
 
 def triton_key(store: Path) -> str:
-    """What Triton for the GPU machine's Python calls itself in its cache: its version and hashes of its files.
+    """Return the key of the GPU machine's Triton, like triton.runtime.cache.triton_key: version and file hashes.
 
-    As triton.runtime.cache.triton_key has it. Only the compiled library differs between wheels of one version, so the
-    names of the files are those of the Triton that is installed here. Exits where that is another version.
+    Wheels of one version differ in the compiled library only, so file names are taken from the Triton installed here.
+    Exit if that is another version.
     """
     import triton
 
     if triton.__version__ != TRITON:
-        sys.exit(f"error: the cache is for Triton {TRITON}, installed is {triton.__version__}")
+        sys.exit(f"error: the cache needs Triton {TRITON}; {triton.__version__} is installed")
     if (known := store / "triton-key").is_file():
         return known.read_text()
     print(f"reading Triton {TRITON} for Python {PYTHON}", flush=True)
@@ -186,7 +184,7 @@ def triton_key(store: Path) -> str:
 
 
 def _hashed_files(triton: Path) -> Iterator[str]:
-    """The files that triton_key hashes, in its order, as a wheel names them."""
+    """Yield the wheel paths of the files that triton_key hashes, in its order."""
     yield "triton/runtime/cache.py"
     for part in ("compiler", "backends"):
         yield from _modules(triton, part)
@@ -202,9 +200,9 @@ def _modules(triton: Path, part: str) -> Iterator[str]:
 
 
 def python_headers() -> Path | None:
-    """Those of a Python of the machine's version, if one is here."""
-    found = [shutil.which(f"python{PYTHON}"), *Path.home().glob(f".pyenv/versions/{PYTHON}.*/bin/python{PYTHON}")]
-    for python in filter(None, found):
+    """Return the include folder of an installed Python of the GPU machine's version, or None."""
+    candidates = [shutil.which(f"python{PYTHON}"), *Path.home().glob(f".pyenv/versions/{PYTHON}.*/bin/python{PYTHON}")]
+    for python in filter(None, candidates):
         folder = _output(str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['include'])")
         if folder and Path(folder, "Python.h").is_file():
             return Path(folder)
@@ -212,17 +210,19 @@ def python_headers() -> Path | None:
 
 
 def build_launchers(sources: list[str], headers: Path, folder: Path) -> None:
-    """Shared libraries as Triton builds them, under the names by which it looks for them."""
+    """Build the launchers as Triton does, under its cache keys."""
     import triton
     from triton.runtime.cache import _base32
 
     nvidia = Path(triton.__file__).parent / "backends" / "nvidia"
-    every = [(UTILS, (nvidia / "driver.c").read_text()), *((LAUNCHER, source) for source in sources)]
-    print(f"building {len(every)} launchers", flush=True)
+    libraries = [(UTILS, (nvidia / "driver.c").read_text()), *((LAUNCHER, source) for source in sources)]
+    print(f"building {len(libraries)} launchers", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         libcuda = Path(scratch, "libcuda.so.1")
-        _build("int pagoda_none;", libcuda, "-Wl,-soname,libcuda.so.1")  # the driver's own is on the GPU machine
-        for name, source in every:
+        _build(
+            "int pagoda_none;", libcuda, "-Wl,-soname,libcuda.so.1"
+        )  # stub; the real driver library is on the GPU machine
+        for name, source in libraries:
             keys = [_base32(hashlib.sha256((source + machine).encode()).hexdigest()) for machine in MACHINES]
             targets = [folder / key / f"{name}{SUFFIX}" for key in keys]
             if all(target.is_file() for target in targets):
@@ -236,7 +236,7 @@ def build_launchers(sources: list[str], headers: Path, folder: Path) -> None:
 
 
 def _build(source: str, target: Path, *flags: str) -> None:
-    """A shared library of C. Exits with the compiler's words."""
+    """Compile a shared library. Exit with the compiler's output on failure."""
     compiler = os.environ.get("CC", sysconfig.get_config_var("CC") or "cc").split()
     command = [*compiler, "-x", "c", "-", "-x", "none", "-O3", "-shared", "-fPIC", "-Wno-psabi", "-s", *flags]
     done = subprocess.run([*command, "-o", str(target)], input=source, capture_output=True, text=True)
@@ -245,7 +245,7 @@ def _build(source: str, target: Path, *flags: str) -> None:
 
 
 def check_size(folder: Path) -> int:
-    """Print what the folder takes; 1 where it and the checkout take more than the limit."""
+    """Print the sizes of the folder's contents and of the checkout; return 1 if they exceed the limit."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     sizes["wheels"] = sum(path.stat().st_size for path in (folder / "wheels").iterdir())
     tracked = subprocess.run(
@@ -259,7 +259,7 @@ def check_size(folder: Path) -> int:
     total = sum(sizes.values())
     print(f"{total / (1 << 20):6.1f} MiB of {LIMIT >> 20}: {folder}")
     if total > LIMIT:
-        print("error: too large to carry", file=sys.stderr)
+        print("error: too large", file=sys.stderr)
     return int(total > LIMIT)
 
 
@@ -285,7 +285,7 @@ def _installed(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints, or nothing where it is not here or fails."""
+    """Return the output of a program; "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:

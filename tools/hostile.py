@@ -1,9 +1,9 @@
-"""Hostile requests against a running server, each beside a stream: how long the stream and /health stand still.
+"""Send hostile requests to a running server during a stream, and measure how long the stream and /health stall.
 
     python tools/hostile.py http://127.0.0.1:8000 [--pid PID] [--only NAME] [--json FILE]
 
-Each row: the status, the seconds to the answer and its size, the longest gap between two events of a stream that runs
-beside, the longest wait for /health, and with --pid how much more memory the process has taken at most.
+Each row: status, seconds to the response, its size, the longest gap between two events of a concurrent stream, the
+longest wait for /health, and with --pid the peak growth of the process's memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -30,14 +29,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Hostile:
-    """A body that is sent to a path."""
+    """A request body and its path."""
 
     path: str
     body: Callable[[], bytes]
 
 
 def _filled(head: str, item: str, tail: str, size: int) -> Callable[[], bytes]:
-    """`item`, between commas, as often as `size` bytes allow."""
+    """Repeat `item`, separated by commas, up to `size` bytes."""
     return lambda: (head + ",".join([item] * (size // (len(item) + 1))) + tail).encode()
 
 
@@ -45,20 +44,20 @@ def _keys(head: str, value: str, tail: str, count: int) -> Callable[[], bytes]:
     return lambda: (head + ",".join(f'"{key}":{value}' for key in range(count)) + tail).encode()
 
 
-_SAID = '"messages":[{"role":"user","content":"a"}],"max_tokens":1'
+_MESSAGES = '"messages":[{"role":"user","content":"a"}],"max_tokens":1'
 _MESSAGE = '{"role":"user","content":"a"}'
 _TOOL = '{"type":"function","function":{"name":"f","parameters":{}}}'
 
 BODIES: dict[str, Hostile] = {
     "a plain request": Hostile(COMPLETIONS, lambda: b'{"prompt":"a","max_tokens":1}'),
     "wrong stop_token_ids": Hostile(COMPLETIONS, _filled('{"prompt":"a","stop_token_ids":[', '""', "]}", 6 * MIB)),
-    "wrong stop_token_ids, chat": Hostile(CHAT, _filled("{" + _SAID + ',"stop_token_ids":[', '""', "]}", 6 * MIB)),
+    "wrong stop_token_ids, chat": Hostile(CHAT, _filled("{" + _MESSAGES + ',"stop_token_ids":[', '""', "]}", 6 * MIB)),
     "wrong logit_bias": Hostile(COMPLETIONS, _keys('{"prompt":"a","logit_bias":{', '""', "}}", 500_000)),
     "unknown fields": Hostile(COMPLETIONS, _keys('{"prompt":"a",', "0", "}", 500_000)),
     "wrong messages": Hostile(CHAT, _filled('{"messages":[', "0", "]}", 6 * MIB)),
     "messages without role": Hostile(CHAT, _filled('{"messages":[', "{}", "]}", 6 * MIB)),
     "wrong parts": Hostile(CHAT, _filled('{"messages":[{"role":"user","content":[', "0", "]}]}", 6 * MIB)),
-    "wrong tools": Hostile(CHAT, _filled("{" + _SAID + ',"tools":[', "0", "]}", 6 * MIB)),
+    "wrong tools": Hostile(CHAT, _filled("{" + _MESSAGES + ',"tools":[', "0", "]}", 6 * MIB)),
     "wrong input items": Hostile(RESPONSES, _filled('{"input":[', "0", "]}", 6 * MIB)),
     "empty input items": Hostile(RESPONSES, _filled('{"input":[', "{}", "]}", 6 * MIB)),
     "wrong messages, messages": Hostile(MESSAGES, _filled('{"max_tokens":1,"messages":[', "0", "]}", 6 * MIB)),
@@ -94,10 +93,12 @@ BODIES: dict[str, Hostile] = {
             '{"max_tokens":1,"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", 30 * MIB
         ),
     ),
-    "tools, 500 k": Hostile(CHAT, _filled("{" + _SAID + ',"tools":[', _TOOL, "]}", 30 * MIB)),
+    "tools, 500 k": Hostile(CHAT, _filled("{" + _MESSAGES + ',"tools":[', _TOOL, "]}", 30 * MIB)),
     "input items, 1 M": Hostile(RESPONSES, _filled('{"input":[', _MESSAGE, "]}", 30 * MIB)),
     "messages, 1 M, messages": Hostile(MESSAGES, _filled('{"max_tokens":1,"messages":[', _MESSAGE, "]}", 30 * MIB)),
-    "template keywords": Hostile(CHAT, _filled("{" + _SAID + ',"chat_template_kwargs":{"a":[', "[]", "]}}", 30 * MIB)),
+    "template keywords": Hostile(
+        CHAT, _filled("{" + _MESSAGES + ',"chat_template_kwargs":{"a":[', "[]", "]}}", 30 * MIB)
+    ),
     "any: a tree": Hostile(COMPLETIONS, _filled('{"prompt":"a","session_id":[', "[[]]", "]}", 30 * MIB)),
     "wrong stop_token_ids, 2 M": Hostile(
         COMPLETIONS, _filled('{"prompt":"a","stop_token_ids":[', '""', "]}", 6_000_000)
@@ -121,21 +122,21 @@ BODIES: dict[str, Hostile] = {
             '{"max_tokens":1,"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", 1_600_000
         ),
     ),
-    "tools, 40 k": Hostile(CHAT, _filled("{" + _SAID + ',"tools":[', _TOOL, "]}", 2_300_000)),
+    "tools, 40 k": Hostile(CHAT, _filled("{" + _MESSAGES + ',"tools":[', _TOOL, "]}", 2_300_000)),
     "template keywords, 130 k": Hostile(
-        CHAT, _filled("{" + _SAID + ',"chat_template_kwargs":{"a":[', "[]", "]}}", 390_000)
+        CHAT, _filled("{" + _MESSAGES + ',"chat_template_kwargs":{"a":[', "[]", "]}}", 390_000)
     ),
     "deep": Hostile(COMPLETIONS, lambda: b'{"prompt":' + b"[" * (10 * MIB) + b"]" * (10 * MIB) + b"}"),
     "schema": Hostile(
-        CHAT, _keys("{" + _SAID + ',"structured_outputs":{"json":{"properties":{', "{}", "}}}}", 1_000_000)
+        CHAT, _keys("{" + _MESSAGES + ',"structured_outputs":{"json":{"properties":{', "{}", "}}}}", 1_000_000)
     ),
-    "choices": Hostile(CHAT, _filled("{" + _SAID + ',"structured_outputs":{"choice":[', '"b"', "]}}", 30 * MIB)),
+    "choices": Hostile(CHAT, _filled("{" + _MESSAGES + ',"structured_outputs":{"choice":[', '"b"', "]}}", 30 * MIB)),
 }
 
 
 @dataclass
 class Row:
-    """What one request did."""
+    """Measurements of one request."""
 
     name: str
     status: int | str = 0
@@ -143,28 +144,28 @@ class Row:
     size: int = 0
     stream_gap: float = 0.0
     health_wait: float = 0.0
-    more_memory_mib: float = 0.0
+    memory_growth_mib: float = 0.0
     message: str = field(default="", repr=False)
 
 
-class Beside:
-    """A stream and a probe of /health beside, from `start` to `stop`."""
+class BackgroundLoad:
+    """Context manager that runs a stream, a /health probe and a memory probe in threads."""
 
     def __init__(self, address: tuple[str, int], key: str | None, pid: int | None) -> None:
         self._address, self._headers, self._pid = address, _headers(key), pid
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self.stream_gap = self.health_wait = 0.0
         self.memory = self._memory()
         self._first_memory = self.memory
 
     @property
-    def more_memory(self) -> float:
-        """MiB that the process has taken at most."""
+    def memory_growth(self) -> float:
+        """Peak growth of the process's memory, in MiB."""
         return (self.memory - self._first_memory) / MIB
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> BackgroundLoad:
         self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._stream, self._probe, self._weigh)
+            threading.Thread(target=work, daemon=True) for work in (self._stream, self._probe, self._measure_memory)
         ]
         for thread in self._threads:
             thread.start()
@@ -174,32 +175,32 @@ class Beside:
 
     def __exit__(self, *_: object) -> None:
         time.sleep(0.5)
-        self._over.set()
+        self._stop.set()
         for thread in self._threads:
             thread.join()
 
     def _stream(self) -> None:
         body = json.dumps({"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True})
-        while not self._over.is_set():
+        while not self._stop.is_set():
             with closing(HTTPConnection(*self._address, timeout=600)) as connection:
                 connection.request("POST", COMPLETIONS, body, self._headers)
                 answer = connection.getresponse()
                 before = time.monotonic()
-                while not self._over.is_set() and answer.readline():
+                while not self._stop.is_set() and answer.readline():
                     now = time.monotonic()
                     self.stream_gap, before = max(self.stream_gap, now - before), now
 
     def _probe(self) -> None:
         with closing(HTTPConnection(*self._address, timeout=600)) as connection:
-            while not self._over.is_set():
+            while not self._stop.is_set():
                 began = time.monotonic()
                 connection.request("GET", "/health")
                 connection.getresponse().read()
                 self.health_wait = max(self.health_wait, time.monotonic() - began)
                 time.sleep(0.01)
 
-    def _weigh(self) -> None:
-        while not self._over.wait(0.02):
+    def _measure_memory(self) -> None:
+        while not self._stop.wait(0.02):
             self.memory = max(self.memory, self._memory())
 
     def _memory(self) -> int:
@@ -213,13 +214,13 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 def send(address: tuple[str, int], name: str, key: str | None, pid: int | None) -> Row:
-    """Send one body beside a stream."""
+    """Send one body during a stream."""
     row, hostile = Row(name), BODIES[name]
     body = hostile.body()
-    with Beside(address, key, pid) as beside, closing(HTTPConnection(*address, timeout=600)) as connection:
+    with BackgroundLoad(address, key, pid) as load, closing(HTTPConnection(*address, timeout=600)) as connection:
         began = time.monotonic()
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused before the body was complete
                 connection.request("POST", hostile.path, body, _headers(key))
             answer = connection.getresponse()
             text = answer.read()
@@ -227,8 +228,8 @@ def send(address: tuple[str, int], name: str, key: str | None, pid: int | None) 
         except (OSError, HTTPException) as error:
             row.status, row.message = type(error).__name__, str(error)
         row.seconds = time.monotonic() - began
-    row.stream_gap, row.health_wait = beside.stream_gap, beside.health_wait
-    row.more_memory_mib = beside.more_memory
+    row.stream_gap, row.health_wait = load.stream_gap, load.health_wait
+    row.memory_growth_mib = load.memory_growth
     return row
 
 
@@ -243,10 +244,10 @@ def _sockets(address: tuple[str, int], count: int) -> Iterator[list[socket.socke
 
 
 def headers(address: tuple[str, int], pid: int | None, count: int = 250, size: int = 4 * MIB) -> Row:
-    """`count` connections, each with an unfinished header of `size` bytes."""
+    """Open `count` connections, each with an unfinished header of `size` bytes."""
     row = Row(f"{count} headers of {size} bytes")
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * size
-    with Beside(address, None, pid) as beside, _sockets(address, count) as opened:
+    with BackgroundLoad(address, None, pid) as load, _sockets(address, count) as opened:
         began = time.monotonic()
         cut = 0
         for each in opened:
@@ -256,13 +257,13 @@ def headers(address: tuple[str, int], pid: int | None, count: int = 250, size: i
                 cut += 1
         row.seconds, row.status = time.monotonic() - began, f"{cut} cut"
         time.sleep(0.5)
-    row.stream_gap, row.health_wait = beside.stream_gap, beside.health_wait
-    row.more_memory_mib = beside.more_memory
+    row.stream_gap, row.health_wait = load.stream_gap, load.health_wait
+    row.memory_growth_mib = load.memory_growth
     return row
 
 
 def main() -> int:
-    """Send all, print a row each."""
+    """Send all requests and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--pid", type=int)
@@ -277,22 +278,18 @@ def main() -> int:
         name: (lambda name=name: send(address, name, args.key, args.pid)) for name in BODIES
     }
     tasks["headers"] = lambda: headers(address, args.pid)
-    print(f"{'request':34} {'status':>9} {'seconds':>8} {'answer':>7} {'gap':>6} {'health':>7} {'MiB':>6}")
+    print(f"{'request':34} {'status':>9} {'seconds':>8} {'bytes':>7} {'gap':>6} {'health':>7} {'MiB':>6}")
     for name in args.only or tasks:
         row = tasks[name]()
         rows.append(row)
         print(
             f"{row.name:34} {row.status!s:>9} {row.seconds:8.2f} {row.size:7} {row.stream_gap:6.2f} "
-            f"{row.health_wait:7.2f} {row.more_memory_mib:6.0f}  {row.message[:110]}",
+            f"{row.health_wait:7.2f} {row.memory_growth_mib:6.0f}  {row.message[:110]}",
             flush=True,
         )
         if args.json:
-            args.json.write_text(json.dumps([_plain(row) for row in rows], indent=1))
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return 0
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    return asdict(row)
 
 
 if __name__ == "__main__":

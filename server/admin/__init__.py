@@ -1,1 +1,1 @@
-"""Endpoints about the server itself: health, metrics, models, tokenizer, development."""
+"""Routes for operation: health, metrics, tokenizer, development, SageMaker."""

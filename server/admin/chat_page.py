@@ -1,4 +1,4 @@
-"""GET /: a page to chat on. One file without outside parts; it holds no secret and does what any client may."""
+"""GET /: a chat page. A single static file without external resources; it uses the public API only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter(include_in_schema=False)
 
 
 def policy(page: str) -> str:
-    """The Content-Security-Policy under which the page's own script and style run, and nothing else does."""
+    """Return a Content-Security-Policy that allows only the page's own script and style."""
 
     def hashes(tag: str) -> str:
         texts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -32,7 +32,7 @@ def policy(page: str) -> str:
 
 @router.get("/", response_model=None)
 async def chat_page() -> Response:
-    """The page."""
+    """Return the chat page."""
     page = PAGE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": policy(page),

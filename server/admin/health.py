@@ -1,6 +1,6 @@
-"""GET /health, /ready, /ping and /version.
+"""GET /health, /ready, /ping, /version, /metrics and /load.
 
-/health: the engine is loaded, alive and makes progress. /ready: besides, the server takes new requests.
+/health: the engine is loaded, alive and makes progress. /ready: the server also accepts new requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ router = APIRouter(tags=["health"])
 @router.get("/ping", response_model=None)
 @router.post("/ping", response_model=None, include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 while the engine is alive and moves, else 503 with the cause."""
+    """200 while the engine is alive and makes progress, else 503 with the cause."""
     try:
         await server_of(request).check_health()
     except EngineDeadError as error:
@@ -31,7 +31,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", response_model=None)
 async def ready(request: Request) -> Response:
-    """200 while new requests are welcome, else 503 with the cause."""
+    """200 while the server accepts new requests, else 503 with the cause."""
     try:
         await server_of(request).check_ready()
     except EngineDeadError as error:
@@ -41,27 +41,23 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """The server's version."""
+    """Return the server version."""
     return {"version": pagoda.__version__}
 
-
-# GET /metrics.
 
 metrics_router = APIRouter(tags=["metrics"])
 
 
 @metrics_router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    """All metrics in Prometheus' text format."""
+    """Return all metrics in the Prometheus text format."""
     return Response(server_of(request).metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
 
-# GET /load, with --enable-server-load-tracking.
-
-load_router = APIRouter(tags=["load"])
+load_router = APIRouter(tags=["load"])  # --enable-server-load-tracking
 
 
 @load_router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """How many generation requests are being answered, for balancing over several servers."""
+    """Number of in-flight generation requests, for load balancers."""
     return {"server_load": server_of(request).running}

@@ -1,4 +1,4 @@
-"""POST /invocations, as SageMaker calls it: one path for all bodies, told apart by their fields."""
+"""POST /invocations (Amazon SageMaker): dispatches a body to an endpoint by its fields."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ from pagoda.server.http.request_context import server_of
 from pagoda.server.ipc_messages import PoolingInfo
 from pagoda.server.openai.chat import chat_completions
 from pagoda.server.openai.completion import completions
-from pagoda.server.pooling.routes import answer_classify, answer_embeddings, answer_pooling
-from pagoda.server.pooling.scoring import answer_rerank, answer_score
-
-# Which endpoint of a pooling model a JSON body is meant for, where it came without a path that says so.
+from pagoda.server.pooling.routes import handle_classify, handle_embeddings, handle_pooling
+from pagoda.server.pooling.scoring import handle_rerank, handle_score
 
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 
 
-def handler_of(fields: Collection[str], model: PoolingInfo) -> Handler:
-    """What answers a body with these fields: it is called with the request and the raw body.
+def pooling_handler(fields: Collection[str], model: PoolingInfo) -> Handler:
+    """Return the pooling endpoint for a body with these fields.
 
-    A query with documents is to be ranked, two sides are to be scored, a task is for /pooling; else the model's usual
-    task decides.
+    `query`: /rerank; fields of /score: /score; `task`: /pooling; else the model's default task decides.
     """
     if "query" in fields:
-        return answer_rerank
+        return handle_rerank
     if {"text_1", "queries", "data_1"} & set(fields):
-        return answer_score
+        return handle_score
     if "task" not in fields:
         match model.tasks[0]:
             case "embed":
-                return answer_embeddings
+                return handle_embeddings
             case "classify":
-                return answer_classify
-    return answer_pooling
+                return handle_classify
+    return handle_pooling
 
 
 router = APIRouter(tags=["invocations"])
@@ -48,24 +45,24 @@ router = APIRouter(tags=["invocations"])
 
 @router.post("/invocations", response_model=None)
 async def invocations(request: Request) -> Response:
-    """The answer of the endpoint that the body is meant for."""
+    """Dispatch to the endpoint that the fields of the body belong to (SageMaker)."""
     raw = await read_json(request, server_of(request).config)
     fields = fields_of(raw)
     pooling = server_of(request).llm().info.pooling
     if pooling is not None:
-        return await handler_of(fields, pooling)(request, raw)
-    again = Request(request.scope, _replayed(raw, request.receive))
+        return await pooling_handler(fields, pooling)(request, raw)
+    replayed = Request(request.scope, _replay(raw, request.receive))
     if "messages" in fields:
-        return await chat_completions(again)
+        return await chat_completions(replayed)
     if "prompt" in fields:
-        return await completions(again)
+        return await completions(replayed)
     if not fields:
         parse(RequestBody, raw)
-    raise RequestError("", "the body is for no endpoint of this server: it has neither messages nor prompt")
+    raise RequestError("", "the body matches no endpoint of this server: it has neither messages nor prompt")
 
 
-def _replayed(raw: bytes, receive: Receive) -> Receive:
-    """The body once more, then what comes after it."""
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """Return a receive function that yields the body again, then later messages."""
     pending: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
 
     async def next_message() -> Message:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the model's tokenizer, and its chat template."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from pagoda.server.http.state import ServerState
 from pagoda.server.openai.chat_request import check_messages, ignored_of_tools, offered_tools
 from pagoda.server.processing.inputs import check_token_ids
 
-# Bodies and answers of POST /tokenize and /detokenize.
-
 MAX_TOKENS = 1 << 20
 
 
 class TokenizeCompletionRequest(RequestBody):
-    """A text to tokenise."""
+    """A text to tokenize."""
 
     model: str | None = None
     prompt: str
@@ -37,7 +35,7 @@ class TokenizeCompletionRequest(RequestBody):
 
 
 class TokenizeChatRequest(RequestBody):
-    """A conversation to render and tokenise."""
+    """A conversation to render and tokenize."""
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -57,9 +55,9 @@ class TokenizeChatRequest(RequestBody):
         yield from ignored_of_tools(self.tools or ())
 
     def conversation(self) -> Conversation:
-        """What is to be rendered. Raises RequestError."""
-        opens = self.add_generation_prompt is not False
-        if self.continue_final_message and opens and "add_generation_prompt" in self.model_fields_set:
+        """Return the conversation to render. Raise RequestError."""
+        adds_prompt = self.add_generation_prompt is not False
+        if self.continue_final_message and adds_prompt and "add_generation_prompt" in self.model_fields_set:
             raise RequestError("continue_final_message", "it excludes add_generation_prompt; set only one of them")
         fault = fault_of_keywords(self.chat_template_kwargs or {})
         if fault:
@@ -68,7 +66,7 @@ class TokenizeChatRequest(RequestBody):
         return Conversation(
             messages=self.messages,
             tools=offered_tools(self.tools or ()),
-            add_generation_prompt=opens and not self.continue_final_message,
+            add_generation_prompt=adds_prompt and not self.continue_final_message,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
             template=self.chat_template,
@@ -77,14 +75,14 @@ class TokenizeChatRequest(RequestBody):
 
 
 class DetokenizeRequest(RequestBody):
-    """Token ids to spell."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: list[Int64] = Field(max_length=MAX_TOKENS)
 
 
 def tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The answer of /tokenize. `tokenizer`: names the tokens one by one; None: they are not asked for."""
+    """Return the response of /tokenize. `tokenizer`: for token_strs; None: omit them."""
     return {
         "count": len(ids),
         "max_model_len": max_model_len,
@@ -98,7 +96,7 @@ router = APIRouter(tags=["tokenizer"])
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> dict[str, Any]:
-    """The token ids of a text, or of a conversation."""
+    """Return the token ids of a text or a rendered conversation."""
     state = server_of(request)
     raw = await read_json(request, state.config)
     is_chat = "messages" in fields_of(raw)
@@ -111,13 +109,13 @@ async def tokenize(request: Request) -> dict[str, Any]:
         ids = (await rendered(state, body.conversation()))["prompt_token_ids"]
     else:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
-    spells = tokenizer if body.return_token_strs else None
-    return await asyncio.to_thread(tokenized, ids, state.llm().max_model_len, spells)
+    namer = tokenizer if body.return_token_strs else None
+    return await asyncio.to_thread(tokenized, ids, state.llm().max_model_len, namer)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> dict[str, Any]:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state = server_of(request)
     body = await read_body(request, DetokenizeRequest, state.config)
     state.model_name(body.model)
@@ -127,7 +125,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
 
 
 def fields_of(raw: bytes) -> frozenset[str]:
-    """The names in a JSON object; none where it is not one, which its parser will say better."""
+    """Return the keys of a JSON object; empty if it is none (the body parser reports that)."""
     try:
         return frozenset(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
     except (msgspec.DecodeError, RecursionError):
@@ -138,23 +136,20 @@ def _tokenizer(state: ServerState) -> Tokenizer:
     state.llm()
     tokenizer = state.tokenizer()
     if tokenizer is None:
-        raise RequestError("", "the tokenizer is switched off (--skip-tokenizer-init)")
+        raise RequestError("", "the tokenizer is disabled (--skip-tokenizer-init)")
     return tokenizer
 
 
-# GET /tokenizer_info, with --enable-tokenizer-info-endpoint: what a client needs to build prompts itself.
-
-
-tokenizer_info_router = APIRouter(tags=["tokenizer"])
+tokenizer_info_router = APIRouter(tags=["tokenizer"])  # --enable-tokenizer-info-endpoint
 
 
 @tokenizer_info_router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """The tokenizer, under the keys of a tokenizer_config.json."""
+    """Return the tokenizer and chat template, with the keys of tokenizer_config.json."""
     state = server_of(request)
     llm, tokenizer = state.llm(), state.tokenizer()
     if tokenizer is None:
-        raise RequestError("", "the tokenizer is switched off (--skip-tokenizer-init)")
+        raise RequestError("", "the tokenizer is disabled (--skip-tokenizer-init)")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": llm.max_model_len,

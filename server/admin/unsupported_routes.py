@@ -1,4 +1,4 @@
-"""Paths of vLLM's server for which there is nothing here: each is refused by name, with what to do instead."""
+"""vLLM routes without a pagoda equivalent. Each answers 501 with an alternative."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fastapi.responses import Response
 from pagoda.server.http.fields.errors import HttpError
 
 _NO_TRANSFER: Final = "weights are read from the checkpoint; restart the server, or use /sleep level 2 and /wake_up"
-_NO_ELASTIC: Final = "the number of copies is fixed; restart the server with another --data-parallel-size"
-_NO_LORA: Final = "adapters are not in this version (--enable-lora); merge them into the checkpoint and serve that"
+_NO_ELASTIC: Final = "the number of replicas is fixed; restart the server with another --data-parallel-size"
+_NO_LORA: Final = "LoRA adapters are not supported (--enable-lora); merge them into the checkpoint"
 
-ABSENT: Final[dict[tuple[str, str], str]] = {
+UNSUPPORTED: Final[dict[tuple[str, str], str]] = {
     ("POST", "/v1/load_lora_adapter"): _NO_LORA,
     ("POST", "/v1/unload_lora_adapter"): _NO_LORA,
-    ("POST", "/v1/systemone"): "it is not in this version; use /v1/chat/completions",
+    ("POST", "/v1/systemone"): "use /v1/chat/completions",
 }
-"""Method and path -> why not, and what instead."""
+"""(method, path) -> reason and alternative."""
 
-ABSENT_IN_DEVELOPMENT: Final[dict[tuple[str, str], str]] = {
-    ("POST", "/collective_rpc"): "workers take no calls by name; use the routes that there are",
+UNSUPPORTED_DEV: Final[dict[tuple[str, str], str]] = {
+    ("POST", "/collective_rpc"): "workers take no calls by name; use the other routes",
     ("POST", "/init_weight_transfer_engine"): _NO_TRANSFER,
     ("POST", "/shutdown_weight_transfer_engine"): _NO_TRANSFER,
     ("POST", "/start_weight_update"): _NO_TRANSFER,
@@ -32,12 +32,12 @@ ABSENT_IN_DEVELOPMENT: Final[dict[tuple[str, str], str]] = {
     ("POST", "/update_weight_version"): _NO_TRANSFER,
     ("GET", "/weight_info"): _NO_TRANSFER,
     ("POST", "/weight_checker"): _NO_TRANSFER,
-    ("POST", "/release_kv_cache_memory"): "use /sleep (--enable-sleep-mode), which gives the memory of the cache back",
+    ("POST", "/release_kv_cache_memory"): "use /sleep (--enable-sleep-mode), which frees the cache memory",
     ("GET", "/kv_event_sources"): "the cache publishes no events; read /metrics",
     ("POST", "/scale_elastic_ep"): _NO_ELASTIC,
     ("POST", "/is_scaling_elastic_ep"): _NO_ELASTIC,
 }
-"""The same, of the development server."""
+"""Likewise, for --server-dev-mode."""
 
 
 def _refusal(path: str, why: str) -> Callable[[Request], Awaitable[Response]]:
@@ -55,5 +55,5 @@ def _router(absent: dict[tuple[str, str], str]) -> APIRouter:
     return router
 
 
-router: Final = _router(ABSENT)
-development: Final = _router(ABSENT_IN_DEVELOPMENT)
+router: Final = _router(UNSUPPORTED)
+development: Final = _router(UNSUPPORTED_DEV)

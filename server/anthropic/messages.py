@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, of the Messages API."""
+"""POST /v1/messages and /v1/messages/count_tokens (Anthropic Messages API)."""
 
 from __future__ import annotations
 
@@ -29,46 +29,43 @@ from pagoda.server.http.ignored import note_ignored
 from pagoda.server.http.request_context import model_of, server_of
 from pagoda.server.http.stream import EventStyle, encode_json, named_event
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.blocks import BlockDelta, BlockStart, BlockStop, Change, Section, Sections
-from pagoda.server.parsers.reader import AnswerText
-
-# Answers of POST /v1/messages: a message that grows, and the events that tell of it.
+from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
+from pagoda.server.parsers.output_parser import DeltaParser
 
 UNSIGNED: Final = "unsigned"
-"""Signature of thinking blocks. Clients want one to send back; nothing is proved by it."""
+"""Signature of thinking blocks. Clients expect one to send back; it is not verified."""
 
 Event = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Block:
-    """A content block that grows. `id`: of a call; `signature`: of thinking, once that is whole."""
-
-    section: Section
-    id: str
-    signature: str = ""
+class _ContentBlock:
+    block: OutputBlock
+    id: str  # for tool_use blocks
+    signature: str = ""  # of a thinking block, once it is complete
 
 
-class MessagesAnswer:
-    """One message. Implements server.answer.Answer.
-
-    `thinking`: whether blocks of thinking are shown, without their text, or not at all.
-    """
+class MessagesBuilder:
+    """Builds one message and its stream events. Implements http.answer.ResponseBuilder."""
 
     def __init__(
-        self, answer_id: str, model: str, text: AnswerText, thinking: Literal["full", "omitted", "none"] = "full"
+        self,
+        message_id: str,
+        model: str,
+        parser: DeltaParser,
+        thinking: Literal["full", "omitted", "none"] = "full",  # "omitted": thinking blocks without their text
     ) -> None:
-        self._id = answer_id
+        self._id = message_id
         self._model = model
-        self._text = text
+        self._parser = parser
         self._thinking = thinking
-        self._sections = Sections()
-        self._blocks: list[_Block] = []
+        self._blocks = BlockBuilder()
+        self._content: list[_ContentBlock] = []
         self._usage: dict[str, Any] | None = None
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
-        """What an output adds, as events. Raises UnavailableError where the server ended the answer."""
+        """Yield the events for an output. Raise UnavailableError if the server aborted the generation."""
         if self._usage is None:
             cached = output.num_cached_tokens or 0
             self._usage = {
@@ -81,80 +78,79 @@ class MessagesAnswer:
             yield {"type": "message_start", "message": self.whole()}
         for completion in output.outputs:
             self._usage["output_tokens"] += len(completion.token_ids)
-            for said in self._text.take(completion):
-                yield from self._change(self._sections.take(said.events))
+            for delta in self._parser.feed(completion):
+                yield from self._block_events(self._blocks.feed(delta.events))
             if completion.finish_reason is not None:
                 yield from self._end(completion)
 
     def usage_chunk(self) -> Event | None:
-        """The last event of all."""
+        """Return the final event."""
         return {"type": "message_stop"}
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take an output in, for `whole`."""
+        """Process an output without streaming."""
         for _ in self.chunks(prompt_index, output):
             pass
 
     def whole(self) -> dict[str, Any]:
-        """The answer as it stands."""
+        """Return the message in its current state."""
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": [self._shown(block) for block in self._blocks],
+            "content": [self._as_dict(each) for each in self._content],
             **self._stop,
             "usage": dict(self._usage or {}),
         }
 
     def _end(self, completion: CompletionOutput) -> Iterator[Event]:
-        yield from self._change(self._sections.finish())
+        yield from self._block_events(self._blocks.finish())
         if completion.finish_reason not in ("stop", "length"):
-            raise UnavailableError("the server ended the answer before it was complete")
-        stopped_by = completion.stop_reason
+            raise UnavailableError("the server ended the response before it was complete")
+        stop = completion.stop_reason
         if completion.finish_reason == "length":
             self._stop["stop_reason"] = "max_tokens"
-        elif isinstance(stopped_by, str):
-            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-        elif any(block.section.kind == "call" for block in self._blocks):
+        elif isinstance(stop, str):
+            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        elif any(each.block.kind == "call" for each in self._content):
             self._stop["stop_reason"] = "tool_use"
         else:
             self._stop["stop_reason"] = "end_turn"
         yield {"type": "message_delta", "delta": dict(self._stop), "usage": dict(self._usage or {})}
 
-    def _change(self, changes: Iterable[Change]) -> Iterator[Event]:
-        for change in changes:
-            kind = change.section.kind
+    def _block_events(self, events: Iterable[BlockEvent]) -> Iterator[Event]:
+        for event in events:
+            kind = event.block.kind
             if kind == "reasoning" and self._thinking == "none":
                 continue
-            match change:
-                case BlockStart(section):
-                    call_id = section.call_id or f"toolu_{uuid.uuid4().hex}"
-                    self._blocks.append(_Block(section, call_id))
-                    yield self._event("content_block_start", {"content_block": self._shown(self._blocks[-1])})
+            match event:
+                case BlockStart(block):
+                    call_id = block.call_id or f"toolu_{uuid.uuid4().hex}"
+                    self._content.append(_ContentBlock(block, call_id))
+                    yield self._event("content_block_start", {"content_block": self._as_dict(self._content[-1])})
                 case BlockDelta(_, text) if kind != "reasoning" or self._thinking == "full":
                     yield self._event("content_block_delta", {"delta": _delta(kind, text)})
                 case BlockStop():
                     if kind == "reasoning":
-                        self._blocks[-1].signature = UNSIGNED
-                        signed = {"type": "signature_delta", "signature": UNSIGNED}
-                        yield self._event("content_block_delta", {"delta": signed})
+                        self._content[-1].signature = UNSIGNED
+                        delta = {"type": "signature_delta", "signature": UNSIGNED}
+                        yield self._event("content_block_delta", {"delta": delta})
                     yield self._event("content_block_stop", {})
 
     def _event(self, kind: str, payload: dict[str, Any]) -> Event:
-        return {"type": kind, "index": len(self._blocks) - 1} | payload
+        return {"type": kind, "index": len(self._content) - 1} | payload
 
-    def _shown(self, block: _Block) -> dict[str, Any]:
-        """A content block as it stands."""
-        section = block.section
-        match section.kind:
+    def _as_dict(self, content: _ContentBlock) -> dict[str, Any]:
+        block = content.block
+        match block.kind:
             case "text":
-                return {"type": "text", "text": section.text}
+                return {"type": "text", "text": block.text}
             case "reasoning":
-                text = section.text if self._thinking == "full" else ""
-                return {"type": "thinking", "thinking": text, "signature": block.signature}
+                text = block.text if self._thinking == "full" else ""
+                return {"type": "thinking", "thinking": text, "signature": content.signature}
             case "call":
-                return {"type": "tool_use", "id": block.id, "name": section.name, "input": _arguments(section.text)}
+                return {"type": "tool_use", "id": content.id, "name": block.name, "input": _arguments(block.text)}
 
 
 def _delta(kind: str, text: str) -> dict[str, Any]:
@@ -168,12 +164,12 @@ def _delta(kind: str, text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut, as much as can be read."""
+    """Parse the arguments of a call; of a truncated call, as much as is valid."""
     try:
-        found = from_json(text, allow_partial="trailing-strings") if text else {}
+        arguments = from_json(text, allow_partial="trailing-strings") if text else {}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 PING = named_event({"type": "ping"})
@@ -183,7 +179,7 @@ router = APIRouter(tags=["messages"])
 
 @router.post("/v1/messages", response_model=None)
 async def create_message(request: Request) -> Response:
-    """Answer a conversation, streamed or whole."""
+    """Generate the next message of a conversation, whole or streamed."""
     state = server_of(request)
     body = await read_body(request, AnthropicMessagesRequest, state.config)
     model = model_of(state, body)
@@ -194,34 +190,36 @@ async def create_message(request: Request) -> Response:
         raise RequestError(budget[0].path, budget[0].reason)
     request_id = new_request_id()
     try:
-        turn = await prepare(state, body.conversation(), params)
-        note_ignored(request, (*budget, *turn.ignored), body.own_name)
-        prompt = turn.prompt | {"cache_salt": body.cache_salt}
+        chat = await prepare(state, body.conversation(), params)
+        note_ignored(request, (*budget, *chat.ignored), body.own_name)
+        prompt = chat.prompt | {"cache_salt": body.cache_salt}
         user = body.metadata.user_id if body.metadata is not None else None
-        answer_id = f"msg_{uuid.uuid4().hex}"
-        generation = Generation(state, answer_id, [prompt], turn.params, user=user)
-        text = AnswerText(turn.reader(), None, skip_special_tokens=turn.params.skip_special_tokens)
-        answer = MessagesAnswer(answer_id, model, text, body.shows_thinking)
+        message_id = f"msg_{uuid.uuid4().hex}"
+        generation = Generation(state, message_id, [prompt], chat.params, user=user)
+        parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
+        builder = MessagesBuilder(message_id, model, parser, body.shows_thinking)
         style = EventStyle(
             named_event, lambda error: named_event(messages_error(http_error(error), request_id)), b"", PING
         )
         headers = {REQUEST_ID_HEADER: request_id}
-        return await respond(request, state, generation, answer, stream=bool(body.stream), style=style, headers=headers)
+        return await respond(
+            request, state, generation, builder, stream=bool(body.stream), style=style, headers=headers
+        )
     except RequestError as error:
         raise body.in_own_names(error) from None
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(request: Request) -> Response:
-    """The length of a conversation's prompt, which is not run."""
+    """Count the prompt tokens of a conversation without running it."""
     state = server_of(request)
     body = await read_body(request, AnthropicCountTokensRequest, state.config)
     model_of(state, body)
     try:
-        turn = await prepare(state, body.conversation(), SamplingParams())
-        note_ignored(request, turn.ignored, body.own_name)
+        chat = await prepare(state, body.conversation(), SamplingParams())
+        note_ignored(request, chat.ignored, body.own_name)
     except RequestError as error:
         raise body.in_own_names(error) from None
-    counted = {"input_tokens": len(turn.prompt["prompt_token_ids"])}
+    counted = {"input_tokens": len(chat.prompt["prompt_token_ids"])}
     headers = {REQUEST_ID_HEADER: new_request_id()}
     return Response(encode_json(counted), media_type="application/json", headers=headers)

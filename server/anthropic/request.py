@@ -27,18 +27,16 @@ from pagoda.server.http.fields.tagged import (
     text_or_list,
 )
 
-# Messages of the Messages API, and how they become those of chat completions.
-
 
 class CacheControl(RequestBody):
-    """What a client would like cached. Equal beginnings of prompts share their cache without being told."""
+    """Cache hint. No effect: prompt prefixes are cached automatically."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(RequestBody):
-    """Text."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
@@ -47,7 +45,7 @@ class TextBlock(RequestBody):
 
 
 class ThinkingBlock(RequestBody):
-    """What the model thought before. The signature is a client's to keep and proves nothing here."""
+    """Earlier thinking of the model. The signature is not verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -55,14 +53,14 @@ class ThinkingBlock(RequestBody):
 
 
 class RedactedThinkingBlock(RequestBody):
-    """Thinking that nobody but its maker can read; the model is not shown it."""
+    """Encrypted thinking of another server; not shown to the model."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ToolUseBlock(RequestBody):
-    """A call that the model made."""
+    """A tool call of the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -78,7 +76,7 @@ Texts = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[_Texts], Tag(LIST)]
 
 
 class ToolResultBlock(RequestBody):
-    """What a call gave. That it failed is said in front of what it gave."""
+    """The result of a tool call. The text of a failed call is prefixed with "Error: "."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -100,7 +98,7 @@ Block = Annotated[
 
 
 class AnthropicMessage(RequestBody):
-    """One message."""
+    """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Block], Tag(LIST)], text_or_list()]
@@ -110,87 +108,87 @@ Messages = Annotated[list[AnthropicMessage], Field(min_length=1)]
 
 
 def messages_of(system: str | list[Any] | None, messages: Sequence[AnthropicMessage]) -> list[dict[str, Any]]:
-    """The messages in the shape of chat completions. Raises RequestError."""
-    found: list[dict[str, Any]] = []
+    """Convert messages to the format of chat completions. Raise RequestError."""
+    converted: list[dict[str, Any]] = []
     if system is not None:
-        found.append({"role": "system", "content": text_of(system)})
-    names: dict[str, str] = {}
+        converted.append({"role": "system", "content": text_of(system)})
+    tool_names: dict[str, str] = {}  # by id of the tool_use block
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
         if isinstance(message.content, str):
-            found.append({"role": message.role, "content": message.content})
+            converted.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
-            found.append(_said(where, message.content, names))
+            converted.append(_assistant_message(where, message.content, tool_names))
         else:
-            found += _heard(where, message.role, message.content, names)
-    return found
+            converted += _user_messages(where, message.role, message.content, tool_names)
+    return converted
 
 
 def continues(messages: Sequence[AnthropicMessage]) -> bool:
-    """Whether the answer goes on with the last message, because it is the model's own and calls nothing."""
+    """Return whether the output continues the last message: one of the assistant without tool calls."""
     last = messages[-1]
     calls = not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content)
     return last.role == "assistant" and not calls
 
 
 def text_of(content: str | list[Any] | None) -> str:
-    """The text of blocks that are all text."""
+    """Return the joined text of text blocks."""
     if isinstance(content, str):
         return content
     return "\n".join(block.text for block in content or ())
 
 
-def _said(where: str, blocks: Sequence[Any], names: dict[str, str]) -> dict[str, Any]:
-    """What the model said, as one message."""
+def _assistant_message(where: str, blocks: Sequence[Any], tool_names: dict[str, str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     texts: list[str] = []
-    thoughts: list[str] = []
+    thinking: list[str] = []
     calls: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
-                thoughts.append(block.thinking)
+                thinking.append(block.thinking)
             case ToolUseBlock():
-                names[block.id] = block.name
+                tool_names[block.id] = block.name
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
-                raise RequestError(f"{where}[{number}]", f"{where}[{number}]: a tool_result belongs to the user")
+                raise RequestError(
+                    f"{where}[{number}]", f"{where}[{number}]: tool_result is allowed in user messages only"
+                )
     message["content"] = "\n".join(texts)
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    if thinking:
+        message["reasoning_content"] = "\n".join(thinking)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _heard(where: str, role: str, blocks: Sequence[Any], names: dict[str, str]) -> list[dict[str, Any]]:
-    """What the user said, and what tools gave, each of which is a message."""
-    found: list[dict[str, Any]] = []
+def _user_messages(where: str, role: str, blocks: Sequence[Any], tool_names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Convert a user message: a tool message for each tool_result, then the text."""
+    messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for number, block in enumerate(blocks):
-        place = f"{where}[{number}]"
+        field = f"{where}[{number}]"
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ToolResultBlock():
-                if block.tool_use_id not in names:
-                    shown = block.tool_use_id[:80]
-                    raise RequestError(place, f"{place}.tool_use_id {shown!r} is of no tool_use block before it")
+                id = block.tool_use_id
+                if id not in tool_names:
+                    raise RequestError(field, f"{field}.tool_use_id {id[:80]!r} matches no earlier tool_use block")
                 text = ("Error: " if block.is_error else "") + text_of(block.content)
-                told = {"tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": text}
-                found.append({"role": "tool", **told})
+                messages.append({"role": "tool", "tool_call_id": id, "name": tool_names[id], "content": text})
             case _:
-                raise RequestError(place, f"{place}: a {block.type} block belongs to the assistant")
-    if texts or not found:
-        found.append({"role": role, "content": "\n".join(texts)})
-    return found
+                raise RequestError(field, f"{field}: {block.type} is allowed in assistant messages only")
+    if texts or not messages:
+        messages.append({"role": role, "content": "\n".join(texts)})
+    return messages
 
 
 class CustomTool(RequestBody):
-    """A tool that the client runs."""
+    """A tool executed by the client."""
 
     name: str
     type: Literal["custom"] | None = None
@@ -198,16 +196,21 @@ class CustomTool(RequestBody):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = Field(None, description="Arguments are always streamed as they come.")
-    input_examples: Any = hint(why="templates do not show them")
-    defer_loading: Any = hint(why="all tools are shown to the model at once")
+    eager_input_streaming: bool | None = Field(
+        None, description="No effect: arguments are always streamed as they are generated."
+    )
+    input_examples: Any = hint(why="chat templates do not use them")
+    defer_loading: Any = hint(why="all tools are always shown to the model")
     allowed_callers: Annotated[Any, refused(["direct"])] = None
 
     def as_chat(self) -> dict[str, Any]:
-        """The tool in the shape of chat completions."""
+        """Return the tool in the format of chat completions."""
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
-        told = {"description": self.description, "strict": self.strict}
-        return {"type": "function", "function": function | {key: told[key] for key in told if told[key] is not None}}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
 
 
 Tool = Annotated[
@@ -217,7 +220,7 @@ Tool = Annotated[
 
 
 class AnthropicToolChoice(RequestBody):
-    """How tools are chosen."""
+    """Tool choice."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -225,35 +228,35 @@ class AnthropicToolChoice(RequestBody):
 
 
 class AnthropicOutputFormat(RequestBody):
-    """The form of the text."""
+    """Output format."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class AnthropicOutputConfig(RequestBody):
-    """What the answer is like."""
+    """Output options."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: AnthropicOutputFormat | None = None
 
 
 class AnthropicThinking(RequestBody):
-    """Whether the model thinks, and for how long. Thinking is shown as it is, or omitted; there are no summaries."""
+    """Thinking options. Thinking is returned in full or omitted, never summarized."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Any = hint(harmless=("omitted",), why="thinking is shown as it is, or omitted")
+    display: Any = hint(harmless=("omitted",), why="thinking is returned in full or omitted")
 
 
 class AnthropicMetadata(RequestBody):
-    """About the request."""
+    """Metadata of the request."""
 
-    user_id: str | None = Field(None, description="The end user, for the request log; changes no answer.")
+    user_id: str | None = Field(None, description="End user, for the request log; does not affect the response.")
 
 
 class AnthropicCountTokensRequest(RequestBody):
-    """A conversation whose prompt is to be measured."""
+    """A conversation whose prompt tokens to count."""
 
     model: str
     messages: Messages
@@ -267,32 +270,34 @@ class AnthropicCountTokensRequest(RequestBody):
 
     context_management: Any = hint(
         harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # agents send these
-        why="nothing is taken out of a conversation",
+        why="conversations are never edited",
     )
     mcp_servers: Any = hint(why="the server calls no tools itself")
-    speed: Any = hint(harmless=("standard",), why="there is one speed")
-    thread: Any = hint(why="no conversations are kept; one that was begun is not gone on with")
-    user_profile_id: Any = hint(why="no profiles are kept")
-    workspace_id: Any = hint(why="there are no workspaces")
+    speed: Any = hint(harmless=("standard",), why="there is only one speed")
+    thread: Any = hint(why="the server keeps no conversations")
+    user_profile_id: Any = hint(why="the server has no profiles")
+    workspace_id: Any = hint(why="the server has no workspaces")
 
     def check(self) -> None:
-        """Check what no single field shows. Raises RequestError, or HttpError for a thread to continue."""
+        """Check combinations of fields. Raise RequestError, or HttpError for a thread to continue."""
         if isinstance(self.thread, dict) and self.thread.get("type") == "continue":
-            # by this code clients know that they have to send the whole conversation
+            # clients react to this code by sending the whole conversation
             message = "thread: this server keeps no conversations; send all messages"
             raise HttpError(404, message, "thread", code="thread_not_found")
         thinking = self.thinking
         if thinking is not None and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-            raise RequestError("thinking", 'thinking.budget_tokens goes with type "enabled", and with no other')
+            raise RequestError(
+                "thinking", 'thinking.budget_tokens is required for type "enabled" and not allowed for others'
+            )
         if self.tool_choice is not None and (self.tool_choice.type == "tool") != (self.tool_choice.name is not None):
-            raise RequestError("tool_choice", 'tool_choice.name goes with type "tool", and with no other')
+            raise RequestError("tool_choice", 'tool_choice.name is required for type "tool" and not allowed for others')
         fault = fault_of_keywords(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
 
     def conversation(self) -> Conversation:
-        """What is to be answered. Raises RequestError."""
-        goes_on = continues(self.messages)
+        """Return the conversation in common form. Raise RequestError."""
+        continues_last = continues(self.messages)
         choice, parallel = self._choice()
         return Conversation(
             messages=messages_of(self.system, self.messages),
@@ -300,13 +305,13 @@ class AnthropicCountTokensRequest(RequestBody):
             tool_choice=choice,
             parallel_tool_calls=parallel,
             reasoning_effort=self._effort(),
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
+            add_generation_prompt=not continues_last,
+            continue_final_message=continues_last,
             keywords=self._keywords(),
         )
 
     def own_name(self, field: str) -> str:
-        """The name of a SamplingParams field, or of one of chat completions, in this request."""
+        """Return this request's name for a field of SamplingParams or chat completions."""
         disabled = self.thinking is not None and self.thinking.type == "disabled"
         names = {
             "extra_args": "vllm_xargs",
@@ -321,7 +326,7 @@ class AnthropicCountTokensRequest(RequestBody):
         return names.get(field, field)
 
     def _choice(self) -> tuple[Choice, bool]:
-        """The choice, and whether it may be several calls."""
+        """Return the tool choice and whether parallel calls are allowed."""
         choice = self.tool_choice
         if choice is None:
             return "auto" if self.tools else "none", True
@@ -337,13 +342,13 @@ class AnthropicCountTokensRequest(RequestBody):
         return self.output_config.effort if self.output_config is not None else None
 
     def _keywords(self) -> dict[str, Any]:
-        """Variables for the template; the two names by which those that can be told to think know it."""
+        """Return template variables, including the two that templates use to enable thinking."""
         enabled = self.thinking is not None and self.thinking.type == "enabled"
         return ({"enable_thinking": True, "thinking": True} if enabled else {}) | (self.chat_template_kwargs or {})
 
 
 class AnthropicMessagesRequest(AnthropicCountTokensRequest):
-    """A conversation to continue. Fields left out: the model's default, else the engine's."""
+    """A conversation to continue. Omitted sampling fields take the model's default, else the engine's."""
 
     max_tokens: Int64
     metadata: AnthropicMetadata | None = None
@@ -352,9 +357,13 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
     temperature: float | None = None
     top_k: Int64 | None = None
     top_p: float | None = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="There is one tier, the standard.")
+    service_tier: Literal["auto", "standard_only"] | None = Field(
+        None, description="No effect; responses report standard."
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    vllm_xargs: dict[str, Any] | None = Field(None, description="For logits processors; refused without any.")
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Arguments of logits processors; refused if none is loaded."
+    )
 
     container: Any = hint(why="the server runs no code")
     diagnostics: Any = hint()
@@ -367,23 +376,23 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
 
     @property
     def shows_thinking(self) -> Literal["full", "omitted", "none"]:
-        """Thinking blocks with their text, without it, or no such blocks."""
+        """Thinking blocks with text, without text ("omitted"), or none."""
         thinking = self.thinking
         if thinking is None:
             return "full"
         return "none" if thinking.type == "disabled" else "omitted" if thinking.display == "omitted" else "full"
 
     def budget_without_effect(self) -> tuple[Ignored, ...]:
-        """Return thinking.budget_tokens as an ignored hint: for a model that does not think."""
+        """Return thinking.budget_tokens as an ignored hint, for servers without a reasoning parser."""
         if self.thinking is None or self.thinking.budget_tokens is None:
             return ()
         path = "thinking.budget_tokens"
         return (Ignored(path, "hint", f"{path} needs a server with --reasoning-parser; leave it out"),)
 
     def params(self, defaults: Mapping[str, Any], *, thinks: bool) -> SamplingParams:
-        """Return SamplingParams. `defaults`: the model's own. `thinks`: whether it has a thinking budget to keep to.
+        """Return SamplingParams. Raise RequestError.
 
-        Raises RequestError.
+        `defaults`: from the model's generation config. `thinks`: the server can enforce a thinking budget.
         """
         values: dict[str, Any] = {
             "max_tokens": self.max_tokens,
@@ -393,12 +402,12 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
             "extra_args": self.vllm_xargs,
         }
         known = {name: value for name, value in defaults.items() if values.get(name) is None}
-        form = self.output_config.format if self.output_config is not None else None
+        format = self.output_config.format if self.output_config is not None else None
         try:
             return SamplingParams.from_optional(
                 **values | known,
                 stop=self.stop_sequences,
-                structured_outputs=None if form is None else StructuredOutputsParams(json=form.schema_),
+                structured_outputs=None if format is None else StructuredOutputsParams(json=format.schema_),
                 thinking_token_budget=self.thinking.budget_tokens if thinks and self.thinking is not None else None,
                 output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             )

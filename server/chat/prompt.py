@@ -19,8 +19,8 @@ from pagoda.server.chat.conversation import Conversation, NamedTool, checked_too
 from pagoda.server.chat.tool_grammar import form_or_calls, strict_calls
 from pagoda.server.http.fields.base import Ignored
 from pagoda.server.http.state import ServerState
+from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
-from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 from pagoda.server.processing.tokenization import encode_kept
 
@@ -44,7 +44,7 @@ class ChatPrompt:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    reader: Callable[[], AnswerReader]
+    reader: Callable[[], OutputParser]
     ignored: tuple[Ignored, ...] = ()
 
 
@@ -60,13 +60,13 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     prompt = await rendered(state, conversation, params)
     parsers = _parsers(state, conversation, tools, prompt["prompt"])
     if not parsers:
-        return ChatPrompt(prompt=prompt, params=params, reader=AnswerReader, ignored=ignored)
+        return ChatPrompt(prompt=prompt, params=params, reader=OutputParser, ignored=ignored)
     hidden = state.special_marks if params.skip_special_tokens else None
     count = None if state.reasoning_format is None else partial(_count_tokens, state)
 
-    def reader() -> AnswerReader:
+    def reader() -> OutputParser:
         stages = [make() for make in parsers]
-        return AnswerReader(stages, hidden=hidden, parallel_calls=conversation.parallel_tool_calls, count=count)
+        return OutputParser(stages, hidden=hidden, parallel_calls=conversation.parallel_tool_calls, count=count)
 
     params = replace(params, skip_special_tokens=False)
     return ChatPrompt(prompt=prompt, params=params, reader=reader, ignored=ignored)

@@ -1,4 +1,4 @@
-"""POST /v2/embed: vectors, as Cohere has them."""
+"""POST /v2/embed (Cohere Embed API)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.http.body import read_body
 from pagoda.server.http.fields.base import Int64, RequestBody, unsupported
 from pagoda.server.http.request_context import server_of
-from pagoda.server.pooling.answer import Array
+from pagoda.server.outputs import Array
 from pagoda.server.pooling.fields import check_count, renamed
-from pagoda.server.pooling.routes import Asked, count_tokens
+from pagoda.server.pooling.routes import PoolingCall, count_tokens
 from pagoda.server.processing.inputs import Prompt
 from pagoda.server.processing.scoring import texts_of
 from pagoda.server.processing.tokenization import TextOptions
 
-# The body of POST /v2/embed, which is Cohere's, and its answer.
-
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
-_SIGNED: Final = 128
+_BINARY_OFFSET: Final = 128  # from unsigned to signed bytes
 
 
 class CohereEmbedInput(RequestBody):
-    """One input, in parts."""
+    """One input in content parts."""
 
     content: list[dict[str, Any]] = Field(min_length=1)
 
 
 class CohereEmbedRequest(RequestBody):
-    """Vectors of texts. `input_type`: what they are for, one of the names that the model has a text in front for."""
+    """Texts to embed. `input_type`: name of one of the model's prompt prefixes."""
 
     model: str | None = None
     input_type: str | None = None
@@ -50,10 +48,10 @@ class CohereEmbedRequest(RequestBody):
 
     images: Any = unsupported()
 
-    def listed(self, prefixes: Mapping[str, str]) -> list[str]:
-        """The texts, each after what goes before its type. Raises RequestError."""
+    def prefixed_texts(self, prefixes: Mapping[str, str]) -> list[str]:
+        """Return the texts with the prefix of `input_type`. Raise RequestError."""
         if (self.texts is None) == (self.inputs is None):
-            raise RequestError("texts", "give texts, or inputs")
+            raise RequestError("texts", "set either texts or inputs")
         if self.texts is not None:
             field, texts = "texts", self.texts
         else:
@@ -64,17 +62,17 @@ class CohereEmbedRequest(RequestBody):
         if self.input_type is None:
             return texts
         if self.input_type not in prefixes:
-            known = f"it knows {', '.join(sorted(prefixes))}" if prefixes else "it knows none; leave it out"
-            raise RequestError("input_type", f"this model has no input_type {self.input_type[:80]!r}: {known}")
+            known = f"use one of {', '.join(sorted(prefixes))}" if prefixes else "leave it out"
+            raise RequestError("input_type", f"this model has no input_type {self.input_type[:80]!r}; {known}")
         return [prefixes[self.input_type] + text for text in texts]
 
     @property
     def request_id(self) -> None:
-        """Such requests name themselves by header only."""
+        """None: this API has no such field, only the header."""
 
     @property
     def text_options(self) -> TextOptions:
-        """How text becomes tokens."""
+        """Tokenization options."""
         if self.truncate == "NONE":
             return TextOptions()
         return TextOptions(
@@ -83,38 +81,37 @@ class CohereEmbedRequest(RequestBody):
         )
 
     @property
-    def most_tokens(self) -> int | None:
-        """Longest text that is taken, where nothing is cut."""
+    def token_limit(self) -> int | None:
+        """Maximum length of a text if texts are not truncated."""
         return self.max_tokens if self.truncate == "NONE" else None
 
     def params(self) -> PoolingParams:
-        """PoolingParams."""
+        """Return PoolingParams."""
         return PoolingParams(task="embed", dimensions=self.output_dimension)
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """An error under the name that the field has in this request."""
+        """Return `error` with this request's field names."""
         names = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
         field = names.get(error.field, error.field)
         own = RequestError(field, str(error).replace(error.field, field) if error.field else str(error))
         return renamed(own, "inputs" if self.texts is None else "texts")
 
 
-def cohere_answer(answer_id: str, body: CohereEmbedRequest, vectors: Sequence[Array], tokens: int) -> dict[str, Any]:
-    """The answer, with the vectors in each type that was asked for. Raises RequestError."""
-    answer: dict[str, Any] = {
+def _response(request_id: str, body: CohereEmbedRequest, vectors: Sequence[Array], tokens: int) -> dict[str, Any]:
+    """Return the response with the vectors in each requested type. Raise RequestError."""
+    kinds = dict.fromkeys(body.embedding_types or ["float"])
+    response: dict[str, Any] = {
         "response_type": "embeddings_by_type",
-        "id": answer_id,
-        "embeddings": {
-            kind: [_as(kind, each) for each in vectors] for kind in dict.fromkeys(body.embedding_types or ["float"])
-        },
+        "id": request_id,
+        "embeddings": {kind: [_encoded(kind, vector) for vector in vectors] for kind in kinds},
     }
     if body.texts is not None:
-        answer["texts"] = body.texts
-    counted = {"billed_units": {"input_tokens": tokens, "image_tokens": 0}, "tokens": {"input_tokens": tokens}}
-    return answer | {"meta": {"api_version": {"version": "2"}} | counted}
+        response["texts"] = body.texts
+    counts = {"billed_units": {"input_tokens": tokens, "image_tokens": 0}, "tokens": {"input_tokens": tokens}}
+    return response | {"meta": {"api_version": {"version": "2"}} | counts}
 
 
-def _as(kind: str, vector: Array) -> Any:
+def _encoded(kind: str, vector: Array) -> Any:
     match kind:
         case "float":
             return vector.tolist()
@@ -122,9 +119,9 @@ def _as(kind: str, vector: Array) -> Any:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         case _:
             if len(vector) % 8:
-                raise RequestError("embedding_types", f"{kind} packs eight numbers a byte; these are {len(vector)}")
+                raise RequestError("embedding_types", f"{kind} needs a dimension divisible by 8; it is {len(vector)}")
             packed = np.packbits(vector >= 0).astype(np.int16)
-            return (packed - _SIGNED if kind == "binary" else packed).tolist()
+            return (packed - _BINARY_OFFSET if kind == "binary" else packed).tolist()
 
 
 router = APIRouter(tags=["pooling"])
@@ -132,20 +129,20 @@ router = APIRouter(tags=["pooling"])
 
 @router.post("/v2/embed", response_model=None)
 async def embed(request: Request) -> Response:
-    """Vectors in the types that are asked for."""
+    """Embed texts (Cohere Embed API)."""
     body = await read_body(request, CohereEmbedRequest, server_of(request).config)
-    asked = Asked.of(request, body, "embd")
-    texts = body.listed(asked.inputs.pooling.prompts)
+    call = PoolingCall.of(request, body, "embd")
+    texts = body.prefixed_texts(call.inputs.pooling.prompts)
 
     def prompts() -> list[Prompt]:
-        found = [asked.inputs.parse(text, body.text_options) for text in texts]
-        longest = max(len(each.token_ids) for each in found)
-        if body.most_tokens is not None and longest > body.most_tokens:
+        parsed = [call.inputs.parse(text, body.text_options) for text in texts]
+        longest = max(len(each.token_ids) for each in parsed)
+        if body.token_limit is not None and longest > body.token_limit:
             raise RequestError(
-                "max_tokens", f"a text has {longest} tokens, above max_tokens {body.most_tokens}; set truncate to END"
+                "max_tokens", f"a text has {longest} tokens, above max_tokens {body.token_limit}; set truncate to END"
             )
-        return found
+        return parsed
 
-    outputs = await asked.run(body.params(), prompts, sum(len(text) for text in texts))
+    outputs = await call.run(body.params(), prompts, sum(len(text) for text in texts))
     vectors = [output.outputs.data for output in outputs]
-    return asked.json(cohere_answer(asked.id, body, vectors, count_tokens(outputs)))
+    return call.json(_response(call.id, body, vectors, count_tokens(outputs)))

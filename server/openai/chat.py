@@ -21,8 +21,8 @@ from pagoda.server.http.request_context import answer_head, answer_id, best_of, 
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai.chat_request import BatchChatCompletionRequest, ChatCompletionRequest, ChatFields
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, joined
-from pagoda.server.parsers.reader import AnswerReader
+from pagoda.server.parsers.output_parser import OutputParser
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
 # A chat message as it goes over the wire: whole, or as the pieces of a stream.
 
@@ -79,14 +79,14 @@ class Beginning:
 
     role: str
     echo: str
-    reader: Callable[[], AnswerReader]
+    reader: Callable[[], OutputParser]
 
 
 def beginning(
     request: ChatFields,
     messages: Sequence[Mapping[str, Any]],
     response_role: str,
-    reader: Callable[[], AnswerReader],
+    reader: Callable[[], OutputParser],
 ) -> Beginning:
     """How the answers to `messages` begin. `response_role`: who speaks in a new message."""
     last = messages[-1]
@@ -101,7 +101,7 @@ class _ChatChoice:
     """What one choice has said so far, as far as `whole` needs it."""
 
     role: str
-    reader: AnswerReader
+    reader: OutputParser
     content: TextEvent
     events: list[Event] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -182,9 +182,9 @@ class ChatAnswer:
             self._head.usage.count_reasoning(choice.reader.reasoning_tokens)
         if self._request.include_reasoning is False:
             events = [event for event in events if not isinstance(event, Reasoning)]
-        return joined(events) if len(events) > 1 else events
+        return merge_events(events) if len(events) > 1 else events
 
-    def _finish_reason(self, reason: str, reader: AnswerReader) -> str:
+    def _finish_reason(self, reason: str, reader: OutputParser) -> str:
         """As OpenAI has it: "tool_calls" where the model chose to call, "stop" where it was told which tool."""
         return "tool_calls" if reason == "stop" and reader.calls and not self._named else reason
 

@@ -1,1 +1,1 @@
-"""From an answer's text to what it says: thinking, content and tool calls. One incremental parser per format."""
+"""Parsers of model output: reasoning, content and tool calls. One incremental parser per format."""

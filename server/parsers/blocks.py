@@ -1,7 +1,4 @@
-"""An answer as a row of sections: thinking, text and tool calls, opened, grown and closed one after the other.
-
-What the builders of Responses and Messages have in common. Knows no API.
-"""
+"""Group parser events into consecutive blocks of reasoning, text and tool calls (Responses items, Messages blocks)."""
 
 from __future__ import annotations
 
@@ -11,21 +8,21 @@ from typing import Literal
 
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
-Kind = Literal["reasoning", "text", "call"]
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True, eq=False)
-class Section:
-    """One section. `name` and `call_id` are a call's; its text is its arguments."""
+class OutputBlock:
+    """One block under construction."""
 
-    kind: Kind
-    name: str = ""
+    kind: BlockKind
+    name: str = ""  # of the function, for calls
     call_id: str | None = None
     parts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far; for calls, the arguments."""
         if len(self.parts) > 1:
             self.parts = ["".join(self.parts)]
         return self.parts[0] if self.parts else ""
@@ -33,40 +30,40 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class BlockStart:
-    """A section begins, empty."""
+    """An empty block begins."""
 
-    section: Section
+    block: OutputBlock
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDelta:
-    """A section goes on with `text`."""
+    """`text` was appended to the block."""
 
-    section: Section
+    block: OutputBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStop:
-    """A section is whole."""
+    """The block is complete."""
 
-    section: Section
-
-
-Change = BlockStart | BlockDelta | BlockStop
+    block: OutputBlock
 
 
-class Sections:
-    """Turns events into changes. White space alone opens no section: between thinking and a call it says nothing."""
+BlockEvent = BlockStart | BlockDelta | BlockStop
+
+
+class BlockBuilder:
+    """Converts parser events into block events. White space alone, as between reasoning and a call, opens no block."""
 
     def __init__(self) -> None:
-        self._open: Section | None = None
-        self._any = False
-        self._blank_kind: Kind = "text"
-        self._blank: list[str] = []  # white space that may begin a section of that kind
+        self._open: OutputBlock | None = None
+        self._has_blocks = False
+        self._blank_kind: BlockKind = "text"
+        self._blank: list[str] = []  # leading white space of a possible block of that kind
 
-    def take(self, events: Iterable[Event]) -> Iterator[Change]:
-        """What events change."""
+    def feed(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
+        """Yield the block events of parser events."""
         for event in events:
             match event:
                 case Content(text):
@@ -74,19 +71,19 @@ class Sections:
                 case Reasoning(text):
                     yield from self._text("reasoning", text)
                 case ToolCall(_, name, call_id):
-                    yield from self._begin(Section("call", name, call_id))
+                    yield from self._start(OutputBlock("call", name, call_id))
                 case Arguments(_, text):
-                    yield from self._grow(text)
+                    yield from self._append(text)
 
-    def finish(self) -> Iterator[Change]:
-        """The end. An answer that said nothing has one section of text, which may be empty."""
-        if not self._any:
+    def finish(self) -> Iterator[BlockEvent]:
+        """Close the open block. If there was none, yield one text block, possibly empty."""
+        if not self._has_blocks:
             blank = "".join(self._blank) if self._blank_kind == "text" else ""
-            yield from self._begin(Section("text"))
-            yield from self._grow(blank)
-        yield from self._close()
+            yield from self._start(OutputBlock("text"))
+            yield from self._append(blank)
+        yield from self._stop()
 
-    def _text(self, kind: Kind, text: str) -> Iterator[Change]:
+    def _text(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind != kind:
             if self._blank_kind != kind:
                 self._blank_kind, self._blank = kind, []
@@ -94,21 +91,21 @@ class Sections:
             if not text or text.isspace():
                 return
             text = "".join(self._blank)
-            yield from self._begin(Section(kind))
-        yield from self._grow(text)
+            yield from self._start(OutputBlock(kind))
+        yield from self._append(text)
 
-    def _begin(self, section: Section) -> Iterator[Change]:
-        yield from self._close()
+    def _start(self, block: OutputBlock) -> Iterator[BlockEvent]:
+        yield from self._stop()
         self._blank = []
-        self._open, self._any = section, True
-        yield BlockStart(section)
+        self._open, self._has_blocks = block, True
+        yield BlockStart(block)
 
-    def _close(self) -> Iterator[Change]:
+    def _stop(self) -> Iterator[BlockEvent]:
         if self._open is not None:
             yield BlockStop(self._open)
             self._open = None
 
-    def _grow(self, text: str) -> Iterator[Change]:
+    def _append(self, text: str) -> Iterator[BlockEvent]:
         if text and self._open is not None:
             self._open.parts.append(text)
             yield BlockDelta(self._open, text)

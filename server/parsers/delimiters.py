@@ -1,4 +1,4 @@
-"""Texts looked for in one that arrives in pieces. What may still become one of them is kept back."""
+"""Search for delimiters in text that arrives in pieces, buffering what may still become one."""
 
 from __future__ import annotations
 
@@ -7,63 +7,61 @@ from collections.abc import Iterable
 
 
 class DelimiterSet:
-    """A set of texts to find. Stateless: callers keep the rest that `split` gives and put the next piece behind it."""
+    """A set of delimiters to search for. Stateless: the caller prepends the remainder of `split` to the next piece."""
 
-    __slots__ = ("_beginnings", "_firsts", "_longest", "_pattern")
+    __slots__ = ("_first_chars", "_longest", "_pattern", "_prefixes")
 
-    def __init__(self, marks: Iterable[str]) -> None:
-        known = sorted({mark for mark in marks if mark}, key=lambda mark: (-len(mark), mark))
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, known)) if known else r"(?!)")
-        self._beginnings = frozenset(mark[:end] for mark in known for end in range(1, len(mark)))
-        self._firsts = "".join(sorted({mark[0] for mark in known}))
+        self._prefixes = frozenset(text[:end] for text in known for end in range(1, len(text)))
+        self._first_chars = "".join(sorted({text[0] for text in known}))
         self._longest = max(map(len, known), default=0)
 
     def split(self, text: str, *, final: bool = False) -> tuple[str, str, str]:
-        """(text before the first mark, the mark or "", the rest).
+        """Return (text before the first delimiter, the delimiter or "", remainder).
 
-        Without a mark the rest is what may begin one, which is nothing at the end (`final`). The longest of the marks
-        that begin at a place is meant, so that the marks found do not depend on how a text was cut.
+        Without a delimiter the remainder is the possible prefix of one, empty if `final`. Of delimiters that start
+        at the same position the longest wins, whatever the boundaries of the pieces.
         """
         safe = len(text) if final else self._safe_length(text)
-        found = self._pattern.search(text)
-        if found is None or found.start() >= safe:
+        match = self._pattern.search(text)
+        if match is None or match.start() >= safe:
             return text[:safe], "", text[safe:]
-        return text[: found.start()], found.group(), text[found.end() :]
+        return text[: match.start()], match.group(), text[match.end() :]
 
     def _safe_length(self, text: str) -> int:
-        """Length of the text before its longest suffix with which a (longer) mark begins."""
+        """Return the length of the text before its longest suffix that is a proper prefix of a delimiter."""
         length = len(text)
         for start in range(max(0, length - self._longest + 1), length):
-            if text[start] in self._firsts and text[start:] in self._beginnings:
+            if text[start] in self._first_chars and text[start:] in self._prefixes:
                 return start
         return length
 
 
-# Special tokens taken out of text in which they are spelled out, as skip_special_tokens asks.
-
-
 class DelimiterStripper:
-    """Takes marks out of one text that arrives in pieces."""
+    """Removes delimiters from one text that arrives in pieces, e.g. spelled-out special tokens."""
 
-    __slots__ = ("_held", "_marks")
+    __slots__ = ("_buffer", "_delimiters")
 
-    def __init__(self, marks: DelimiterSet) -> None:
-        self._marks = marks
-        self._held = ""
+    def __init__(self, delimiters: DelimiterSet) -> None:
+        self._delimiters = delimiters
+        self._buffer = ""
 
     def feed(self, text: str) -> str:
-        """The text that can be shown now."""
-        return self._read(self._held + text, final=False)
+        """Return the text that is certain to contain no delimiter."""
+        return self._strip(self._buffer + text, final=False)
 
     def finish(self) -> str:
-        """What was kept back, where the text ends or is interrupted."""
-        return self._read(self._held, final=True)
+        """Flush the buffer at the end of the text."""
+        return self._strip(self._buffer, final=True)
 
-    def _read(self, text: str, *, final: bool) -> str:
-        shown: list[str] = []
-        mark = "begin"
-        while mark:
-            before, mark, text = self._marks.split(text, final=final)
-            shown.append(before)
-        self._held = text
-        return "".join(shown)
+    def _strip(self, text: str, *, final: bool) -> str:
+        kept: list[str] = []
+        more = True
+        while more:
+            before, delimiter, text = self._delimiters.split(text, final=final)
+            kept.append(before)
+            more = bool(delimiter)
+        self._buffer = text
+        return "".join(kept)

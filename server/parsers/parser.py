@@ -1,4 +1,4 @@
-"""What a parser is: fed the text of one answer in pieces, it gives events. How the text was cut makes no difference."""
+"""Parser interfaces and events. A parser is fed one output in chunks, whose boundaries never change its events."""
 
 from __future__ import annotations
 
@@ -6,35 +6,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-# What an answer's text turns out to say, piece by piece. Pieces of a kind are joined by concatenation.
-
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the user."""
+    """Text for the user. Like Reasoning and Arguments, comes in pieces to be concatenated."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's thinking."""
+    """Reasoning (chain-of-thought) text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Call number `index` of the answer begins. `id`: where the format has one of its own."""
+    """Start of a tool call; its arguments follow as Arguments events."""
 
-    index: int
+    index: int  # number of the call in this output, from 0
     name: str
-    id: str | None = None
+    id: str | None = None  # set if the format writes call ids
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the arguments of call `index`, which are a JSON object as text."""
+    """A piece of the JSON object with the arguments of call `index`."""
 
     index: int
     text: str
@@ -43,102 +41,96 @@ class Arguments:
 Event = Content | Reasoning | ToolCall | Arguments
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
-    """The events with neighbours of a kind made one and empty ones left out: the same for every split of a text."""
-    found: list[Event] = []
+def merge_events(events: Iterable[Event]) -> list[Event]:
+    """Merge adjacent events of the same kind and drop empty ones."""
+    merged: list[Event] = []
     for event in events:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         match event, last:
             case ((Content("") | Reasoning("") | Arguments(_, "")), _):
                 pass
             case Content(text), Content(before):
-                found[-1] = Content(before + text)
+                merged[-1] = Content(before + text)
             case Reasoning(text), Reasoning(before):
-                found[-1] = Reasoning(before + text)
+                merged[-1] = Reasoning(before + text)
             case Arguments(index, text), Arguments(same, before) if index == same:
-                found[-1] = Arguments(index, before + text)
+                merged[-1] = Arguments(index, before + text)
             case _:
-                found.append(event)
-    return found
+                merged.append(event)
+    return merged
 
 
 class Parser(Protocol):
-    """The reader of one answer.
+    """Incremental parser of one output.
 
-    For every split of a text, the events of all `feed`s and of `finish`, joined, are the same. Text that may turn out
-    to be markup is kept back; text that is none after all comes out as content.
+    The merged events of all `feed` calls and `finish` are the same however the text was split. Text that may still
+    become markup is buffered; if it does not, it is emitted as content.
     """
 
     def feed(self, text: str) -> list[Event]:
-        """What can be said now, given the next piece of the answer."""
+        """Parse the next piece of text and return the events that are certain by now."""
         ...
 
     def finish(self) -> list[Event]:
-        """What was kept back, at the end of the answer, which may have been cut anywhere."""
+        """Flush the buffer at the end of the output, which may be truncated anywhere."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters`: its JSON schema. `strict`: calls must keep to it."""
+    """A function offered to the model."""
 
     name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    strict: bool = False
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema
+    strict: bool = False  # constrain the arguments to the schema
 
 
 class ToolFormat(Protocol):
-    """How a family of models writes tool calls. Stateless; `parser` makes the reader of one answer."""
+    """How a model family writes tool calls. Stateless."""
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        """A reader of text that may hold calls of `tools`; formats without types take them from the schemas."""
+        """Return a parser for one output. Untyped formats take parameter types from the schemas of `tools`."""
         ...
 
 
 class ReasoningFormat(Protocol):
-    """How a family of models thinks aloud. Stateless; `parser` makes the reader of one answer.
+    """How a model family marks its reasoning. Stateless."""
 
-    `starts`, `ends`: texts that open and close the thinking, any one of each; whole tokens where there are such.
-    """
-
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
+    starts: tuple[str, ...]  # opening tags; special tokens where the model has them
+    ends: tuple[str, ...]  # closing tags
 
     def thinks(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within the thinking; the prompt itself may have closed it."""
+        """Return whether output for this prompt starts inside the reasoning (the prompt may also have closed it)."""
         ...
 
     def parser(self, prompt: str) -> Parser:
-        """A reader that tells thinking from content; content may hold tool calls, which it leaves alone."""
+        """Return a parser that separates reasoning from content. Tool calls stay in the content."""
         ...
 
 
 @runtime_checkable
 class LeavesMarkup(Protocol):
-    """A reasoning format whose content keeps markup, because a tool format of the same family reads it."""
+    """A reasoning format whose content keeps markup for the tool format of the same family."""
 
     def plain(self) -> Parser:
-        """A reader that takes the markup out, for where no tool format reads it."""
+        """Return a parser that removes this markup, used if no tool format is active."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """What calls stand between. `call`: the JSON schema of the one call there; None: any text.
-
-    `inner`: marks that stand in the text, which a grammar of any text must let through.
-    """
+    """Text around a tool call."""
 
     begin: str
     end: str
-    inner: tuple[str, ...] = ()
-    call: Mapping[str, Any] | None = None
+    inner: tuple[str, ...] = ()  # markup inside the call, which a free-text grammar must allow
+    call: Mapping[str, Any] | None = None  # JSON schema of the single call in between; None: any text
 
 
 @runtime_checkable
 class Brackets(Protocol):
-    """A tool format whose calls stand between marks, so that a grammar can tell them from content."""
+    """A tool format with delimited calls, so that a grammar can distinguish calls from content."""
 
     def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
-        """The marks, any of them; none where calls may stand without."""
+        """Return the alternative delimiters; empty if calls may appear without any."""
         ...

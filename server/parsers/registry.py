@@ -1,6 +1,6 @@
-"""Names of formats -> formats, each in its own file, imported when asked for.
+"""Registry of tool-call and reasoning formats by name. Format modules are imported on first use.
 
-To add one: write its file, or a declaration in the file of the machine that reads it, and give it a line here.
+To add a format: declare it in the module of its parser (or write a new module) and add a line here.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "step3p5": ("tagged_parameters", "QWEN3_CODER"),
     "xlam": ("tagged_json", "XLAM"),
 }
-"""Value of --tool-call-parser -> (module of `parsers.tool.formats`, name of the format in it)."""
+"""--tool-call-parser -> (module in `parsers.tool.formats`, its attribute)."""
 
-_NEAREST: Final = {"hy_v4": "hy_v3", "inkling": "hermes", "k2_horizon": "glm45", "muse_glimmer": "minimax_m2"}
-"""Names that vLLM has and we have not -> the format that is written most alike, to begin one's own from."""
+_CLOSEST: Final = {"hy_v4": "hy_v3", "inkling": "hermes", "k2_horizon": "glm45", "muse_glimmer": "minimax_m2"}
+"""vLLM's formats without a pagoda equivalent -> the most similar format, as a starting point for a plugin."""
 
 REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "cohere_command3": ("formats", "COMMAND3"),
@@ -84,11 +84,11 @@ REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "glm45": ("formats", "GLM45"),
     "glm47": ("formats", "GLM45"),
     "granite": ("formats", "GRANITE"),
-    "granite_thinking_parser": ("formats", "THINKING"),
+    "granite_thinking_parser": ("formats", "GRANITE_THINKING"),
     "holo2": ("formats", "HOLO2"),
     "hunyuan_a13b": ("formats", "HUNYUAN_A13B"),
     "hy_v3": ("formats", "HY_V3"),
-    "identity": ("tagged", "IDENTITY"),
+    "identity": ("formats", "IDENTITY"),
     "k2_horizon": ("formats", "K2_HORIZON"),
     "kimi_k2": ("formats", "KIMI_K2"),
     "kimi_k3": ("formats", "KIMI_K3"),
@@ -107,24 +107,24 @@ REASONING_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "step3": ("formats", "STEP3"),
     "step3p5": ("formats", "STEP3P5"),
 }
-"""Value of --reasoning-parser -> (module of `parsers.reasoning`, name of the format in it)."""
+"""--reasoning-parser -> (module in `parsers.reasoning`, its attribute)."""
 
 
 def tool_format(name: str, plugin: str = "") -> ToolFormat:
-    """The format of that name: of the plugin, ours, or an entry point's. Raises ConfigError listing those there are.
+    """Return a tool format by name: from the plugin, the registry, or an entry point, in this order.
 
-    `plugin`: a file or a module with a dictionary TOOL_FORMATS.
+    `plugin`: file or module with a dict TOOL_FORMATS. Raise ConfigError with the known names if there is none.
     """
-    return cast(ToolFormat, _found(_TOOL, name, plugin))
+    return cast(ToolFormat, _resolve(_TOOL, name, plugin))
 
 
 def reasoning_format(name: str, plugin: str = "") -> ReasoningFormat:
-    """The format of that name, as `tool_format`; the plugin's dictionary is called REASONING_FORMATS."""
-    return cast(ReasoningFormat, _found(_REASONING, name, plugin))
+    """Return a reasoning format by name, like `tool_format`; the plugin's dict is REASONING_FORMATS."""
+    return cast(ReasoningFormat, _resolve(_REASONING, name, plugin))
 
 
 def check_formats(engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise ConfigError where a format that was asked for is not there."""
+    """Raise ConfigError if a configured tool or reasoning format is unknown."""
     if server.tool_call_parser:
         tool_format(server.tool_call_parser, server.tool_parser_plugin)
     reasoning = engine.structured_outputs
@@ -133,19 +133,17 @@ def check_formats(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Tool or reasoning formats. `parts`: what a format has, for those that are not ours."""
-
+class _FormatKind:
     flag: str
     plugin_flag: str
-    package: str
-    ours: dict[str, tuple[str, str]]
-    table: str
-    group: str
-    parts: tuple[str, ...]
+    package: str  # of the built-in formats
+    builtin: dict[str, tuple[str, str]]
+    table: str  # name of a plugin's dict
+    group: str  # entry point group
+    attributes: tuple[str, ...]  # required of plugin formats
 
 
-_TOOL: Final = _Kind(
+_TOOL: Final = _FormatKind(
     "--tool-call-parser",
     "--tool-parser-plugin",
     "tool.formats",
@@ -154,7 +152,7 @@ _TOOL: Final = _Kind(
     "pagoda.tool_parsers",
     ("parser",),
 )
-_REASONING: Final = _Kind(
+_REASONING: Final = _FormatKind(
     "--reasoning-parser",
     "--reasoning-parser-plugin",
     "reasoning",
@@ -165,32 +163,32 @@ _REASONING: Final = _Kind(
 )
 
 
-def _found(kind: _Kind, name: str, plugin: str) -> Any:
-    if not plugin and name in kind.ours:
-        return _own(kind, name)
+def _resolve(kind: _FormatKind, name: str, plugin: str) -> Any:
+    if not plugin and name in kind.builtin:
+        return _builtin(kind, name)
     from pagoda.server import plugins
 
     added = plugins.table(kind.plugin_flag, plugin, kind.table)
     if name in added:
-        return _checked(kind.plugin_flag, name, added[name], kind.parts)
-    if name in kind.ours:
-        return _own(kind, name)
+        return _checked(kind.plugin_flag, name, added[name], kind.attributes)
+    if name in kind.builtin:
+        return _builtin(kind, name)
     installed = plugins.installed(kind.group)
     if name in installed:
-        return _checked(kind.flag, name, plugins.load(kind.flag, name, kind.group), kind.parts)
-    known = sorted({*added, *kind.ours, *installed})
-    nearest = [_NEAREST[name]] if name in _NEAREST else get_close_matches(name, known, 1)
-    hint = f", of which {nearest[0]} is nearest" if nearest and nearest[0] in known else ""
-    raise ConfigError(kind.flag, f"there is no format {name!r}; use one of {', '.join(known)}{hint}")
+        return _checked(kind.flag, name, plugins.load(kind.flag, name, kind.group), kind.attributes)
+    known = sorted({*added, *kind.builtin, *installed})
+    closest = [_CLOSEST[name]] if name in _CLOSEST else get_close_matches(name, known, 1)
+    hint = f"; the closest is {closest[0]}" if closest and closest[0] in known else ""
+    raise ConfigError(kind.flag, f"unknown format {name!r}; use one of {', '.join(known)}{hint}")
 
 
-def _own(kind: _Kind, name: str) -> Any:
-    module, attribute = kind.ours[name]
+def _builtin(kind: _FormatKind, name: str) -> Any:
+    module, attribute = kind.builtin[name]
     return getattr(import_module(f"{__package__}.{kind.package}.{module}"), attribute)
 
 
-def _checked(flag: str, name: str, found: Any, parts: tuple[str, ...]) -> Any:
-    missing = [part for part in parts if not hasattr(found, part)]
+def _checked(flag: str, name: str, format: Any, attributes: tuple[str, ...]) -> Any:
+    missing = [attribute for attribute in attributes if not hasattr(format, attribute)]
     if missing:
         raise ConfigError(flag, f"format {name!r} has no {', '.join(missing)}; see server/parsers/parser.py")
-    return found
+    return format

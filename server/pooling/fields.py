@@ -1,4 +1,4 @@
-"""The fields that request bodies of pooling models share, and what becomes of them."""
+"""Request bodies of /v1/embeddings, /classify and /pooling, and the fields they share with other pooling routes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.text.chat_template import fault_of_keywords
 from pagoda.server.chat.conversation import Conversation
 from pagoda.server.http.fields.base import INT64_MAX, Int64, RequestBody, hint, unsupported
-from pagoda.server.pooling.answer import EmbedDType, Encoding, EncodingFormat, Endianness
+from pagoda.server.pooling.response import EmbedDType, Encoding, EncodingFormat, Endianness
 from pagoda.server.processing.tokenization import Side, TextOptions
 
-MAX_INPUTS: Final = 4096
-"""Most texts, conversations or documents in one request."""
+MAX_INPUTS: Final = 4096  # texts, conversations or documents per request
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -35,16 +34,16 @@ _OBJECTS: Final = re.compile(rb"\s*\[\s*(\[\s*)?\{")
 
 
 class PoolingFields(RequestBody):
-    """Fields of all requests."""
+    """Fields of all pooling requests."""
 
     model: str | None = None
-    user: str | None = Field(None, description="The end user, for the request log; changes no answer.")
+    user: str | None = Field(None, description="End user, for the request log; does not affect the response.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
     truncation_side: Side | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Int64 | None = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Keeps prefixes in the cache apart. Pooling keeps none, so that nothing is ever shared."
+        None, description="No effect: pooling requests share no cached prefixes."
     )
     use_activation: bool | None = None
 
@@ -53,7 +52,7 @@ class PoolingFields(RequestBody):
 
     @property
     def text_options(self) -> TextOptions:
-        """How text becomes tokens."""
+        """Tokenization options."""
         return TextOptions(
             add_special_tokens=getattr(self, "add_special_tokens", True),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -61,17 +60,17 @@ class PoolingFields(RequestBody):
         )
 
     def params(self, task: str | None) -> PoolingParams:
-        """PoolingParams for a task; None: the model's usual one. Raises RequestError."""
+        """Return PoolingParams. `task` None: the model's default task. Raise RequestError."""
         dimensions = getattr(self, "dimensions", None)
         return PoolingParams(task=task, use_activation=self.use_activation, dimensions=dimensions)
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """An error under the name that the field has in this request."""
+        """Return `error` with this request's field names."""
         return error
 
 
 class EncodingFields(RequestBody):
-    """How vectors go over the wire."""
+    """Wire encoding of vectors."""
 
     encoding_format: EncodingFormat = "float"
     embed_dtype: EmbedDType = "float32"
@@ -79,7 +78,6 @@ class EncodingFields(RequestBody):
 
     @property
     def encoding(self) -> Encoding:
-        """The three together."""
         return Encoding(self.encoding_format, self.embed_dtype, self.endianness)
 
 
@@ -91,7 +89,7 @@ class InputFields(PoolingFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The inputs, one entry each. Raises RequestError."""
+        """The inputs as a list of prompts. Raise RequestError."""
         value = self.input
         if value is None:
             raise RequestError("input", "input is missing")
@@ -104,12 +102,12 @@ class InputFields(PoolingFields):
         raise RequestError("input", "input must be a string, a list of strings, token ids, or lists of token ids")
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """An error under the name that the field has in this request."""
+        """Return `error` with this request's field names."""
         return renamed(error, "input")
 
 
 class ConversationFields(PoolingFields):
-    """A conversation, of which the model's template makes text."""
+    """A conversation, rendered by the chat template."""
 
     messages: Annotated[Messages | None, WithJsonSchema(_MESSAGES)] = None
     add_special_tokens: bool = False
@@ -120,22 +118,22 @@ class ConversationFields(PoolingFields):
 
     media_io_kwargs: Any = hint(why="this version serves text only")
 
-    may_be_many: ClassVar[bool] = False
+    allows_many: ClassVar[bool] = False
 
     @property
-    def said(self) -> tuple[str, list[Any] | None]:
-        """The field with the messages, and what it holds."""
+    def messages_field(self) -> tuple[str, list[Any] | None]:
+        """Name and value of the field with the messages."""
         return "messages", self.messages
 
     def conversations(self) -> list[Conversation]:
-        """One, or where the request may hold many, as many as there are. Raises RequestError."""
-        name, value = self.said
+        """Return the conversations: one, or several if the request allows it. Raise RequestError."""
+        name, value = self.messages_field
         if not value:
             raise RequestError(name, f"{name} are missing")
         fault = fault_of_keywords(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
-        many = value if self.may_be_many and isinstance(value[0], list) else [value]
+        many = value if self.allows_many and isinstance(value[0], list) else [value]
         check_count(name, many)
         for messages in many:
             if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
@@ -153,8 +151,8 @@ class ConversationFields(PoolingFields):
         )
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """An error under the name that the field has in this request."""
-        return renamed(error, self.said[0])
+        """Return `error` with this request's field names."""
+        return renamed(error, self.messages_field[0])
 
 
 class _Shape(msgspec.Struct):
@@ -162,25 +160,25 @@ class _Shape(msgspec.Struct):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def holds_conversation(raw: bytes) -> bool:
-    """Whether a JSON body holds messages, not texts or token ids."""
+def is_conversation(raw: bytes) -> bool:
+    """Return whether a JSON body has messages, not texts or token ids."""
     try:
         shape = msgspec.json.decode(raw, type=_Shape)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False  # what is wrong with it, the parser of bodies tells
+        return False  # the body parser reports the error
     if shape.messages is not msgspec.UNSET:
         return True
     return shape.input is not msgspec.UNSET and _OBJECTS.match(bytes(shape.input)) is not None
 
 
 def check_count(field: str, values: Sequence[Any]) -> None:
-    """Raises RequestError for more than one request may hold."""
+    """Raise RequestError for more than MAX_INPUTS values."""
     if len(values) > MAX_INPUTS:
-        raise RequestError(field, f"{field} holds {len(values)} entries; at most {MAX_INPUTS} are allowed")
+        raise RequestError(field, f"{field} has {len(values)} entries; at most {MAX_INPUTS} are allowed")
 
 
 def renamed(error: RequestError, prompt: str) -> RequestError:
-    """An error about a prompt under the name of the field that it came in."""
+    """Return an error about a prompt with `prompt` as its field."""
     return RequestError(prompt, str(error)) if error.field in ("prompt", "prompt_token_ids", "messages") else error
 
 
@@ -188,29 +186,27 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-# The bodies of POST /v1/embeddings, /classify and /pooling.
-
 Dimensions = Annotated[Int64, Field(ge=1)]
 
 
 class EmbeddingCompletionRequest(InputFields, EncodingFields):
-    """Vectors of texts or token ids."""
+    """Texts or token ids to embed."""
 
     dimensions: Dimensions | None = None
 
 
 class EmbeddingChatRequest(ConversationFields, EncodingFields):
-    """Vectors of conversations, one or many, as `messages` or as `input`."""
+    """One or several conversations to embed, in `messages` or `input`."""
 
     messages: Annotated[Messages | None, WithJsonSchema(CONVERSATIONS_SCHEMA)] = None
     input: Annotated[Messages | None, WithJsonSchema(CONVERSATIONS_SCHEMA)] = None
     dimensions: Dimensions | None = None
 
-    may_be_many: ClassVar[bool] = True
+    allows_many: ClassVar[bool] = True
 
     @property
-    def said(self) -> tuple[str, list[Any] | None]:
-        """The field with the messages, and what it holds. Raises RequestError."""
+    def messages_field(self) -> tuple[str, list[Any] | None]:
+        """Name and value of the field with the messages. Raise RequestError."""
         if self.input is None:
             return "messages", self.messages
         if self.messages is not None and self.messages != self.input:
@@ -219,15 +215,15 @@ class EmbeddingChatRequest(ConversationFields, EncodingFields):
 
 
 class ClassificationCompletionRequest(InputFields):
-    """Labels of texts or token ids."""
+    """Texts or token ids to classify."""
 
 
 class ClassificationChatRequest(ConversationFields):
-    """Labels of a conversation."""
+    """A conversation to classify."""
 
 
 class PoolingCompletionRequest(InputFields, EncodingFields):
-    """What the model makes of texts or token ids, by any of its tasks."""
+    """Texts or token ids for any pooling task of the model."""
 
     task: str | None = None
     dimensions: Dimensions | None = None
@@ -235,7 +231,7 @@ class PoolingCompletionRequest(InputFields, EncodingFields):
 
 
 class PoolingChatRequest(ConversationFields, EncodingFields):
-    """What the model makes of a conversation, by any of its tasks."""
+    """A conversation for any pooling task of the model."""
 
     task: str | None = None
     dimensions: Dimensions | None = None

@@ -1,4 +1,4 @@
-"""POST /generative_scoring: how likely a generating model finds a label behind a query and each of several items."""
+"""POST /generative_scoring: probability of a label token after a query and each of several items."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ from pagoda.server.http.request_context import answer_id, server_of
 from pagoda.server.http.stream import encode_json, until_left
 from pagoda.server.outputs import RequestOutput
 
-# The body of POST /generative_scoring.
-
 MAX_ITEMS: Final = 4_096
 MAX_TOKENS: Final = 1 << 24
-"""Most tokens in all prompts of one request; the query is in each of them."""
+"""Maximum number of tokens in all prompts of a request; each prompt includes the query."""
 
 
 class GenerativeScoringRequest(RequestBody):
-    """A query, items to put behind it (before it, with `item_first`), and the labels that may follow."""
+    """A query, items appended to it (prepended with `item_first`), and the label tokens to score."""
 
     model: str | None = None
     query: str | list[Int64]
@@ -41,7 +39,7 @@ class GenerativeScoringRequest(RequestBody):
         | Annotated[list[list[Int64]], Field(min_length=1, max_length=MAX_ITEMS)]
     )
     label_token_ids: list[Int64] = Field(min_length=1, max_length=MAX_LOGPROB_IDS)
-    apply_softmax: bool = Field(True, description="Probabilities among the labels; false: among all tokens.")
+    apply_softmax: bool = Field(True, description="Normalize over the labels; false: over the whole vocabulary.")
     item_first: bool = False
     add_special_tokens: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -49,7 +47,7 @@ class GenerativeScoringRequest(RequestBody):
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def own_name(self, field: str) -> str:
-        """The name of a SamplingParams field in this request."""
+        """Return this request's name for a SamplingParams field."""
         return {"logprob_token_ids": "label_token_ids", "prompt": "items"}.get(field, field)
 
 
@@ -58,13 +56,13 @@ router = APIRouter(tags=["scoring"])
 
 @router.post("/generative_scoring", response_model=None)
 async def generative_scoring(request: Request) -> Response:
-    """The probability of the first label as the next token, for each item."""
+    """Return the probability of the first label as the next token, per item."""
     state = server_of(request)
     body = await read_body(request, GenerativeScoringRequest, state.config)
     model = state.model_name(body.model)
     state.llm()
-    name = answer_id(request, body, "generative-scoring")
-    parts = await asyncio.to_thread(_prompts, state.tokenizer(), body)
+    request_id = answer_id(request, body, "generative-scoring")
+    prompt_ids = await asyncio.to_thread(_prompts, state.tokenizer(), body)
     params = SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -72,43 +70,43 @@ async def generative_scoring(request: Request) -> Response:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompts = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in parts]
-    generation = Generation(state, name, prompts, params, priority=body.priority)
+    prompts = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompt_ids]
+    generation = Generation(state, request_id, prompts, params, priority=body.priority)
     try:
-        outputs = await until_left(request.receive, state.stopping, _collected(generation.outputs(), len(prompts)))
+        outputs = await until_left(request.receive, state.stopping, _collect(generation.outputs(), len(prompts)))
     except RequestError as error:
         raise body.in_own_names(error) from None
     usage = Usage(details=state.config.enable_prompt_tokens_details)
     for index, output in enumerate(outputs):
         usage.count(index, output)
     scores = [_score(output, body.label_token_ids, body.apply_softmax) for output in outputs]
-    answer = {
-        "id": name,
+    content = {
+        "id": request_id,
         "object": "list",
         "created": int(time.time()),
         "model": model,
         "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
         "usage": usage.as_dict(),
     }
-    return Response(encode_json(answer), media_type="application/json")
+    return Response(encode_json(content), media_type="application/json")
 
 
-async def _collected(outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int) -> list[RequestOutput]:
-    found: dict[int, RequestOutput] = {}
-    async with aclosing(outputs) as news:
-        async for index, output in news:
-            found[index] = output
-    return [found[index] for index in range(count)]
+async def _collect(outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int) -> list[RequestOutput]:
+    by_index: dict[int, RequestOutput] = {}
+    async with aclosing(outputs) as stream:
+        async for index, output in stream:
+            by_index[index] = output
+    return [by_index[index] for index in range(count)]
 
 
 def _prompts(tokenizer: Tokenizer | None, body: GenerativeScoringRequest) -> list[list[int]]:
-    """Query and item as one prompt each, tokenised apart; what surrounds a text surrounds the first."""
+    """Return a prompt per item. Query and item are tokenized separately; only the first gets special tokens."""
 
     def ids(field: str, part: str | list[int], first: bool) -> list[int]:
         if not isinstance(part, str):
             return part
         if tokenizer is None:
-            raise RequestError(field, f"{field} needs a tokenizer, which is switched off; give token ids")
+            raise RequestError(field, f"{field} needs a tokenizer, which is disabled; send token ids")
         return tokenizer.encode(part, first and body.add_special_tokens)
 
     query = ids("query", body.query, not body.item_first)
@@ -120,7 +118,7 @@ def _prompts(tokenizer: Tokenizer | None, body: GenerativeScoringRequest) -> lis
 
 
 def _score(output: RequestOutput, labels: list[int], apply_softmax: bool) -> float:
-    """The first label's probability, among the labels or among all tokens."""
+    """Return the first label's probability, normalized over the labels or over all tokens."""
     positions = output.outputs[0].logprobs
     if not positions:
         raise RequestError("items", "the scoring was aborted")

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /classify and /pooling: what a pooling model makes of texts, token ids or conversations."""
+"""POST /v1/embeddings, /classify and /pooling."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ from pagoda.server.http.request_context import Identified, answer_id, server_of
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stream import encode_json, until_left
 from pagoda.server.outputs import RawPoolingOutput
-from pagoda.server.pooling.answer import (
-    Encoding,
-    PoolingHead,
-    binary_answer,
-    check_binary,
-    classes_answer,
-    vectors_answer,
-)
 from pagoda.server.pooling.fields import (
     ChatT,
     ClassificationChatRequest,
@@ -39,27 +31,33 @@ from pagoda.server.pooling.fields import (
     InputFields,
     PoolingChatRequest,
     PoolingCompletionRequest,
-    holds_conversation,
+    is_conversation,
+)
+from pagoda.server.pooling.response import (
+    Encoding,
+    PoolingMeta,
+    binary_response,
+    check_binary,
+    classes_response,
+    vectors_response,
 )
 from pagoda.server.processing.inputs import InputProcessor, Prompt
 
-# What the routes of pooling models share: the request's place in the server, its run, the responses.
-
 
 class PoolingBody(Identified, Protocol):
-    """What the bodies have in common."""
+    """What `PoolingCall` needs of a request body."""
 
     model: str | None
     priority: int | None
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """An error under the name that the field has in this request."""
+        """Return `error` with this request's field names."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that a pooling model can answer."""
+class PoolingCall:
+    """A pooling request with its server state."""
 
     request: Request
     body: PoolingBody
@@ -69,8 +67,8 @@ class Asked:
     inputs: InputProcessor
 
     @classmethod
-    def of(cls, request: Request, body: PoolingBody, prefix: str) -> Asked:
-        """Raises ModelNotFoundError, UnavailableError, or RequestError when the model generates."""
+    def of(cls, request: Request, body: PoolingBody, prefix: str) -> PoolingCall:
+        """Create a call. Raise ModelNotFoundError, UnavailableError, or RequestError for a generative model."""
         state = server_of(request)
         model = state.model_name(body.model)
         return cls(request, body, state, answer_id(request, body, prefix), model, state.llm().pooling_inputs)
@@ -78,7 +76,10 @@ class Asked:
     async def run(
         self, params: PoolingParams, make: Callable[[], list[Prompt]], characters: int
     ) -> list[RawPoolingOutput]:
-        """The outputs of the prompts that `make` makes of so many characters. Raises what PoolingBatch.run raises."""
+        """Run the prompts that `make` returns. Raise what PoolingBatch.run raises.
+
+        `characters`: total length of the texts that `make` tokenizes.
+        """
         body = self.body
         batch = PoolingBatch(self.state, self.id, params, priority=body.priority or 0, user=getattr(body, "user", None))
         try:
@@ -87,22 +88,19 @@ class Asked:
         except RequestError as error:
             raise body.in_own_names(error) from None
 
-    def head(self, outputs: Sequence[RawPoolingOutput]) -> PoolingHead:
-        """What the answer begins and ends with."""
-        return PoolingHead(self.id, int(time.time()), self.model, count_tokens(outputs))
+    def meta(self, outputs: Sequence[RawPoolingOutput]) -> PoolingMeta:
+        return PoolingMeta(self.id, int(time.time()), self.model, count_tokens(outputs))
 
-    def json(self, answer: dict[str, Any]) -> Response:
-        """The response."""
-        return Response(encode_json(answer), media_type="application/json", headers=self.headers)
+    def json(self, content: dict[str, Any]) -> Response:
+        return Response(encode_json(content), media_type="application/json", headers=self.headers)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every response."""
         return id_header(self.id) if self.state.config.enable_request_id_headers else {}
 
 
 def count_tokens(outputs: Sequence[RawPoolingOutput]) -> int:
-    """Tokens of all prompts."""
+    """Return the number of tokens of all prompts."""
     return sum(len(output.prompt_token_ids) for output in outputs)
 
 
@@ -111,56 +109,56 @@ router = APIRouter(tags=["pooling"])
 
 @router.post("/v1/embeddings", response_model=None)
 async def embeddings(request: Request) -> Response:
-    """Vectors, as OpenAI has them."""
-    return await answer_embeddings(request, await read_json(request, server_of(request).config))
+    """Embed inputs (OpenAI Embeddings API)."""
+    return await handle_embeddings(request, await read_json(request, server_of(request).config))
 
 
 @router.post("/classify", response_model=None)
 async def classify(request: Request) -> Response:
-    """The likeliest label, and the probabilities of all."""
-    return await answer_classify(request, await read_json(request, server_of(request).config))
+    """Classify inputs: the most likely label and the probabilities of all labels."""
+    return await handle_classify(request, await read_json(request, server_of(request).config))
 
 
 @router.post("/pooling", response_model=None)
 async def pooling(request: Request) -> Response:
-    """The numbers of any of the model's tasks."""
-    return await answer_pooling(request, await read_json(request, server_of(request).config))
+    """Return the pooled outputs of a task of the model."""
+    return await handle_pooling(request, await read_json(request, server_of(request).config))
 
 
-async def answer_embeddings(request: Request, raw: bytes) -> Response:
-    """The answer to a body of /v1/embeddings."""
+async def handle_embeddings(request: Request, raw: bytes) -> Response:
+    """Handle a body of /v1/embeddings."""
     body = _body(request, EmbeddingChatRequest, EmbeddingCompletionRequest, raw)
-    asked = Asked.of(request, body, "embd")
-    outputs = await _outputs(asked, body, body.params("embed"), body.encoding)
-    return _vectors(asked, outputs, body.encoding, "embedding", "embedding")
+    call = PoolingCall.of(request, body, "embd")
+    outputs = await _outputs(call, body, body.params("embed"), body.encoding)
+    return _vectors(call, outputs, body.encoding, "embedding", "embedding")
 
 
-async def answer_pooling(request: Request, raw: bytes) -> Response:
-    """The answer to a body of /pooling."""
+async def handle_pooling(request: Request, raw: bytes) -> Response:
+    """Handle a body of /pooling."""
     body = _body(request, PoolingChatRequest, PoolingCompletionRequest, raw)
-    asked = Asked.of(request, body, "pooling")
-    outputs = await _outputs(asked, body, body.params(body.task), body.encoding)
-    return _vectors(asked, outputs, body.encoding, "pooling", "data")
+    call = PoolingCall.of(request, body, "pooling")
+    outputs = await _outputs(call, body, body.params(body.task), body.encoding)
+    return _vectors(call, outputs, body.encoding, "pooling", "data")
 
 
-async def answer_classify(request: Request, raw: bytes) -> Response:
-    """The answer to a body of /classify."""
+async def handle_classify(request: Request, raw: bytes) -> Response:
+    """Handle a body of /classify."""
     body = _body(request, ClassificationChatRequest, ClassificationCompletionRequest, raw)
-    asked = Asked.of(request, body, "classify")
-    outputs = await _outputs(asked, body, body.params("classify"), Encoding())
-    return asked.json(classes_answer(asked.head(outputs), outputs, asked.inputs.pooling.labels))
+    call = PoolingCall.of(request, body, "classify")
+    outputs = await _outputs(call, body, body.params("classify"), Encoding())
+    return call.json(classes_response(call.meta(outputs), outputs, call.inputs.pooling.labels))
 
 
 def _body(request: Request, chat: type[ChatT], completion: type[CompletionT], raw: bytes) -> ChatT | CompletionT:
-    """Return the parsed body, of the type that it has the fields of. Raises RequestError."""
-    body_type: type[ChatT] | type[CompletionT] = chat if holds_conversation(raw) else completion
+    """Return the body parsed as a conversation or as texts and token ids. Raise RequestError."""
+    body_type: type[ChatT] | type[CompletionT] = chat if is_conversation(raw) else completion
     return parse_body(request, body_type, raw, server_of(request).config)
 
 
 async def _outputs(
-    asked: Asked, body: InputFields | ConversationFields, params: PoolingParams, encoding: Encoding
+    call: PoolingCall, body: InputFields | ConversationFields, params: PoolingParams, encoding: Encoding
 ) -> list[RawPoolingOutput]:
-    """What the model makes of the body's prompts. Raises RequestError."""
+    """Run the prompts of the body. Raise RequestError."""
     options = body.text_options
     prompts: list[Any]
     if isinstance(body, InputFields):
@@ -168,19 +166,18 @@ async def _outputs(
         characters = sum(len(each) for each in prompts)
     else:
         try:
-            prompts = [await rendered(asked.state, each) for each in body.conversations()]
+            prompts = [await rendered(call.state, each) for each in body.conversations()]
         except RequestError as error:
             raise body.in_own_names(error) from None
-        characters = 0  # they are tokens by now
+        characters = 0  # already tokenized
     check_binary(encoding, len(prompts))
-    return await asked.run(params, lambda: [asked.inputs.parse(each, options) for each in prompts], characters)
+    return await call.run(params, lambda: [call.inputs.parse(each, options) for each in prompts], characters)
 
 
-def _vectors(asked: Asked, outputs: list[RawPoolingOutput], encoding: Encoding, kind: str, key: str) -> Response:
-    """Vectors as they were asked for: in JSON, or as bytes."""
-    head = asked.head(outputs)
+def _vectors(call: PoolingCall, outputs: list[RawPoolingOutput], encoding: Encoding, kind: str, key: str) -> Response:
+    meta = call.meta(outputs)
     if not encoding.is_binary:
-        return asked.json(vectors_answer(head, outputs, encoding, kind, key))
-    data, told = binary_answer(head, outputs, encoding)
-    headers = asked.headers if told is None else asked.headers | {"metadata": encode_json(told).decode()}
+        return call.json(vectors_response(meta, outputs, encoding, kind, key))
+    data, metadata = binary_response(meta, outputs, encoding)
+    headers = call.headers if metadata is None else call.headers | {"metadata": encode_json(metadata).decode()}
     return Response(data, media_type="application/octet-stream", headers=headers)

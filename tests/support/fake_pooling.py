@@ -1,9 +1,9 @@
-"""Pooling engines that count: a text's vector is how often each kind of token is in it, kinds being ids modulo 8.
+"""Fake pooling engines: the vector of a text counts its token ids modulo 8.
 
-By kind of model: "embed" gives those vectors, of which fewer than 8 numbers may be asked for, one for each token too;
-"plain" has no shorter ones; "classify" labels by the first three kinds; "cross" scores a pair by how many tokens of the
-second text are in the first; "slow" embeds in its own time; "crash" fails in its second step; "tokens" has vectors for
-tokens only, "whole" labels for whole texts only.
+Models: "embed": these vectors, with Matryoshka dimensions, also per token; "plain": without Matryoshka dimensions;
+"classify": labels by the first three elements; "cross": scores a pair by the number of tokens of the second text that
+are in the first; "slow": embeds slowly; "crash": fails in its second step; "tokens": vectors per token only; "whole":
+labels for whole texts only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pagoda.server.ipc_messages import PoolingInfo
 
 SIZE = 8
 
-asked: list[EngineRequest] = []
-"""What engines in this process were asked, the latest last."""
+requests: list[EngineRequest] = []
+"""Requests to all engines in this process, latest last."""
 
 INFOS = {
     "embed": PoolingInfo(
@@ -45,14 +45,14 @@ INFOS = {
 
 
 def fake_pooling_core(kind: str, limits: Limits) -> EngineCore:
-    """An engine that pools four prompts a step, one if it is slow, and notes its requests in `asked`."""
+    """Return a core that pools four prompts a step (one for "slow") and appends its requests to `requests`."""
     seqs = 1 if kind == "slow" else 4
     limits = replace(limits, max_num_seqs=seqs, max_num_batched_tokens=1 << 20, async_scheduling=False)
     core = pooling_core(FakePoolingBackend(kind), limits, INFOS[kind].tasks)
     add = core.add_request
 
     def add_request(request: EngineRequest) -> None:
-        asked.append(request)
+        requests.append(request)
         add(request)
 
     core.add_request = add_request

@@ -1,4 +1,4 @@
-"""A grammar of the events of a message."""
+"""Grammar of the stream events of a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_
 
 
 def check_grammar(events: list[Any]) -> Any:
-    """Fail unless the events are a message's, in order; the message as a client puts it together."""
+    """Fail unless the events form a valid stream; return the message as a client assembles it."""
     for event in events:
         EVENT.validate_python(event)
     start, *rest = events
@@ -32,7 +32,7 @@ def check_grammar(events: list[Any]) -> Any:
 
 
 def block_of(block: Any, rest: Any, index: int) -> Any:
-    """Read the events of one block."""
+    """Consume the events of one block and return the block."""
     texts = []
     for event in rest:
         assert event["index"] == index
@@ -57,7 +57,7 @@ def block_of(block: Any, rest: Any, index: int) -> Any:
 
 
 def plain(message: Any) -> Any:
-    """A message without what chance put into it."""
+    """Return the message with generated ids replaced."""
     for block in message["content"]:
         if str(block.get("id")).startswith("toolu_"):
             block["id"] = "made"

@@ -1,4 +1,4 @@
-"""A grammar of the events of a response."""
+"""Grammar of the stream events of a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 def check_grammar(events: list[Any]) -> Any:
-    """Fail unless the events are a response's, in order; the response."""
+    """Fail unless the events form a valid stream; return the final response."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         EVENT.validate_python(event)
@@ -30,7 +30,7 @@ def check_grammar(events: list[Any]) -> Any:
 
 
 def item_of(added: Any, rest: Any, index: int) -> Any:
-    """Read the events of one item, of which the first is given."""
+    """Consume the events of one item after `added` and return the item."""
     assert added["type"] == "response.output_item.added"
     assert added["output_index"] == index
     item = added["item"]
@@ -71,7 +71,7 @@ def item_of(added: Any, rest: Any, index: int) -> Any:
 
 
 def plain(response: Any) -> Any:
-    """A response without what chance and the clock put into it."""
+    """Return the response with generated ids and times replaced."""
     for number, item in enumerate(response["output"]):
         item["id"] = number
         if str(item.get("call_id")).startswith("call_"):

@@ -1,4 +1,4 @@
-"""The Responses API as tests ask it: a shortest request, posted to a live server, and its raw events."""
+"""Helpers for Responses API tests: a minimal request, clients, raw events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def client_of(server: LiveServer) -> openai.OpenAI:
 
 
 def events_of(raw: bytes) -> list[Any]:
-    """The events of a raw stream; each is named by its type."""
+    """Parse a raw stream; fail unless each event is named by its type."""
     assert raw.endswith(b"\n\n")
     events = []
     for frame in raw.decode().split("\n\n")[:-1]:

@@ -1,4 +1,4 @@
-"""Answers that say what a test wants: each character of their text stands for one event of a script."""
+"""Scripted outputs: each character of the text is parsed as one event of a script."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pagoda.server.outputs import CompletionOutput, RequestOutput
+from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
-from pagoda.server.parsers.reader import AnswerText
 
 
-class ScriptedReader:
-    """Gives an event per character, and keeps the last ones back until the end."""
+class ScriptedParser:
+    """Returns one event per character and buffers the last `keep` events until the end."""
 
     reasoning_tokens = 7
 
@@ -24,20 +24,20 @@ class ScriptedReader:
 
     def feed(self, text: str) -> list[Event]:
         count = min(len(text), max(0, len(self._events) - self._keep))
-        said, self._events = self._events[:count], self._events[count:]
-        return said
+        events, self._events = self._events[:count], self._events[count:]
+        return events
 
     def finish(self) -> list[Event]:
         return self._events
 
 
-def script(events: Sequence[Event], keep: int = 0) -> AnswerText:
-    reader: Any = ScriptedReader(events, keep)
-    return AnswerText(reader, None, skip_special_tokens=True)
+def script(events: Sequence[Event], keep: int = 0) -> DeltaParser:
+    parser: Any = ScriptedParser(events, keep)
+    return DeltaParser(parser, None, skip_special_tokens=True)
 
 
 def outputs(sizes: Sequence[int], finish_reason: str = "stop", stop_reason: str | None = None) -> list[RequestOutput]:
-    """An answer in pieces of so many characters, each a token; 5 prompt tokens, 2 of them cached."""
+    """Outputs with `sizes` characters, each a token; 5 prompt tokens, 2 of them cached."""
     made = []
     for number, size in enumerate(sizes):
         last = number == len(sizes) - 1
@@ -50,7 +50,7 @@ def outputs(sizes: Sequence[int], finish_reason: str = "stop", stop_reason: str 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[Event]:
-    """Thinking, text and calls in any order, in pieces; white space and empty pieces among them."""
+    """Reasoning, content and calls in any order, including white space and empty pieces."""
     text = st.sampled_from(["a", "", " ", "\n", "bc ", "é", "𝄞"])
     events: list[Event] = []
     calls = 0
@@ -66,6 +66,6 @@ def scripts(draw: st.DrawFn) -> list[Event]:
 
 
 def pieces(length: int, cuts: Sequence[int]) -> list[int]:
-    """Sizes of the pieces of so many characters, cut anywhere; empty ones among them."""
+    """Split `length` characters at `cuts`; return the piece sizes, some of them 0."""
     edges = [0, *sorted(cut % (length + 1) for cut in cuts), length]
     return [end - start for start, end in pairwise(edges)]

@@ -1,15 +1,15 @@
-"""A text cut in every way that matters to a parser: whole, into characters, in two anywhere, and at random."""
+"""Splits of a text for parser tests: whole, by character, in two at every position, random."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 
-from pagoda.server.parsers.parser import Event, Parser, joined
+from pagoda.server.parsers.parser import Event, Parser, merge_events
 
 
 def splits(text: str, seed: int = 0, at_random: int = 20) -> Iterator[list[str]]:
-    """Lists of pieces that are `text` when joined; some pieces are empty."""
+    """Lists of pieces that are `text` when merge_events; some pieces are empty."""
     yield [text]
     yield ["", *text]
     for at in range(1, len(text)):
@@ -21,12 +21,12 @@ def splits(text: str, seed: int = 0, at_random: int = 20) -> Iterator[list[str]]
 
 
 def events_of(parser: Parser, pieces: list[str]) -> list[Event]:
-    """What a parser makes of them, joined."""
-    return joined([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+    """Return the merged events of the pieces."""
+    return merge_events([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
 
 
-def read_everyhow(make: Callable[[], Parser], text: str) -> list[Event]:
-    """What a text says, which every way to cut it must give."""
+def read_all_splits(make: Callable[[], Parser], text: str) -> list[Event]:
+    """Return the events of a text; fail unless every split gives the same."""
     whole = events_of(make(), [text])
     for pieces in splits(text):
         assert events_of(make(), pieces) == whole, pieces

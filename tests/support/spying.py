@@ -1,4 +1,4 @@
-"""What a route asks of the engine, seen from within; and answers that say what a test wants."""
+"""Record the conversations and generations of a route; replace its output by a script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.scripted import ScriptedReader
+from support.scripted import ScriptedParser
 
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.chat.conversation import Conversation
@@ -19,14 +19,14 @@ from pagoda.server.parsers.parser import Event
 
 @dataclass
 class Spy:
-    """Conversations and generations of a route, the last of each last. `script`: what the next answers say.
+    """Recorded calls of a route, latest last. `script`: events of the next outputs.
 
-    The prompt of every conversation is "a"; an answer has a character per event of the script.
+    With a script, the prompt of every conversation is "a" and the output has one character per event.
     """
 
     script: Sequence[Event] | None = None
     conversations: list[Conversation] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    generations: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def conversation(self) -> Conversation:
@@ -34,11 +34,11 @@ class Spy:
 
     @property
     def params(self) -> SamplingParams:
-        return self.asked[-1]["params"]
+        return self.generations[-1]["params"]
 
 
 def spy_on(monkeypatch: pytest.MonkeyPatch, module: str) -> Spy:
-    """A spy on a module of routes, until the test ends."""
+    """Install a spy on a route module until the test ends."""
     from pagoda.server.chat.prompt import prepare as real
 
     spy = Spy()
@@ -51,12 +51,12 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, module: str) -> Spy:
         return ChatPrompt(
             prompt={"prompt": "a", "prompt_token_ids": [97]},
             params=params,
-            reader=lambda: ScriptedReader(events),  # type: ignore[return-value]
+            reader=lambda: ScriptedParser(events),  # type: ignore[return-value]
         )
 
     class Generation(generation.Generation):
         def __init__(self, state: Any, request_id: str, prompts: Any, params: Any, **rest: Any) -> None:
-            spy.asked.append({"id": request_id, "prompt": prompts[0], "params": params} | rest)
+            spy.generations.append({"id": request_id, "prompt": prompts[0], "params": params} | rest)
             super().__init__(state, request_id, prompts, params, **rest)
 
     monkeypatch.setattr(f"{module}.prepare", prepare)

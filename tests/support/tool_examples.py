@@ -1,4 +1,4 @@
-"""Answers of models in every tool call format, and what they say."""
+"""Example outputs in every tool format, with their events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class Example:
-    """An answer in a format, and its events. A call is (name, arguments) or (name, arguments, id)."""
+    """An output in a format and its events. A call is (name, arguments) or (name, arguments, id)."""
 
     format: str
     text: str

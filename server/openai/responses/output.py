@@ -1,6 +1,6 @@
-"""Answers of POST /v1/responses: a response that grows, and the events that tell of it.
+"""Build the output of POST /v1/responses: the response object and its stream events, from parsed deltas.
 
-The whole answer is the `response` of the last event, so that both come from the same code.
+A non-streamed response is the `response` of the last event, so that both come from the same code.
 """
 
 from __future__ import annotations
@@ -14,60 +14,47 @@ from typing import Any
 
 from pagoda.server.http.fields.errors import http_error
 from pagoda.server.http.fields.logprobs import TokenNames, chat_logprobs
-from pagoda.server.openai.responses.input import sealed
+from pagoda.server.openai.responses.input import encode_reasoning
 from pagoda.server.outputs import LogprobsOnePosition, RequestOutput
-from pagoda.server.parsers.blocks import BlockDelta, BlockStart, BlockStop, Change, Section, Sections
-from pagoda.server.parsers.reader import AnswerText, ParsedDelta
+from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
+from pagoda.server.parsers.output_parser import DeltaParser, ParsedDelta
 
-# Output items of a response that grow: messages, reasoning and function calls, and the events that tell of each.
-
-Told = tuple[str, dict[str, Any]]
-"""Type of an event, and what it says beside its number and the place of the item."""
-
-
-def item_of(section: Section, *, seals: bool) -> OutputItem:
-    """The item for a section. `seals`: reasoning gets an `encrypted_content`."""
-    match section.kind:
-        case "call":
-            return _Call(section)
-        case "reasoning":
-            return _Reasoning(section, seals=seals)
-        case "text":
-            return _Message(section)
+Event = dict[str, Any]
+ItemEvent = tuple[str, Event]
+"""Type and payload of an event, without sequence number and output index."""
 
 
 class OutputItem(ABC):
-    """An item of a response's output."""
+    """An output item under construction. Its methods return the events of its changes."""
 
-    def __init__(self, prefix: str, section: Section) -> None:
+    def __init__(self, prefix: str, block: OutputBlock) -> None:
         self.id = f"{prefix}_{uuid.uuid4().hex}"
         self.status = "in_progress"
-        self._section = section
+        self._block = block
 
     @abstractmethod
-    def shown(self) -> dict[str, Any]:
-        """The item as it stands."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the item in its current state."""
 
     @abstractmethod
-    def grown(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Told]:
-        """It goes on."""
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
+        """Return the event for text appended to the block."""
 
     @abstractmethod
-    def _done(self) -> Told:
-        """What it says is complete."""
+    def _content_done(self) -> ItemEvent:
+        """Return the event for complete content."""
 
-    def opened(self) -> Iterator[Told]:
-        """It begins."""
-        yield "response.output_item.added", {"item": self.shown()}
+    def start(self) -> Iterator[ItemEvent]:
+        yield "response.output_item.added", {"item": self.as_dict()}
 
-    def closed(self, status: str) -> Iterator[Told]:
-        """It is whole, or cut."""
-        yield self._done()
+    def stop(self, status: str) -> Iterator[ItemEvent]:
+        """Yield the last events. `status`: "completed" or "incomplete"."""
+        yield self._content_done()
         self.status = status
-        yield "response.output_item.done", {"item": self.shown()}
+        yield "response.output_item.done", {"item": self.as_dict()}
 
 
-class _WithPart(OutputItem):
+class _ItemWithPart(OutputItem):
     """An item with one content part."""
 
     _has_part = False
@@ -80,203 +67,203 @@ class _WithPart(OutputItem):
         return [self._part()] if self._has_part else []
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _part_index(self) -> dict[str, Any]:
         return {"item_id": self.id, "content_index": 0}
 
-    def opened(self) -> Iterator[Told]:
-        """It begins, and so does its part."""
-        yield from super().opened()
+    def start(self) -> Iterator[ItemEvent]:
+        yield from super().start()
         self._has_part = True
-        yield "response.content_part.added", self._place | {"part": self._part()}
+        yield "response.content_part.added", self._part_index | {"part": self._part()}
 
-    def closed(self, status: str) -> Iterator[Told]:
-        """It is whole, or cut, and so is its part."""
-        done, last = super().closed(status)
-        yield done
-        yield "response.content_part.done", self._place | {"part": self._part()}
-        yield last
+    def stop(self, status: str) -> Iterator[ItemEvent]:
+        content_done, item_done = super().stop(status)
+        yield content_done
+        yield "response.content_part.done", self._part_index | {"part": self._part()}
+        yield item_done
 
 
-class _Message(_WithPart):
-    """Text for the user."""
-
-    def __init__(self, section: Section) -> None:
-        super().__init__("msg", section)
+class _MessageOutput(_ItemWithPart):
+    def __init__(self, block: OutputBlock) -> None:
+        super().__init__("msg", block)
         self._logprobs: list[dict[str, Any]] = []
 
-    def shown(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         status, content = self.status, self._content
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def grown(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Told]:
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
         self._logprobs += logprobs
-        yield "response.output_text.delta", self._place | {"delta": text, "logprobs": logprobs}
+        return "response.output_text.delta", self._part_index | {"delta": text, "logprobs": logprobs}
 
     def _part(self) -> dict[str, Any]:
-        text, logprobs = self._section.text, list(self._logprobs)
+        text, logprobs = self._block.text, list(self._logprobs)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _done(self) -> Told:
-        told = {"text": self._section.text, "logprobs": list(self._logprobs)}
-        return "response.output_text.done", self._place | told
+    def _content_done(self) -> ItemEvent:
+        payload = {"text": self._block.text, "logprobs": list(self._logprobs)}
+        return "response.output_text.done", self._part_index | payload
 
 
-class _Reasoning(_WithPart):
-    """Thinking."""
+class _ReasoningOutput(_ItemWithPart):
+    def __init__(self, block: OutputBlock, *, encrypted_content: bool) -> None:
+        super().__init__("rs", block)
+        self._encrypted_content = encrypted_content
 
-    def __init__(self, section: Section, *, seals: bool) -> None:
-        super().__init__("rs", section)
-        self._seals = seals
-
-    def shown(self) -> dict[str, Any]:
-        seals = self._seals and self.status != "in_progress"
+    def as_dict(self) -> dict[str, Any]:
+        encrypts = self._encrypted_content and self.status != "in_progress"
         return {
             "id": self.id,
             "type": "reasoning",
             "summary": [],
             "content": self._content,
-            "encrypted_content": sealed(self._section.text) if seals else None,
+            "encrypted_content": encode_reasoning(self._block.text) if encrypts else None,
             "status": self.status,
         }
 
-    def grown(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Told]:
-        yield "response.reasoning_text.delta", self._place | {"delta": text}
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
+        return "response.reasoning_text.delta", self._part_index | {"delta": text}
 
     def _part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": self._section.text}
+        return {"type": "reasoning_text", "text": self._block.text}
 
-    def _done(self) -> Told:
-        return "response.reasoning_text.done", self._place | {"text": self._section.text}
+    def _content_done(self) -> ItemEvent:
+        return "response.reasoning_text.done", self._part_index | {"text": self._block.text}
 
 
-class _Call(OutputItem):
-    """A call of a function."""
+class _FunctionCallOutput(OutputItem):
+    def __init__(self, block: OutputBlock) -> None:
+        super().__init__("fc", block)
+        self._call_id = block.call_id or f"call_{uuid.uuid4().hex}"
 
-    def __init__(self, section: Section) -> None:
-        super().__init__("fc", section)
-        self._call_id = section.call_id or f"call_{uuid.uuid4().hex}"
-
-    def shown(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "function_call",
             "call_id": self._call_id,
-            "name": self._section.name,
-            "arguments": self._section.text,
+            "name": self._block.name,
+            "arguments": self._block.text,
             "status": self.status,
         }
 
-    def grown(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Told]:
-        yield "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> ItemEvent:
+        return "response.function_call_arguments.delta", {"item_id": self.id, "delta": text}
 
-    def _done(self) -> Told:
-        told = {"item_id": self.id, "name": self._section.name, "arguments": self._section.text}
-        return "response.function_call_arguments.done", told
+    def _content_done(self) -> ItemEvent:
+        payload = {"item_id": self.id, "name": self._block.name, "arguments": self._block.text}
+        return "response.function_call_arguments.done", payload
 
 
-Event = dict[str, Any]
+def _item_of(block: OutputBlock, *, encrypted_content: bool) -> OutputItem:
+    match block.kind:
+        case "call":
+            return _FunctionCallOutput(block)
+        case "reasoning":
+            return _ReasoningOutput(block, encrypted_content=encrypted_content)
+        case "text":
+            return _MessageOutput(block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseView:
-    """What of an answer is shown. `logprobs`: how many candidates beside each token; None: no log-probabilities."""
+    """Which optional parts a response includes."""
 
     reasoning: bool = True
-    sealed: bool = False
-    logprobs: int | None = None
+    encrypted_content: bool = False  # of reasoning items
+    logprobs: int | None = None  # number of alternatives per token; None: no logprobs
     names: TokenNames
 
 
-class ResponseAnswer:
-    """One response. Implements server.answer.Answer.
+class ResponsesBuilder:
+    """Builds one response. Implements http.answer.ResponseBuilder."""
 
-    `head`: the fields that the request decides. `on_end` hears when the response has ended, whichever way.
-    """
-
-    def __init__(self, head: dict[str, Any], text: AnswerText, view: ResponseView) -> None:
-        self._head = head
-        self._text = text
+    def __init__(
+        self,
+        fixed: dict[str, Any],  # fields that do not change while the response is generated
+        parser: DeltaParser,
+        view: ResponseView,
+    ) -> None:
+        self._fixed = fixed
+        self._parser = parser
         self._view = view
-        self.on_end: Callable[[], None] = lambda: None
-        self._sections = Sections()
+        self.on_end: Callable[[], None] = lambda: None  # called once, however the response ends
+        self._blocks = BlockBuilder()
         self._items: list[OutputItem] = []
-        self._logprobs: list[dict[str, Any]] = []  # of text that is not out yet
-        self._numbers = 0
+        self._logprobs: list[dict[str, Any]] = []  # of text that no event has reported yet
+        self._num_events = 0
         self._usage: dict[str, Any] | None = None
         self._output_tokens = 0
         self._error: dict[str, Any] | None = None
         self._incomplete: dict[str, Any] | None = None
         self._completed_at: int | None = None
-        self.status = "queued" if head["background"] else "in_progress"
+        self.status = "queued" if fixed["background"] else "in_progress"
 
     @property
     def response(self) -> dict[str, Any]:
-        """The response as it stands."""
-        return self._head | {
+        """The response in its current state."""
+        return self._fixed | {
             "status": self.status,
             "error": self._error,
             "incomplete_details": self._incomplete,
             "completed_at": self._completed_at,
-            "output": [item.shown() for item in self._items],
+            "output": [item.as_dict() for item in self._items],
             "usage": self._usage,
         }
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
         return self.status not in ("queued", "in_progress")
 
     def queued(self) -> Iterator[Event]:
-        """The first events of a response in the background."""
-        yield self._of_response("response.created")
-        yield self._of_response("response.queued")
+        """Yield the first events of a background response."""
+        yield self._response_event("response.created")
+        yield self._response_event("response.queued")
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
-        """What an output adds, as events."""
+        """Yield the events for an output."""
         if self._usage is None:
-            yield from self._begin()
+            yield from self._start()
         self._count(output)
         for completion in output.outputs:
-            for said in self._text.take(completion):
-                yield from self._say(said)
+            for delta in self._parser.feed(completion):
+                yield from self._apply(delta)
             if completion.finish_reason is not None:
                 yield from self._end(completion.finish_reason)
 
     def usage_chunk(self) -> Event | None:
-        """None: the last event has the usage."""
+        """Return None: the last event includes the usage."""
         return None
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take an output in, for `whole`."""
+        """Process an output without streaming."""
         for _ in self.chunks(prompt_index, output):
             pass
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the response."""
         return self.response
 
     def fail(self, error: BaseException) -> Iterator[Event]:
-        """An error cuts the response off."""
+        """Mark the response failed and yield the final events; none if it has ended already."""
         if self.ended:
             return
-        if not self._numbers:
-            yield from self._begin()
-        told = http_error(error)
-        code = "rate_limit_exceeded" if told.status == 429 else "server_error"
-        yield from self._close("failed", error={"code": code, "message": told.message})
+        if not self._num_events:
+            yield from self._start()
+        failure = http_error(error)
+        code = "rate_limit_exceeded" if failure.status == 429 else "server_error"
+        yield from self._close("failed", error={"code": code, "message": failure.message})
 
     def cancel(self) -> None:
-        """The client has had enough. There is no event that says so."""
+        """Mark the response cancelled; the API has no event for it."""
         if not self.ended:
-            for _ in self._change(self._sections.finish(), "incomplete"):
+            for _ in self._item_events(self._blocks.finish(), "incomplete"):
                 pass
             self._finish("cancelled")
 
-    def _begin(self) -> Iterator[Event]:
+    def _start(self) -> Iterator[Event]:
         self.status = "in_progress"
-        if not self._numbers:
-            yield self._of_response("response.created")
-        yield self._of_response("response.in_progress")
+        if not self._num_events:
+            yield self._response_event("response.created")
+        yield self._response_event("response.in_progress")
 
     def _count(self, output: RequestOutput) -> None:
         prompt, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
@@ -289,34 +276,34 @@ class ResponseAnswer:
             "total_tokens": prompt + self._output_tokens,
         }
 
-    def _say(self, said: ParsedDelta) -> Iterator[Event]:
-        self._logprobs += self._entries(said.logprobs)
-        yield from self._change(self._sections.take(said.events))
+    def _apply(self, delta: ParsedDelta) -> Iterator[Event]:
+        self._logprobs += self._logprob_entries(delta.logprobs)
+        yield from self._item_events(self._blocks.feed(delta.events))
 
-    def _entries(self, positions: list[LogprobsOnePosition]) -> list[dict[str, Any]]:
+    def _logprob_entries(self, positions: list[LogprobsOnePosition]) -> list[dict[str, Any]]:
         count = self._view.logprobs
         return [] if count is None else chat_logprobs(positions, count, self._view.names)
 
-    def _change(self, changes: Iterable[Change], status: str = "completed") -> Iterator[Event]:
-        """Events of changes. `status`: of what is closed."""
-        for change in changes:
-            section = change.section
-            if isinstance(change, BlockStart) and section.kind != "text":
+    def _item_events(self, events: Iterable[BlockEvent], status: str = "completed") -> Iterator[Event]:
+        """Yield the stream events of block events. `status`: of items that end."""
+        for event in events:
+            block = event.block
+            if isinstance(event, BlockStart) and block.kind != "text":
                 self._logprobs = []
-            if section.kind == "reasoning" and not self._view.reasoning:
+            if block.kind == "reasoning" and not self._view.reasoning:
                 continue
-            match change:
+            match event:
                 case BlockStart():
-                    self._items.append(item_of(section, seals=self._view.sealed))
-                    told = self._items[-1].opened()
+                    self._items.append(_item_of(block, encrypted_content=self._view.encrypted_content))
+                    item_events: Iterable[ItemEvent] = self._items[-1].start()
                 case BlockDelta(_, text):
-                    told = self._items[-1].grown(text, self._taken() if section.kind == "text" else [])
+                    item_events = [self._items[-1].delta(text, self._take_logprobs() if block.kind == "text" else [])]
                 case BlockStop():
-                    told = self._items[-1].closed(status)
-            for kind, payload in told:
+                    item_events = self._items[-1].stop(status)
+            for kind, payload in item_events:
                 yield self._event(kind, {"output_index": len(self._items) - 1} | payload)
 
-    def _taken(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[dict[str, Any]]:
         logprobs, self._logprobs = self._logprobs, []
         return logprobs
 
@@ -334,22 +321,22 @@ class ResponseAnswer:
     def _close(
         self, status: str, *, error: dict[str, Any] | None = None, incomplete: dict[str, Any] | None = None
     ) -> Iterator[Event]:
-        whole = "completed" if status == "completed" else "incomplete"
-        yield from self._change(self._sections.finish(), whole)
+        item_status = "completed" if status == "completed" else "incomplete"
+        yield from self._item_events(self._blocks.finish(), item_status)
         self._error, self._incomplete = error, incomplete
         self._finish(status)
-        yield self._of_response(f"response.{status}")
+        yield self._response_event(f"response.{status}")
 
     def _finish(self, status: str) -> None:
         self.status = status
         if self._usage is not None:
-            self._usage["output_tokens_details"] = {"reasoning_tokens": self._text.reasoning_tokens}
+            self._usage["output_tokens_details"] = {"reasoning_tokens": self._parser.reasoning_tokens}
         self.on_end()
 
-    def _of_response(self, kind: str) -> Event:
+    def _response_event(self, kind: str) -> Event:
         return self._event(kind, {"response": self.response})
 
     def _event(self, kind: str, payload: dict[str, Any]) -> Event:
-        number = self._numbers
-        self._numbers += 1
+        number = self._num_events
+        self._num_events += 1
         return {"type": kind, "sequence_number": number} | payload

@@ -17,8 +17,6 @@ from pagoda.server.http.fields.structured import StructuredOutputs
 from pagoda.server.http.fields.tagged import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, refused, text_or_list
 from pagoda.server.openai.responses.input import Input, Item, messages_of
 
-# Tools, the choice among them, and the form of the text, as the Responses API writes them.
-
 
 class FunctionTool(RequestBody):
     """A function that the model may call."""
@@ -28,17 +26,17 @@ class FunctionTool(RequestBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Any = hint(why="all tools are shown to the model at once")
+    defer_loading: Any = hint(why="all tools are always shown to the model")
     allowed_callers: Annotated[Any, refused(["direct"])] = None
     output_schema: Any = hint()
 
     def as_chat(self) -> dict[str, Any]:
-        """The tool in the shape of chat completions."""
+        """Return the tool in the format of chat completions."""
         function = {key: value for key, value in self.shown().items() if key != "type" and value is not None}
         return {"type": "function", "function": function}
 
     def shown(self) -> dict[str, Any]:
-        """What a response says about it."""
+        """Return the fields that the response repeats."""
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
 
 
@@ -49,14 +47,14 @@ Tool = Annotated[
 
 
 class FunctionChoice(RequestBody):
-    """The one function that must be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedChoice(RequestBody):
-    """Functions out of which the model may choose, or must."""
+    """The functions that the model may call (mode "auto") or must call one of ("required")."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -76,8 +74,8 @@ ToolChoice = Annotated[
 ]
 
 
-def chosen(tools: Sequence[FunctionTool], choice: Any) -> tuple[list[dict[str, Any]], Choice]:
-    """The tools to offer, in the shape of chat completions, and the choice among them. Raises RequestError."""
+def offered_tools(tools: Sequence[FunctionTool], choice: Any) -> tuple[list[dict[str, Any]], Choice]:
+    """Return the offered tools in the format of chat completions, and the tool choice. Raise RequestError."""
     offered = [tool.as_chat() for tool in tools]
     if isinstance(choice, FunctionChoice):
         return offered, NamedTool(choice.name)
@@ -93,7 +91,7 @@ def chosen(tools: Sequence[FunctionTool], choice: Any) -> tuple[list[dict[str, A
 
 
 class ResponsesTextFormat(RequestBody):
-    """The form of the text. `strict` makes no difference: an answer always has the form that was asked for."""
+    """Output format. Always enforced, whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -103,32 +101,31 @@ class ResponsesTextFormat(RequestBody):
 
 
 class ResponsesText(RequestBody):
-    """What the text is like."""
+    """Options of the output text."""
 
     format: ResponsesTextFormat | None = None
-    verbosity: Any = hint(harmless=("medium",), why="no model served here has levels of it")
+    verbosity: Any = hint(harmless=("medium",), why="models have no verbosity levels")
 
     def structured(self) -> StructuredOutputsParams | None:
-        """What holds the answer to its form. Raises RequestError."""
-        form = self.format
-        if form is None or form.type == "text":
+        """Return the output constraints. Raise RequestError."""
+        format = self.format
+        if format is None or format.type == "text":
             return None
-        if form.type == "json_object":
+        if format.type == "json_object":
             return StructuredOutputsParams(json_object=True)
-        if form.schema_ is None or not form.name:
+        if format.schema_ is None or not format.name:
             raise RequestError("text", "text.format needs a name and a schema")
-        return StructuredOutputsParams(json=form.schema_)
+        return StructuredOutputsParams(json=format.schema_)
 
     def shown(self) -> Mapping[str, Any]:
-        """What a response says about it."""
-        form = self.format
-        told = form.model_dump(by_alias=True, exclude_unset=True) if form is not None else {"type": "text"}
-        return {"format": told, "verbosity": "medium"}
+        """Return the fields that the response repeats."""
+        format = self.format.model_dump(by_alias=True, exclude_unset=True) if self.format else {"type": "text"}
+        return {"format": format, "verbosity": "medium"}
 
 
 MAX_TOP_LOGPROBS: Final = 20
 
-_PASSED_ON: Final = (
+_SAMPLING_FIELDS: Final = (
     "temperature",
     "top_p",
     "top_k",
@@ -144,31 +141,31 @@ _PASSED_ON: Final = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-"""Fields that SamplingParams has under the same name; it checks their bounds."""
+"""Fields of the same name in SamplingParams, which checks their bounds."""
 
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-_INCLUDED: Final = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
+_INCLUDABLE: Final = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 Label = Annotated[str, Field(max_length=64)]
 
 
 class ReasoningOptions(RequestBody):
-    """How to think. Thinking is shown as it is, so a summary "auto" has nothing to add; other summaries are hints."""
+    """Reasoning options. The full reasoning is returned, never a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Any = hint(harmless=("auto",), why="thinking is shown as it is")
-    generate_summary: Any = hint(harmless=("auto",), why="thinking is shown as it is")
+    summary: Any = hint(harmless=("auto",), why="the full reasoning is returned")
+    generate_summary: Any = hint(harmless=("auto",), why="the full reasoning is returned")
     context: Any = hint(harmless=("auto",))
     mode: Any = hint(harmless=("standard",))
 
 
 class ResponseStreamOptions(RequestBody):
-    """What a stream holds besides its events."""
+    """Options of the event stream."""
 
     include_obfuscation: Any = hint(why="streams are not padded")
 
 
 class ResponsesRequest(RequestBody):
-    """Something to respond to. null means: the model's default, else the engine's."""
+    """Input to respond to. A null sampling field takes the model's default, else the engine's."""
 
     input: Input
     model: str | None = None
@@ -180,30 +177,30 @@ class ResponsesRequest(RequestBody):
     stream_options: ResponseStreamOptions | None = None
     include: list[str] | None = Field(
         None,
-        description="message.output_text.logprobs and reasoning.encrypted_content; others are hints.",
+        description="message.output_text.logprobs, reasoning.encrypted_content; other values are ignored.",
     )
     max_output_tokens: Int64 | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Bounds calls of built-in tools, of which there are none."
+        None, description="Limits calls of built-in tools, which this server does not have: no effect."
     )
     metadata: Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool = True
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] = Field(
-        "auto", description="There is one tier, which answers name default."
+        "auto", description="No effect; responses report default."
     )
     text: ResponsesText | None = None
     tool_choice: ToolChoice = "auto"
     tools: list[Tool] | None = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = 0
     truncation: Literal["auto", "disabled"] | None = "disabled"
-    user: str | None = Field(None, description="The end user, for the request log; changes no answer.")
-    safety_identifier: Label | None = Field(None, description="As user.")
+    user: str | None = Field(None, description="End user, for the request log; does not affect the response.")
+    safety_identifier: Label | None = Field(None, description="Same as user.")
     prompt_cache_key: str | None = Field(
         None,
         max_length=1024,
-        description="Equal beginnings of prompts share their cache untold; shown only.",
+        description="No effect: prompt prefixes are cached automatically. Repeated in the response.",
     )
 
     temperature: float | None = None
@@ -224,7 +221,9 @@ class ResponsesRequest(RequestBody):
     priority: Int64 = 0
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    vllm_xargs: dict[str, Any] | None = Field(None, description="For logits processors; refused without any.")
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Arguments of logits processors; refused if none is loaded."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
 
     prompt: Any = unsupported()
@@ -238,28 +237,26 @@ class ResponsesRequest(RequestBody):
     kv_transfer_params: Any = unsupported()
     ec_transfer_params: Any = unsupported()
 
-    client_metadata: Any = hint(why="it is about the client")
+    client_metadata: Any = hint(why="metadata of the client")
     context_management: Any = hint(why="conversations are not compacted")
     media_io_kwargs: Any = hint(why="this version serves text only")
     mm_processor_kwargs: Any = hint(why="this version serves text only")
     prompt_cache_options: Any = hint(why="prefixes are cached without options")
-    prompt_cache_retention: Any = hint(
-        harmless=("in_memory",), why="prefixes are kept in memory, for as long as there is room"
-    )
-    session_id: Any = hint(why="no session is kept")
+    prompt_cache_retention: Any = hint(harmless=("in_memory",), why="prefixes are cached in memory until evicted")
+    session_id: Any = hint(why="the server keeps no sessions")
 
     def ignored(self, path: str = "") -> Iterator[Ignored]:
         """Yield the parts that have no effect, values of `include` among them."""
         yield from super().ignored(path)
         for index, value in enumerate(self.include or ()):
-            if value not in _INCLUDED:
+            if value not in _INCLUDABLE:
                 where = f"include[{index}]"
                 yield Ignored(where, "hint", f"{where}: {value[:100]!r} is not supported; leave it out")
 
     def check(self) -> None:
-        """What no single field shows. Raises RequestError."""
+        """Check combinations of fields. Raise RequestError."""
         if self.background and self.store is False:
-            raise RequestError("background", "background needs store true: its response is fetched from the store")
+            raise RequestError("background", "background needs store true: the response is fetched from the store")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "stream_options are only allowed when stream is true")
         fault = fault_of_keywords(self.chat_template_kwargs or {})
@@ -268,24 +265,24 @@ class ResponsesRequest(RequestBody):
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether the text comes with log-probabilities."""
+        """Whether to return logprobs."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
     @property
-    def seals_reasoning(self) -> bool:
-        """Whether reasoning comes with what can be sent back in its place."""
+    def includes_encrypted_reasoning(self) -> bool:
+        """Whether to return `encrypted_content` with reasoning items."""
         return "reasoning.encrypted_content" in (self.include or ())
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools, which are functions all."""
+        """The function tools."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
-    def conversation_of(self, items: Sequence[Item], before: int) -> Conversation:
-        """What is to be answered. `before`: how many of the items are earlier requests'. Raises RequestError."""
-        tools, choice = chosen(self.functions, self.tool_choice)
+    def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:
+        """Return the conversation of `items`, the first `num_earlier` of earlier requests. Raise RequestError."""
+        tools, choice = offered_tools(self.functions, self.tool_choice)
         return Conversation(
-            messages=messages_of(self.instructions, items, before),
+            messages=messages_of(self.instructions, items, num_earlier),
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -294,8 +291,8 @@ class ResponsesRequest(RequestBody):
         )
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """SamplingParams. `defaults`: the model's own. Raises RequestError."""
-        values = {name: getattr(self, name) for name in _PASSED_ON}
+        """Return SamplingParams. `defaults`: from the model's generation config. Raise RequestError."""
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         values |= {"max_tokens": self.max_output_tokens, "extra_args": self.vllm_xargs}
         values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
         kind = RequestOutputKind.DELTA if self.stream or self.background else RequestOutputKind.FINAL_ONLY
@@ -310,15 +307,15 @@ class ResponsesRequest(RequestBody):
             raise self.in_own_names(error) from None
 
     def _structured(self) -> StructuredOutputsParams | None:
-        form = self.text.structured() if self.text is not None else None
+        by_format = self.text.structured() if self.text is not None else None
         if self.structured_outputs is None:
-            return form
-        if form is not None:
+            return by_format
+        if by_format is not None:
             raise RequestError("structured_outputs", "structured_outputs and text.format exclude each other; set one")
         return self.structured_outputs.params()
 
     def own_name(self, field: str) -> str:
-        """The name of a SamplingParams field, or of one of chat completions, in this request."""
+        """Return this request's name for a field of SamplingParams or chat completions."""
         by_format = self.text is not None and self.structured_outputs is None
         names = {
             "structured_outputs": "text" if by_format else "tools" if self.structured_outputs is None else field,
@@ -332,7 +329,7 @@ class ResponsesRequest(RequestBody):
         return names.get(field, field.replace(".function", "") if field.startswith("tools[") else field)
 
     def shown(self, params: SamplingParams) -> dict[str, Any]:
-        """The fields that a response repeats."""
+        """Return the request fields that the response repeats."""
         reasoning = {"effort": self.reasoning.effort if self.reasoning is not None else None, "summary": None}
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
         return {

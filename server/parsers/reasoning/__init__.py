@@ -1,1 +1,1 @@
-"""Reasoning formats, one per file."""
+"""Reasoning (chain-of-thought) formats."""

@@ -1,4 +1,8 @@
-"""Cohere Command A, reasoning: special tokens around the thinking and around the answer."""
+"""Reasoning formats delimited by tags, one table entry per format, grouped by model family.
+
+Start and end tags default to <think> and </think>. `starts_thinking`: the template opens the reasoning, so that the
+output often lacks the start tag.
+"""
 
 from __future__ import annotations
 
@@ -6,206 +10,176 @@ from dataclasses import replace
 from typing import Final
 
 from pagoda.server.parsers.parser import Parser
-from pagoda.server.parsers.reasoning.tagged import AllContent, TaggedFormat
+from pagoda.server.parsers.reasoning.tagged import PlainParser, TaggedFormat
 
+# A tool call also ends the reasoning. Models quote the tags of their instructions while they reason, so a tag counts
+# only together with what follows it in a call.
+_JSON_CALLS: Final = ("<tool_call>\n{", "<tool_call>{")
+_XML_CALLS: Final = ("<tool_call>\n<function=", "<tool_call><function=")
+
+# Cohere Command A Reasoning: special tokens around reasoning and answer.
 COMMAND3: Final = TaggedFormat(
     starts=("<|START_THINKING|>",),
     ends=("<|END_THINKING|>",),
-    turns=("<|CHATBOT_TOKEN|>",),
-    wrapping=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    calls=("<|START_ACTION|>",),
-    control=True,
+    turn_starts=("<|CHATBOT_TOKEN|>",),
+    content_tags=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    call_starts=("<|START_ACTION|>",),
+    special_tokens=True,
 )
-COMMAND4: Final = replace(COMMAND3, wrapping=("<|START_TEXT|>", "<|END_TEXT|>"))
+COMMAND4: Final = replace(COMMAND3, content_tags=("<|START_TEXT|>", "<|END_TEXT|>"))
 
-
-# DeepSeek: R1 and its distillations, which always think, and V3.1 on, whose template says whether they do.
-
-_TURNS: Final = (
-    "<｜Assistant｜>",
-    "<｜tool▁outputs▁end｜>",
-    "<｜tool▁output▁end｜>",
-    "<|im_start|>assistant",  # QwQ, which is read as R1 is
+# DeepSeek V3.1 on: the template opens or closes the reasoning. R1, its distillations and QwQ (ChatML) always reason.
+V3: Final = TaggedFormat(
+    turn_starts=("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>", "<|im_start|>assistant"),
+    call_starts=(
+        "<｜tool▁calls▁begin｜>",
+        "<｜DSML｜function_calls>",
+        "<｜DSML｜tool_calls>",
+        "<｜DSML｜ calls>",
+    ),
 )
-_CALLS: Final = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜DSML｜function_calls>",
-    "<｜DSML｜tool_calls>",
-    "<｜DSML｜ calls>",
+R1: Final = replace(V3, starts_thinking=True)
+
+# ERNIE 4.5 Thinking: the answer may be tagged, too.
+ERNIE45: Final = TaggedFormat(
+    starts_thinking=True,
+    turn_starts=("<|im_start|>assistant", "\nAssistant: "),
+    content_tags=("<response>", "</response>"),
+    call_starts=_JSON_CALLS,
 )
 
-R1: Final = TaggedFormat(unasked=True, turns=_TURNS, calls=_CALLS)
-V3: Final = TaggedFormat(turns=_TURNS, calls=_CALLS)
-
-
-# Gemma 4: a channel of special tokens holds the thinking.
-#
-# After the results of tools the model goes on in the same turn.
-
+# Gemma 4: a channel of special tokens. After tool results the model continues the same turn.
 GEMMA4: Final = TaggedFormat(
     starts=("<|channel>thought",),
     ends=("<channel|>",),
-    turns=("<|turn>model", "<tool_response|>"),
-    calls=("<|tool_call>",),
-    control=True,
+    turn_starts=("<|turn>model", "<tool_response|>"),
+    call_starts=("<|tool_call>",),
+    special_tokens=True,
 )
 
-
-# GLM-4.5 and later, which think unless the template shows an empty thinking; Ling 3 writes as they do.
-
+# GLM 4.5 and later, and Ling 3: reason unless the template inserts an empty reasoning block.
 GLM45: Final = TaggedFormat(
-    turns=("<|assistant|>", "<role>ASSISTANT</role>", "<|im_start|>assistant"), calls=("<tool_call>",)
+    turn_starts=("<|assistant|>", "<role>ASSISTANT</role>", "<|im_start|>assistant"), call_starts=("<tool_call>",)
 )
 
+# IBM Granite: 3.2 marks reasoning and response in words, 3.3 has tags for both, 4.2 for the reasoning only.
+GRANITE: Final = TaggedFormat(
+    starts=("Here is my thought process:", "Here's my thought process:", "<think>"),
+    ends=("Here is my response:", "Here's my response:", "</think>"),
+    turn_starts=("<|end_of_role|>",),
+    content_tags=("<response>", "</response>"),
+    call_starts=("<|tool_call|>",),
+)
+GRANITE_THINKING: Final = TaggedFormat(turn_starts=GRANITE.turn_starts, call_starts=_XML_CALLS)
 
-# Hunyuan A13B, which puts its answer between tags too, and Hy3, whose published weights have tags of their own.
+# Holo2: reasons unless the template closes the reasoning.
+HOLO2: Final = TaggedFormat(starts_thinking=True, call_starts=_JSON_CALLS)
 
-_TURNS_HUNYUAN: Final = ("<|extra_0|>", "<｜hy_Assistant｜>")
-
-HUNYUAN_A13B: Final = TaggedFormat(turns=_TURNS_HUNYUAN, wrapping=("<answer>", "</answer>"))
+# Hunyuan A13B: tagged answers. Hy3: the published weights use tags of their own.
+HUNYUAN_A13B: Final = TaggedFormat(
+    turn_starts=("<|extra_0|>", "<｜hy_Assistant｜>"), content_tags=("<answer>", "</answer>")
+)
 HY_V3: Final = TaggedFormat(
-    starts=("<think>", "<think:opensource>"), ends=("</think>", "</think:opensource>"), turns=_TURNS_HUNYUAN
+    starts=("<think>", "<think:opensource>"),
+    ends=("</think>", "</think:opensource>"),
+    turn_starts=HUNYUAN_A13B.turn_starts,
 )
 
-
-# K2 Horizon, which has tags for each of three efforts of thinking.
-
-_EFFORTS: Final = ("think", "think_fast", "think_faster")
-
+# K2 Horizon: a tag for each of three reasoning efforts.
 K2_HORIZON: Final = TaggedFormat(
-    starts=tuple(f"<ifm|{effort}>" for effort in _EFFORTS),
-    ends=tuple(f"</ifm|{effort}>" for effort in _EFFORTS),
-    calls=("<ifm|tool_calls>",),
+    starts=("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>"),
+    ends=("</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>"),
+    call_starts=("<ifm|tool_calls>",),
 )
 
-
-# Kimi K2, thinking, and K2.5.
-
+# Kimi K2 Thinking and K2.5.
 KIMI_K2: Final = TaggedFormat(
-    turns=("<|im_assistant|>assistant<|im_middle|>",), calls=("<|tool_calls_section_begin|>",)
+    turn_starts=("<|im_assistant|>assistant<|im_middle|>",), call_starts=("<|tool_calls_section_begin|>",)
 )
 
-
-# Kimi K3: elements of special tokens hold the thinking and the answer; what closes the message is no content.
-
+# Kimi K3: XML-like elements of special tokens around reasoning and answer; the message's closing tag is dropped.
 KIMI_K3: Final = TaggedFormat(
     starts=("<|open|>think<|sep|>",),
     ends=("<|close|>think<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-    turns=('<|open|>message role="assistant"<|sep|>',),
-    wrapping=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
-    calls=("<|open|>tools<|sep|>",),
-    control=True,
+    turn_starts=('<|open|>message role="assistant"<|sep|>',),
+    content_tags=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    call_starts=("<|open|>tools<|sep|>",),
+    special_tokens=True,
 )
 
-
-# MiniMax M2: the template opens the thinking. The second format leaves it in the content, with its start put back.
-
+# MiniMax M2: the template opens the reasoning. M3: the template opens or closes it, or leaves it to the model.
 MINIMAX_M2: Final = TaggedFormat(
-    unasked=True, turns=("]~b]ai",), calls=("<minimax:tool_call>\n<invoke", "<minimax:tool_call><invoke")
+    starts_thinking=True,
+    turn_starts=("]~b]ai",),
+    call_starts=("<minimax:tool_call>\n<invoke", "<minimax:tool_call><invoke"),
 )
+MINIMAX_M3: Final = TaggedFormat(
+    starts=("<mm:think>",),
+    ends=("</mm:think>",),
+    turn_starts=("]~b]ai",),
+    call_starts=("]<]minimax[>[<tool_call>",),
+)
+
+# Mistral's reasoning models (Magistral, Ministral): special tokens.
+MISTRAL: Final = TaggedFormat(
+    starts=("[THINK]",),
+    ends=("[/THINK]",),
+    turn_starts=("[/INST]", "[/TOOL_RESULTS]"),
+    call_starts=("[TOOL_CALLS]",),
+    special_tokens=True,
+)
+
+# OLMo 3 Think: the template opens the reasoning; the tags are ordinary text.
+OLMO3: Final = TaggedFormat()
+
+# Poolside Laguna: the template opens or closes the reasoning.
+POOLSIDE_V1: Final = TaggedFormat(turn_starts=("<assistant>",), call_starts=("<tool_call>",))
+
+# Qwen3 and later, MiMo, Nemotron 3: templates of reasoning-only models open the reasoning.
+QWEN3: Final = TaggedFormat(call_starts=(*_JSON_CALLS, *_XML_CALLS))
+
+# Seed-OSS: its notes on the thinking budget are part of the reasoning.
+SEED_OSS: Final = TaggedFormat(
+    starts=("<seed:think>",),
+    ends=("</seed:think>",),
+    turn_starts=("<seed:bos>assistant",),
+    call_starts=("<seed:tool_call>\n<function=", "<seed:tool_call><function="),
+)
+
+# Step3 and Step 3.5.
+STEP3: Final = TaggedFormat(
+    starts_thinking=True, turn_starts=("<|BOT|>assistant",), call_starts=("<｜tool_calls_begin｜>",)
+)
+STEP3P5: Final = TaggedFormat(starts_thinking=True, call_starts=_XML_CALLS)
 
 
 class AppendThink:
-    """Thinking as content: what clients want that show it to the model again, as MiniMax M2 likes it."""
+    """MiniMax M2 with the reasoning left in the content and its start tag restored, for clients that send it back."""
 
     starts: tuple[str, ...] = MINIMAX_M2.starts
     ends: tuple[str, ...] = MINIMAX_M2.ends
 
     def thinks(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within the thinking."""
         return MINIMAX_M2.thinks(prompt)
 
     def parser(self, prompt: str) -> Parser:
-        """A reader that takes everything for content."""
-        return AllContent("<think>" if self.thinks(prompt) else "")
+        return PlainParser("<think>" if self.thinks(prompt) else "")
 
 
 APPEND_THINK: Final = AppendThink()
 
 
-# MiniMax M3: the template opens or closes the thinking, or leaves it to the model.
+class Identity:
+    """No reasoning: all text is content."""
 
-MINIMAX_M3: Final = TaggedFormat(
-    starts=("<mm:think>",), ends=("</mm:think>",), turns=("]~b]ai",), calls=("]<]minimax[>[<tool_call>",)
-)
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
 
+    def thinks(self, _prompt: str) -> bool:
+        return False
 
-# Mistral's reasoning models (Magistral, Ministral): special tokens open and close the thinking.
-
-MISTRAL: Final = TaggedFormat(
-    starts=("[THINK]",),
-    ends=("[/THINK]",),
-    turns=("[/INST]", "[/TOOL_RESULTS]"),
-    calls=("[TOOL_CALLS]",),
-    control=True,
-)
+    def parser(self, _prompt: str) -> Parser:
+        return PlainParser()
 
 
-# Olmo 3 Think: the template opens the thinking; the tags are ordinary text.
-
-OLMO3: Final = TaggedFormat()
-
-
-# Poolside's Laguna: the template opens or closes the thinking.
-
-POOLSIDE_V1: Final = TaggedFormat(turns=("<assistant>",), calls=("<tool_call>",))
-
-
-# Seed-OSS. Its remarks on the thinking budget stand within the thinking and are part of it.
-
-SEED_OSS: Final = TaggedFormat(
-    starts=("<seed:think>",),
-    ends=("</seed:think>",),
-    turns=("<seed:bos>assistant",),
-    calls=("<seed:tool_call>\n<function=", "<seed:tool_call><function="),
-)
-
-
-# Texts with which tool calls begin, for formats in which a call ends the thinking.
-#
-# Models quote the tags of their instructions while they think: only a tag with what follows it in a call is a call.
-
-JSON_CALLS: Final = ("<tool_call>\n{", "<tool_call>{")
-XML_CALLS: Final = ("<tool_call>\n<function=", "<tool_call><function=")
-
-
-# ERNIE 4.5, thinking: the template opens the thinking; the answer may stand between tags too.
-
-ERNIE45: Final = TaggedFormat(
-    unasked=True,
-    turns=("<|im_start|>assistant", "\nAssistant: "),
-    wrapping=("<response>", "</response>"),
-    calls=JSON_CALLS,
-)
-
-
-# IBM Granite: 3.2 says in words where its thinking and its response begin, 3.3 has tags for both, 4.2 for thinking.
-
-_TURNS_GRANITE: Final = ("<|end_of_role|>",)
-
-GRANITE: Final = TaggedFormat(
-    starts=("Here is my thought process:", "Here's my thought process:", "<think>"),
-    ends=("Here is my response:", "Here's my response:", "</think>"),
-    turns=_TURNS_GRANITE,
-    wrapping=("<response>", "</response>"),
-    calls=("<|tool_call|>",),
-)
-THINKING: Final = TaggedFormat(turns=_TURNS_GRANITE, calls=XML_CALLS)
-
-
-# Holo2, which always thinks unless the template shows that the thinking is over.
-
-HOLO2: Final = TaggedFormat(unasked=True, calls=JSON_CALLS)
-
-
-# Qwen3 and its successors, and others that write as they do: MiMo, Nemotron 3.
-#
-# Those that only think have a template that opens the thinking.
-
-QWEN3: Final = TaggedFormat(calls=(*JSON_CALLS, *XML_CALLS))
-
-
-# Step3 and 3.5: the template opens the thinking.
-
-STEP3: Final = TaggedFormat(unasked=True, turns=("<|BOT|>assistant",), calls=("<｜tool_calls_begin｜>",))
-STEP3P5: Final = TaggedFormat(unasked=True, calls=XML_CALLS)
+IDENTITY: Final = Identity()

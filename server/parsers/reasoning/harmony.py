@@ -1,8 +1,8 @@
-"""Harmony, the format of gpt-oss: an answer is several messages, each with a header that names its channel.
+"""Harmony, the format of gpt-oss: an output is a sequence of messages, each with a header that names its channel.
 
-<|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>final<|message|>text for the user
+<|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text for the user
 
-The first header lacks its <|start|>assistant, with which the prompt ends.
+The first header lacks <|start|>assistant, since the prompt ends with it.
 """
 
 from __future__ import annotations
@@ -13,64 +13,58 @@ from typing import Final, Literal
 from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.parser import Content, Event, Parser, Reasoning
 
-_TURN: Final = "<|start|>assistant"
+_START: Final = "<|start|>assistant"
 _MESSAGE: Final = "<|message|>"
-_HEADERS: Final = ("<|start|>", "<|channel|>", " to=")
-"""What a header begins with; the last: a recipient right after the role."""
-_ENDS: Final = DelimiterSet(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
-"""What ends a message: its own end, or the header of the next."""
-_LONGEST_HEADER: Final = 512
-"""Characters. What goes on longer is text."""
+_HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")  # the last: a recipient right after the role
+_MESSAGE_ENDS: Final = DelimiterSet(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
+_MAX_HEADER: Final = 512  # characters; a longer header is treated as text
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w*)")
 
-Kind = Literal["thinking", "other"]
+Kind = Literal["reasoning", "other"]
 
 
-class HarmonyFormat:
-    """The analysis channel is thinking. Content keeps the markup of the other channels, which may be tool calls."""
+class HarmonyReasoning:
+    """The analysis channel is reasoning. The other channels, which may be tool calls, stay in the content as markup."""
 
     starts: tuple[str, ...] = ("<|channel|>analysis<|message|>",)
     ends: tuple[str, ...] = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
 
     def thinks(self, prompt: str) -> bool:
-        """Always, unless the prompt has begun the final message itself."""
-        own = prompt.rpartition(_TURN)[2] if _TURN in prompt else ""
-        return not any(end in own for end in self.ends)
+        """Return False only if the prompt already starts the final message."""
+        turn = prompt.rpartition(_START)[2] if _START in prompt else ""
+        return not any(end in turn for end in self.ends)
 
     def parser(self, prompt: str) -> Parser:
-        """A reader that tells thinking from the other channels, whose text it leaves as it is."""
-        return Channels(raw=True, within=not self.thinks(prompt))
+        return HarmonyParser(keep_markup=True, in_message=not self.thinks(prompt))
 
     def plain(self) -> Parser:
-        """A reader that leaves only the text of the channels."""
-        return Channels(raw=False)
+        """Return a parser that emits the text of all channels without markup."""
+        return HarmonyParser(keep_markup=False)
 
 
-class Channels:
-    """Reads headers and messages in turn. `within`: the header is over.
+class HarmonyParser:
+    """Parses headers and messages alternately.
 
-    `raw`: other channels keep their markup, and so does what is said to a tool on the analysis channel.
+    `keep_markup`: emit messages of other channels, and messages to a tool on the analysis channel, with their markup.
     """
 
-    __slots__ = ("_in_header", "_kind", "_raw", "_said", "_unread")
+    __slots__ = ("_in_header", "_keep_markup", "_kind", "_seen", "_unread")
 
-    def __init__(self, *, raw: bool, within: bool = False) -> None:
-        self._raw = raw
-        self._in_header = not within
+    def __init__(self, *, keep_markup: bool, in_message: bool = False) -> None:
+        self._keep_markup = keep_markup
+        self._in_header = not in_message
         self._kind: Kind = "other"
-        self._said: set[Kind] = set()  # kinds of which there was a message: the next begins on a new line
+        self._seen: set[Kind] = set()  # kinds with a message so far: the next one starts on a new line
         self._unread = ""
 
     def feed(self, text: str) -> list[Event]:
-        """What can be said now."""
         self._unread += text
-        return self._read(False)
+        return self._run(False)
 
     def finish(self) -> list[Event]:
-        """What was kept back. A header without a message says nothing."""
-        return self._read(True)
+        return self._run(True)
 
-    def _read(self, final: bool) -> list[Event]:
+    def _run(self, final: bool) -> list[Event]:
         events: list[Event] = []
         while True:
             was_in_header = self._in_header
@@ -80,49 +74,50 @@ class Channels:
 
     def _header(self, final: bool) -> list[Event]:
         text = self._unread
-        opening = next((each for each in _HEADERS if text.startswith(each)), "")
-        if not opening:
-            if text and (final or not any(each.startswith(text) for each in _HEADERS)):
+        start = next((each for each in _HEADER_STARTS if text.startswith(each)), "")
+        if not start:
+            if text and (final or not any(each.startswith(text) for each in _HEADER_STARTS)):
                 self._in_header, self._kind = False, "other"
             return []
-        at = text.find(_MESSAGE, 0, _LONGEST_HEADER)
-        if at >= 0:
-            end = at + len(_MESSAGE)
-            return self._opened(text[:end], text[end:])
-        if len(text) >= _LONGEST_HEADER:
+        position = text.find(_MESSAGE, 0, _MAX_HEADER)
+        if position >= 0:
+            end = position + len(_MESSAGE)
+            return self._start_message(text[:end], text[end:])
+        if len(text) >= _MAX_HEADER:
             self._in_header, self._kind = False, "other"
-            self._unread = text[len(opening) :]
-            return [Content(opening)] if self._raw else []
+            self._unread = text[len(start) :]
+            return [Content(start)] if self._keep_markup else []
         if not final:
             return []
-        self._unread = ""
-        return [Content(text)] if self._raw else []
+        self._unread = ""  # a header without a message
+        return [Content(text)] if self._keep_markup else []
 
-    def _opened(self, header: str, rest: str) -> list[Event]:
-        found = _CHANNEL.search(header)
-        thinking = found is not None and found[1] == "analysis" and not (self._raw and " to=" in header)
-        self._kind = "thinking" if thinking else "other"
+    def _start_message(self, header: str, rest: str) -> list[Event]:
+        channel = _CHANNEL.search(header)
+        is_analysis = channel is not None and channel[1] == "analysis"
+        is_reasoning = is_analysis and not (self._keep_markup and " to=" in header)
+        self._kind = "reasoning" if is_reasoning else "other"
         self._in_header, self._unread = False, rest
-        if self._raw and not thinking:
-            whole = header if header.startswith(("<|start|>", "<|channel|>")) else _TURN + header
-            return [Content(whole)]
-        again = self._kind in self._said
-        self._said.add(self._kind)
-        return [self._event("\n")] if again else []
+        if self._keep_markup and not is_reasoning:
+            complete = header.startswith(("<|start|>", "<|channel|>"))
+            return [Content(header if complete else _START + header)]
+        is_first = self._kind not in self._seen
+        self._seen.add(self._kind)
+        return [] if is_first else [self._event("\n")]
 
     def _message(self, final: bool) -> list[Event]:
-        text, end, rest = _ENDS.split(self._unread, final=final)
+        text, end, rest = _MESSAGE_ENDS.split(self._unread, final=final)
         self._unread = rest
         if end:
             self._in_header = True
-            if end in _HEADERS:
+            if end in _HEADER_STARTS:
                 self._unread = end + rest
-            elif self._raw and self._kind == "other":
+            elif self._keep_markup and self._kind == "other":
                 text += end
         return [self._event(text)] if text else []
 
     def _event(self, text: str) -> Event:
-        return Reasoning(text) if self._kind == "thinking" else Content(text)
+        return Reasoning(text) if self._kind == "reasoning" else Content(text)
 
 
-HARMONY: Final = HarmonyFormat()
+HARMONY: Final = HarmonyReasoning()

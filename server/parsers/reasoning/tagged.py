@@ -1,4 +1,4 @@
-"""Thinking between an opening and a closing text, at the beginning of an answer: what nearly all formats do."""
+"""Reasoning between a start and an end tag at the beginning of the output: the common case."""
 
 from __future__ import annotations
 
@@ -10,88 +10,84 @@ from typing import Final
 from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.parser import Content, Event, Parser, Reasoning
 
-_THINK: Final = ("<think>",)
-_THINK_END: Final = ("</think>",)
-
 MAX_SPACE: Final = 256
-"""Characters of white space that belong to a tag; more than that is text, so that no answer is kept back for long."""
+"""Maximum number of white-space characters stripped around a tag; bounds how much text is buffered."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedFormat:
-    """Thinking from one of `starts` to one of `ends`. White space around either belongs to the markup.
+    """Reasoning from one of `starts` to one of `ends`, with white space around both tags stripped.
 
-    `unasked`: the answer begins within the thinking unless the prompt says otherwise; models whose template opens the
-    thinking often leave its start out. `turns`: texts after which a prompt holds what the model itself begins with.
-    `wrapping`: texts around the content after it, which some models write too. `calls`: texts with which tool calls
-    begin; models that call tools without having ended their thinking have ended it. `control`: the tags are tokens
-    that nobody writes as text, so they mean what they say in the middle of content, too.
-
-    Else only an answer that begins with the start thinks: a start in the middle of content is content. A start right
-    after an end goes on with the thinking; an end where nothing was begun is left out.
+    A start tag counts only at the beginning of the output or right after an end tag (which resumes the reasoning); in
+    the middle of content it is content. An end tag without a start is dropped.
     """
 
-    starts: tuple[str, ...] = _THINK
-    ends: tuple[str, ...] = _THINK_END
-    unasked: bool = False
-    turns: tuple[str, ...] = ("<|im_start|>assistant",)
-    wrapping: tuple[str, str] | None = None
-    calls: tuple[str, ...] = ()
-    control: bool = False
+    starts: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    starts_thinking: bool = False  # output starts inside the reasoning unless the prompt closed it
+    turn_starts: tuple[str, ...] = ("<|im_start|>assistant",)  # what opens the assistant turn in the prompt
+    content_tags: tuple[str, str] | None = None  # optional tags around the content, stripped
+    call_starts: tuple[str, ...] = ()  # a tool call that starts with one of these also ends the reasoning
+    special_tokens: bool = False  # the tags are special tokens, so they count in the middle of content, too
 
     def thinks(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within the thinking.
+        """Return whether output for this prompt starts inside the reasoning.
 
-        The model's own turn in the prompt decides, if it has begun it: with thinking, or with content to go on with.
-        Where no turn can be told, as under a template that is not the model's, only a tag at the very end counts: a
-        user may write tags too.
+        Decided by what the prompt contains of the assistant turn. If no turn start is recognized (a template of
+        another model), only a tag at the very end of the prompt counts, since users may write tags.
         """
-        begun = max((prompt.rfind(turn) + len(turn) for turn in self.turns if turn in prompt), default=-1)
-        own = prompt[begun:].strip() if begun >= 0 else self._last_tag(prompt.rstrip())
-        if not own:
-            return self.unasked
-        return own.startswith(self.starts) and not any(end in own for end in self.ends)
+        start = max((prompt.rfind(turn) + len(turn) for turn in self.turn_starts if turn in prompt), default=-1)
+        turn = prompt[start:].strip() if start >= 0 else self._last_tag(prompt.rstrip())
+        if not turn:
+            return self.starts_thinking
+        return turn.startswith(self.starts) and not any(end in turn for end in self.ends)
 
     def _last_tag(self, prompt: str) -> str:
         return next((tag for tag in (*self.starts, *self.ends) if prompt.endswith(tag)), "")
 
     def parser(self, prompt: str) -> Parser:
-        """A reader that tells thinking from content."""
         return TaggedParser(self, self.thinks(prompt))
 
 
 @cache
-def _marks(texts: tuple[str, ...]) -> DelimiterSet:
-    """Made once for all answers of a format."""
+def _delimiters(texts: tuple[str, ...]) -> DelimiterSet:
     return DelimiterSet(texts)
 
 
 class TaggedParser:
-    """The reader of one answer: a state reads what it can of the unread text, and names the state that goes on."""
+    """State machine for one output. Each state consumes what it can of the unread text and sets the next state."""
 
-    __slots__ = ("_ends", "_format", "_said", "_state", "_tags", "_thinking", "_thought", "_unread", "_unwrap")
+    __slots__ = (
+        "_content_end",
+        "_ends",
+        "_format",
+        "_has_reasoning",
+        "_has_text",
+        "_starts_thinking",
+        "_state",
+        "_tags",
+        "_unread",
+    )
 
-    def __init__(self, format: TaggedFormat, thinking: bool) -> None:
+    def __init__(self, format: TaggedFormat, starts_thinking: bool) -> None:
         self._format = format
-        self._thinking = thinking
-        self._ends = _marks((*format.ends, *format.calls))
-        self._tags = _marks((*format.starts, *format.ends) if format.control else ())
-        self._unwrap = _marks(format.wrapping[1:] if format.wrapping else ())
+        self._starts_thinking = starts_thinking
+        self._ends = _delimiters((*format.ends, *format.call_starts))
+        self._tags = _delimiters((*format.starts, *format.ends) if format.special_tokens else ())
+        self._content_end = _delimiters(format.content_tags[1:] if format.content_tags else ())
         self._unread = ""
-        self._said = False  # some of the text between the present tags was not white space
-        self._thought = False  # there was thinking before: more of it begins on a new line
+        self._has_text = False  # text other than white space was emitted since the last tag
+        self._has_reasoning = False  # reasoning was emitted before; more of it starts on a new line
         self._state: Callable[[bool], list[Event]] = self._before
 
     def feed(self, text: str) -> list[Event]:
-        """What can be said now."""
         self._unread += text
-        return self._read(False)
+        return self._run(False)
 
     def finish(self) -> list[Event]:
-        """What was kept back."""
-        return self._read(True)
+        return self._run(True)
 
-    def _read(self, final: bool) -> list[Event]:
+    def _run(self, final: bool) -> list[Event]:
         events: list[Event] = []
         while True:
             state, length = self._state, len(self._unread)
@@ -100,137 +96,113 @@ class TaggedParser:
                 return events
 
     def _before(self, final: bool) -> list[Event]:
-        """Nothing but white space was said: the start of the thinking may come, or a needless end."""
+        """At the beginning: expect a start tag or a superfluous end tag."""
         format = self._format
-        opening = self._opening(format.starts if self._thinking else (*format.starts, *format.ends), final)
-        if opening is None:
+        tag = self._next_tag(format.starts if self._starts_thinking else (*format.starts, *format.ends), final)
+        if tag is None:
             return []
-        if opening in format.ends:
-            self._skip(opening)
+        if tag in format.ends:
+            self._skip(tag)
             self._state = self._after
-        elif opening or self._thinking:
-            self._skip(opening)
-            self._state = self._within
+        elif tag or self._starts_thinking:
+            self._skip(tag)
+            self._state = self._reasoning
         else:
-            self._state = self._after_nothing
+            self._state = self._before_content
         return []
 
-    def _within(self, final: bool) -> list[Event]:
-        """Thinking."""
-        return self._between(self._ends, Reasoning, self._after, final)
+    def _reasoning(self, final: bool) -> list[Event]:
+        return self._text_until(self._ends, Reasoning, self._after, final)
 
-    def _after_nothing(self, final: bool) -> list[Event]:
-        """Content, if not what wraps it, begins here; it has not been thought before."""
-        wrapping = self._format.wrapping
-        opening = self._opening(wrapping[:1] if wrapping else (), final)
-        if opening is None:
+    def _before_content(self, final: bool) -> list[Event]:
+        """No reasoning: expect content or its opening tag."""
+        tags = self._format.content_tags
+        tag = self._next_tag(tags[:1] if tags else (), final)
+        if tag is None:
             return []
-        if opening:
-            self._skip(opening)
-        self._state = self._wrapped if opening else self._content
+        if tag:
+            self._skip(tag)
+        self._state = self._tagged_content if tag else self._content
         return []
 
     def _after(self, final: bool) -> list[Event]:
-        """The thinking has ended. It may go on at once, or be ended again."""
-        starts, ends, wrapping = self._format.starts, self._format.ends, self._format.wrapping
-        opening = self._opening((*starts, *ends, *(wrapping[:1] if wrapping else ())), final)
-        if opening is None:
+        """After an end tag: reasoning may resume or be closed again, else content follows."""
+        starts, ends, content_tags = self._format.starts, self._format.ends, self._format.content_tags
+        tag = self._next_tag((*starts, *ends, *(content_tags[:1] if content_tags else ())), final)
+        if tag is None:
             return []
-        self._skip(opening)
-        if opening in starts:
-            self._state = self._within
-        elif opening not in ends:
-            self._state = self._wrapped if opening else self._content
+        self._skip(tag)
+        if tag in starts:
+            self._state = self._reasoning
+        elif tag not in ends:
+            self._state = self._tagged_content if tag else self._content
         return []
 
-    def _wrapped(self, final: bool) -> list[Event]:
-        """Content within its wrapping."""
-        return self._between(self._unwrap, Content, self._content, final)
+    def _tagged_content(self, final: bool) -> list[Event]:
+        return self._text_until(self._content_end, Content, self._content, final)
 
-    def _between(
+    def _text_until(
         self,
         ends: DelimiterSet,
         kind: type[Content] | type[Reasoning],
         then: Callable[[bool], list[Event]],
         final: bool,
     ) -> list[Event]:
-        """Text up to one of `ends`, without the white space around it, which is kept back until other text follows."""
+        """Emit text up to one of `ends`, stripped. Trailing white space is buffered until other text follows."""
         text, end, rest = ends.split(self._unread, final=final)
-        text = text if self._said else text.lstrip()
-        shown = text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
-        again = kind is Reasoning and self._thought and not self._said
-        self._thought = self._thought or (kind is Reasoning and bool(shown))
+        text = text if self._has_text else text.lstrip()
+        emitted = text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
+        resumes = kind is Reasoning and self._has_reasoning and not self._has_text
+        self._has_reasoning = self._has_reasoning or (kind is Reasoning and bool(emitted))
         if end:
-            self._unread, self._state, self._said = (end if end in self._format.calls else "") + rest, then, False
+            self._unread = (end if end in self._format.call_starts else "") + rest
+            self._state, self._has_text = then, False
         else:
-            self._unread = ("" if final else text[len(shown) :]) + rest
-            self._said = self._said or bool(shown)
-        return [kind("\n" + shown if again else shown)] if shown else []
+            self._unread = ("" if final else text[len(emitted) :]) + rest
+            self._has_text = self._has_text or bool(emitted)
+        return [kind("\n" + emitted if resumes else emitted)] if emitted else []
 
     def _content(self, final: bool) -> list[Event]:
-        """Plain content: to the end, if no tag can be told from text."""
+        """Emit content: up to the next tag if tags are special tokens, else all of it."""
         text, tag = self._unread, ""
         self._unread = ""
-        if self._format.control:
+        if self._format.special_tokens:
             text, tag, self._unread = self._tags.split(text, final=final)
         if tag:
-            self._state = self._within if tag in self._format.starts else self._after
+            self._state = self._reasoning if tag in self._format.starts else self._after
         return [Content(text)] if text else []
 
-    def _opening(self, openings: tuple[str, ...], final: bool) -> str | None:
-        """The one of `openings` that comes next, after white space; "": none of them; None: not known yet."""
+    def _next_tag(self, tags: tuple[str, ...], final: bool) -> str | None:
+        """Return which of `tags` follows after white space; "": none of them; None: undecided, needs more text."""
         text = self._unread.lstrip()
         if len(self._unread) - len(text) > MAX_SPACE:
             return ""
-        found = next((opening for opening in openings if text.startswith(opening)), None)
-        if found is not None:
-            return found
-        if not final and (not text or any(opening.startswith(text) for opening in openings)):
+        tag = next((tag for tag in tags if text.startswith(tag)), None)
+        if tag is not None:
+            return tag
+        if not final and (not text or any(tag.startswith(text) for tag in tags)):
             return None
         return ""
 
-    def _skip(self, opening: str) -> None:
-        """Leave out the white space that comes next, and `opening` after it."""
+    def _skip(self, tag: str) -> None:
+        """Drop the next white space and `tag`."""
         space = len(self._unread) - len(self._unread.lstrip())
-        self._unread = self._unread[min(space, MAX_SPACE) + len(opening) :]
+        self._unread = self._unread[min(space, MAX_SPACE) + len(tag) :]
 
 
-# No format: all text is content.
+class PlainParser:
+    """Emits all text as content, after `prefix`."""
 
+    __slots__ = ("_prefix",)
 
-class Identity:
-    """Finds no thinking."""
-
-    starts: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
-
-    def thinks(self, _prompt: str) -> bool:
-        """Never."""
-        return False
-
-    def parser(self, _prompt: str) -> AllContent:
-        """A reader that passes everything on."""
-        return AllContent()
-
-
-class AllContent:
-    """Gives what it is fed, with `before` before it."""
-
-    __slots__ = ("_before",)
-
-    def __init__(self, before: str = "") -> None:
-        self._before = before
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
 
     def feed(self, text: str) -> list[Event]:
-        """The text."""
         if not text:
             return []
-        text, self._before = self._before + text, ""
+        text, self._prefix = self._prefix + text, ""
         return [Content(text)]
 
     def finish(self) -> list[Event]:
-        """Nothing was kept back."""
         return []
-
-
-IDENTITY: Final = Identity()

@@ -1,1 +1,1 @@
-"""Tool call formats, one per file."""
+"""Parsers of tool calls."""

@@ -1,6 +1,6 @@
-"""Answers that must be calls: what `tool_choice` asks for, as JSON schemas, and the readers of what is made under them.
+"""Outputs that must be tool calls (`tool_choice`): their JSON schemas, and parsers of outputs that follow them.
 
-`required`: [{"name": ..., "parameters": {...}}, ...]. A named tool: its arguments, and nothing else.
+"required": [{"name": ..., "parameters": {...}}, ...]. A named tool: the JSON object of its arguments alone.
 """
 
 from __future__ import annotations
@@ -14,113 +14,115 @@ from pagoda.common.errors import RequestError
 from pagoda.server.parsers.parser import Parser, Tool
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.formats import json_calls
-from pagoda.server.parsers.tool.machine import Machine, ParserOutput, tried
-from pagoda.server.parsers.tool.scanner import Reading, Scanner
+from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput, try_calls
+from pagoda.server.parsers.tool.scanner import Scan, Scanner
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-_DATA: Final = ("const", "enum", "default", "examples")
-"""Keywords whose values are data, in which "$ref" is a key like any other."""
-_NAMES: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords whose values are schemas by name."""
+_DATA_KEYWORDS: Final = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, where "$ref" is an ordinary key."""
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose values map names to schemas."""
 
 
 def schema_of_named(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of an answer that is the arguments of `tool`."""
+    """Return the JSON schema of the arguments of `tool`."""
     if not tool.parameters:
         return dict(_NO_ARGUMENTS)
     return {"type": "object", **tool.parameters}
 
 
-def schema_of_call(tools: Sequence[Tool], name: str, arguments: str) -> dict[str, Any]:
-    """The JSON schema of one call of these tools, with those keys.
+def schema_of_call(tools: Sequence[Tool], name_key: str, arguments_key: str) -> dict[str, Any]:
+    """Return the JSON schema of one call of any of `tools`, as an object with the two keys.
 
-    Raises RequestError for schemas nested too deeply.
+    Raise RequestError for schemas nested too deeply.
     """
-    kept: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     try:
-        shapes = [
+        schemas = [
             {
                 "type": "object",
-                "properties": {name: {"const": tool.name}, arguments: _placed(tool, f"tool_{index}", kept)},
-                "required": [name, arguments],
+                "properties": {
+                    name_key: {"const": tool.name},
+                    arguments_key: _arguments_schema(tool, f"tool_{index}", definitions),
+                },
+                "required": [name_key, arguments_key],
                 "additionalProperties": False,
             }
             for index, tool in enumerate(tools)
         ]
     except RecursionError:
         raise RequestError("tools", "the schema of a tool's parameters is nested too deeply") from None
-    return (shapes[0] if len(shapes) == 1 else {"anyOf": shapes}) | ({"$defs": kept} if kept else {})
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return schema | ({"$defs": definitions} if definitions else {})
 
 
 def schema_of_required(tools: Sequence[Tool], *, parallel: bool = True) -> dict[str, Any]:
-    """The JSON schema of an answer that is one call of these tools, or more of them where `parallel`.
+    """Return the JSON schema of a list of one call of `tools`, or of several if `parallel`.
 
-    Raises RequestError as schema_of_call does.
+    Raise RequestError for schemas nested too deeply.
     """
     call = schema_of_call(tools, "name", "parameters")
-    kept = call.pop("$defs", None)
+    definitions = call.pop("$defs", None)
     schema = {"type": "array", "minItems": 1, "items": call}
     if not parallel:
         schema["maxItems"] = 1
-    return schema | ({"$defs": kept} if kept else {})
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def _arguments_schema(tool: Tool, key: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the arguments. One with references to itself is moved to `definitions[key]`."""
+    schema = schema_of_named(tool)
+    moved = _rebase_refs(schema, f"#/$defs/{key}")
+    if moved == schema:
+        return schema
+    definitions[key] = moved
+    return {"$ref": f"#/$defs/{key}"}
+
+
+def _rebase_refs(schema: Any, root: str, named_schemas: bool = False) -> Any:
+    """Return the schema with its references rebased to `root`. `named_schemas`: its keys are names of schemas."""
+    if not isinstance(schema, Mapping):
+        return [_rebase_refs(each, root) for each in schema] if isinstance(schema, list) else schema
+    rebased = {}
+    for key, value in schema.items():
+        if named_schemas or key not in ("$ref", *_DATA_KEYWORDS):
+            rebased[key] = _rebase_refs(value, root, key in _NAMED_SCHEMAS and not named_schemas)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            rebased[key] = root + value[1:]
+        else:
+            rebased[key] = value
+    return rebased
 
 
 @dataclass(frozen=True, slots=True)
 class Required:
-    """Reads what was made under `schema_of_required`."""
+    """Format of outputs that follow `schema_of_required`."""
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(_required)
+        return GeneratorParser(_scan_required)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Reads what was made under `schema_of_named`: the arguments of the tool of that name."""
+    """Format of outputs that follow `schema_of_named`: the arguments of the tool `name`."""
 
     name: str
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(partial(_named, name=self.name))
+        return GeneratorParser(partial(_scan_named, name=self.name))
 
 
-def _required(scanner: Scanner, output: ParserOutput) -> Reading[None]:
-    yield from tried(scanner, output, json_calls.calls(scanner, output))
+def _scan_required(scanner: Scanner, output: ParserOutput) -> Scan[None]:
+    yield from try_calls(scanner, output, json_calls.calls(scanner, output))
 
 
-def _named(scanner: Scanner, output: ParserOutput, name: str) -> Reading[None]:
-    yield from tried(scanner, output, _arguments(scanner, output, name))
+def _scan_named(scanner: Scanner, output: ParserOutput, name: str) -> Scan[None]:
+    yield from try_calls(scanner, output, _scan_arguments(scanner, output, name))
 
 
-def _arguments(scanner: Scanner, output: ParserOutput, name: str) -> Reading[None]:
+def _scan_arguments(scanner: Scanner, output: ParserOutput, name: str) -> Scan[None]:
     yield from scanner.space()
     yield from scanner.expect("{")
     output.call(name)
     output.arguments("{")
-    yield from json_text.container(scanner, output.arguments, depth=1)
-
-
-def _placed(tool: Tool, place: str, kept: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments. One that refers to itself goes whole to `kept`, its references following it."""
-    schema = schema_of_named(tool)
-    moved = _moved(schema, f"#/$defs/{place}")
-    if moved == schema:
-        return schema
-    kept[place] = moved
-    return {"$ref": f"#/$defs/{place}"}
-
-
-def _moved(schema: Any, root: str, names: bool = False) -> Any:
-    """The schema, with references from its own root made to start at `root`. `names`: its keys are names of schemas."""
-    if not isinstance(schema, Mapping):
-        return [_moved(each, root) for each in schema] if isinstance(schema, list) else schema
-    moved = {}
-    for key, value in schema.items():
-        if names or key not in ("$ref", *_DATA):
-            moved[key] = _moved(value, root, key in _NAMES and not names)
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = root + value[1:]
-        else:
-            moved[key] = value
-    return moved
+    yield from json_text.copy_container(scanner, output.arguments, depth=1)

@@ -1,7 +1,6 @@
-"""JSON read as it comes: values handed on as they are written, however large, without a look at what they mean.
+"""Streaming JSON scanner: copies values as written, of any size, without building them.
 
-Models make two mistakes that are sure to be ones: raw line breaks in strings, and escapes that JSON does not have.
-They are put right; all else is handed on as it is.
+Repairs two frequent errors of models: raw line breaks in strings, and escapes that JSON does not have.
 """
 
 from __future__ import annotations
@@ -10,40 +9,44 @@ import json
 import re
 from typing import Final
 
-from pagoda.server.parsers.tool.scanner import Ended, Malformed, Reading, Scanner, Sink
+from pagoda.server.parsers.tool.scanner import Ended, Malformed, Scan, Scanner, Sink, TrackingSink
 
 _IN_STRING: Final = re.compile(r'[^"\\\x00-\x1f]*')
 _BETWEEN: Final = re.compile(r'[^"{}\[\]<]*')
 _SCALAR: Final = re.compile(r"[-+.\w]*")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
-_LOST: Final = "\ufffd"
+_REPLACEMENT: Final = "\ufffd"
 _ESCAPES: Final = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
 
 
-def quoted(text: str) -> str:
-    """A JSON string's inside: `text` with what needs it escaped."""
+def escape(text: str) -> str:
+    """Return `text` escaped for a JSON string, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def value(scanner: Scanner, sink: Sink) -> Reading[None]:
-    """Hand on one value. Raises Malformed where none begins, or where `<` stands in one outside of its strings:
-    that is no JSON, but the beginning of what should have come after it."""
+def discard(_text: str) -> None:
+    """Sink that ignores its text."""
+
+
+def copy_value(scanner: Scanner, sink: Sink) -> Scan[None]:
+    """Copy one value to `sink`.
+
+    Raise Malformed if none begins, or at a `<` outside of strings, which starts the markup after a truncated value.
+    """
     match (yield from scanner.peek()):
         case '"':
-            yield from string(scanner, sink)
+            yield from copy_string(scanner, sink)
         case "{" | "[":
-            yield from container(scanner, sink)
+            yield from copy_container(scanner, sink)
         case _:
-            if not (yield from _any_of(scanner, _SCALAR, sink)):
+            tracking = TrackingSink(sink)
+            yield from scanner.run(_SCALAR, tracking)
+            if not tracking.used:
                 raise Malformed
 
 
-def skipped(_text: str) -> None:
-    """The sink of what nobody wants."""
-
-
-def string(scanner: Scanner, sink: Sink) -> Reading[None]:
-    """Hand on one string, quotes included."""
+def copy_string(scanner: Scanner, sink: Sink) -> Scan[None]:
+    """Copy one string to `sink`, including quotes."""
     sink((yield from scanner.expect('"')))
     while True:
         yield from scanner.run(_IN_STRING, sink)
@@ -52,14 +55,14 @@ def string(scanner: Scanner, sink: Sink) -> Reading[None]:
                 sink((yield from scanner.take(1)))
                 return
             case "\\":
-                escape = yield from scanner.take(2)
-                sink(escape if escape[1] == "u" or escape[1] in _ESCAPES else quoted(escape.replace("\\'", "'")))
+                text = yield from scanner.take(2)
+                sink(text if text[1] == "u" or text[1] in _ESCAPES else escape(text.replace("\\'", "'")))
             case _:
-                sink(quoted((yield from scanner.take(1))))
+                sink(escape((yield from scanner.take(1))))
 
 
-def string_value(scanner: Scanner, sink: Sink) -> Reading[None]:
-    """Hand on what one string stands for."""
+def decode_string(scanner: Scanner, sink: Sink) -> Scan[None]:
+    """Copy the decoded value of one string to `sink`."""
     yield from scanner.expect('"')
     while True:
         yield from scanner.run(_IN_STRING, sink)
@@ -68,24 +71,24 @@ def string_value(scanner: Scanner, sink: Sink) -> Reading[None]:
                 yield from scanner.take(1)
                 return
             case "\\":
-                sink((yield from _escaped(scanner)))
+                sink((yield from _unescape(scanner)))
             case _:
                 sink((yield from scanner.take(1)))
 
 
-def short_string(scanner: Scanner) -> Reading[str]:
-    """What one string stands for: a key or a name."""
+def read_string(scanner: Scanner) -> Scan[str]:
+    """Return the decoded value of one string, such as a key or a name."""
     pieces: list[str] = []
-    yield from string_value(scanner, pieces.append)
+    yield from decode_string(scanner, pieces.append)
     return "".join(pieces)
 
 
-def container(scanner: Scanner, sink: Sink, depth: int = 0) -> Reading[None]:
-    """Hand on an object or a list, of which `depth` brackets are open already."""
+def copy_container(scanner: Scanner, sink: Sink, depth: int = 0) -> Scan[None]:
+    """Copy an object or list to `sink`. `depth`: number of brackets that are open already."""
     while True:
         match (yield from scanner.peek()):
             case '"':
-                yield from string(scanner, sink)
+                yield from copy_string(scanner, sink)
             case "{" | "[":
                 depth += 1
                 sink((yield from scanner.take(1)))
@@ -100,24 +103,12 @@ def container(scanner: Scanner, sink: Sink, depth: int = 0) -> Reading[None]:
                 yield from scanner.run(_BETWEEN, sink)
 
 
-def _any_of(scanner: Scanner, characters: re.Pattern[str], sink: Sink) -> Reading[bool]:
-    found = False
-
-    def note(text: str) -> None:
-        nonlocal found
-        found = True
-        sink(text)
-
-    yield from scanner.run(characters, note)
-    return found
-
-
-def _escaped(scanner: Scanner) -> Reading[str]:
-    """What an escape stands for; two that are halves of a character count as one, and a half alone is replaced."""
-    escape = (yield from scanner.take(2))[1]
-    if escape != "u":
-        return _ESCAPES.get(escape, escape)
-    code = yield from _code(scanner)
+def _unescape(scanner: Scanner) -> Scan[str]:
+    """Return the character of an escape or of a surrogate pair; a lone surrogate becomes U+FFFD."""
+    letter = (yield from scanner.take(2))[1]
+    if letter != "u":
+        return _ESCAPES.get(letter, letter)
+    code = yield from _hex_code(scanner)
     if not 0xD800 <= code < 0xDC00:
         return _character(code)
     try:
@@ -125,18 +116,18 @@ def _escaped(scanner: Scanner) -> Reading[str]:
     except Ended:
         raise
     except Malformed:
-        return _LOST
-    low = yield from _code(scanner)
+        return _REPLACEMENT
+    low = yield from _hex_code(scanner)
     if 0xDC00 <= low < 0xE000:
         return chr(0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00))
-    return _LOST + _character(low)
+    return _REPLACEMENT + _character(low)
 
 
 def _character(code: int) -> str:
-    return _LOST if 0xD800 <= code < 0xE000 else chr(code)
+    return _REPLACEMENT if 0xD800 <= code < 0xE000 else chr(code)
 
 
-def _code(scanner: Scanner) -> Reading[int]:
+def _hex_code(scanner: Scanner) -> Scan[int]:
     digits = yield from scanner.take(4)
     if not _HEX.fullmatch(digits):
         raise Malformed

@@ -1,4 +1,4 @@
-"""Python's literals read as they come, and written as JSON. Nothing is evaluated."""
+"""Streaming scanner of Python literals, converted to JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from typing import Final
 
 from pagoda.server.parsers.tool import json_text
-from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner, Sink
+from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner, Sink
 
-DEEPEST: Final = 64
-"""Brackets within brackets."""
+MAX_DEPTH: Final = 64  # of nested brackets
 
 _WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _WORD: Final = re.compile(r"[A-Za-z_]*")
@@ -21,13 +20,13 @@ _HEX: Final = {"x": 2, "u": 4, "U": 8}
 _CLOSING: Final = {"[": "]", "(": ")"}
 
 
-def value(scanner: Scanner, sink: Sink, depth: int = 0) -> Reading[None]:
-    """Hand on one value as JSON. JSON's own literals are values too. Raises Malformed."""
+def copy_value(scanner: Scanner, sink: Sink, depth: int = 0) -> Scan[None]:
+    """Convert one Python or JSON literal to JSON. Raise Malformed if it is neither."""
     match (yield from scanner.peek()):
         case "'" | '"':
             yield from _string(scanner, sink)
         case "[" | "(" | "{":
-            if depth == DEEPEST:
+            if depth == MAX_DEPTH:
                 raise Malformed
             yield from _container(scanner, sink, depth + 1)
         case letter if letter.isalpha():
@@ -39,7 +38,7 @@ def value(scanner: Scanner, sink: Sink, depth: int = 0) -> Reading[None]:
             sink(_number((yield from scanner.run(_NUMBER))))
 
 
-def _container(scanner: Scanner, sink: Sink, depth: int) -> Reading[None]:
+def _container(scanner: Scanner, sink: Sink, depth: int) -> Scan[None]:
     opening = yield from scanner.take(1)
     yield from scanner.space()
     if opening == "{":
@@ -51,17 +50,17 @@ def _container(scanner: Scanner, sink: Sink, depth: int) -> Reading[None]:
         sink("]")
 
 
-def _braces(scanner: Scanner, sink: Sink, depth: int) -> Reading[None]:
-    """A dictionary; or a set, which is a list to JSON. The first colon tells."""
+def _braces(scanner: Scanner, sink: Sink, depth: int) -> Scan[None]:
+    """Convert a dict, or a set to a list; the first colon decides."""
     if (yield from scanner.accept("}")):
         sink("{}")
         return
     first: list[str] = []
-    yield from value(scanner, first.append, depth)
+    yield from copy_value(scanner, first.append, depth)
     yield from scanner.space()
     if (yield from scanner.peek()) != ":":
         sink("[" + "".join(first))
-        if (yield from _another(scanner, "}")):
+        if (yield from _has_next(scanner, "}")):
             sink(", ")
             yield from _items(scanner, sink, depth, "}")
         sink("]")
@@ -72,28 +71,28 @@ def _braces(scanner: Scanner, sink: Sink, depth: int) -> Reading[None]:
         yield from scanner.expect(":")
         yield from scanner.space()
         sink(_key("".join(key)))
-        yield from value(scanner, sink, depth)
+        yield from copy_value(scanner, sink, depth)
         yield from scanner.space()
-        if not (yield from _another(scanner, "}")):
+        if not (yield from _has_next(scanner, "}")):
             break
         sink(", ")
         key = []
-        yield from value(scanner, key.append, depth)
+        yield from copy_value(scanner, key.append, depth)
         yield from scanner.space()
     sink("}")
 
 
-def _items(scanner: Scanner, sink: Sink, depth: int, closing: str) -> Reading[None]:
+def _items(scanner: Scanner, sink: Sink, depth: int, closing: str) -> Scan[None]:
     while True:
-        yield from value(scanner, sink, depth)
+        yield from copy_value(scanner, sink, depth)
         yield from scanner.space()
-        if not (yield from _another(scanner, closing)):
+        if not (yield from _has_next(scanner, closing)):
             return
         sink(", ")
 
 
-def _another(scanner: Scanner, closing: str) -> Reading[bool]:
-    """Whether a comma and an item come next, rather than the end, which a comma may precede."""
+def _has_next(scanner: Scanner, closing: str) -> Scan[bool]:
+    """Consume a comma or the closing bracket; return whether an item follows. A trailing comma is allowed."""
     if (yield from scanner.expect(",", closing)) == closing:
         return False
     yield from scanner.space()
@@ -101,52 +100,52 @@ def _another(scanner: Scanner, closing: str) -> Reading[bool]:
 
 
 def _key(text: str) -> str:
-    """A value as the key of an object: what is no string is put into one."""
+    """Return a JSON value as an object key, quoted if it is not a string."""
     if text[0] in "{[":
         raise Malformed
     return f"{text}: " if text[0] == '"' else f'"{text}": '
 
 
-def _string(scanner: Scanner, sink: Sink) -> Reading[None]:
+def _string(scanner: Scanner, sink: Sink) -> Scan[None]:
     quote = yield from scanner.take(1)
-    opened = yield from scanner.accept(quote, quote * 2)
+    more_quotes = yield from scanner.accept(quote, quote * 2)
     sink('"')
-    if len(opened) == 1:
+    if len(more_quotes) == 1:
         sink('"')
         return
-    closing = quote * 3 if opened else quote
+    closing = quote * 3 if more_quotes else quote
     while not (yield from scanner.accept(closing)):
         match (yield from scanner.peek()):
             case "\\":
-                sink((yield from _escaped(scanner)))
+                sink((yield from _convert_escape(scanner)))
             case "'" | '"':
-                sink(json_text.quoted((yield from scanner.take(1))))
+                sink(json_text.escape((yield from scanner.take(1))))
             case character if character and character >= " ":
                 yield from scanner.run(_PLAIN, sink)
             case _:
-                sink(json_text.quoted((yield from scanner.take(1))))
+                sink(json_text.escape((yield from scanner.take(1))))
     sink('"')
 
 
-def _escaped(scanner: Scanner) -> Reading[str]:
-    """An escape as it is written in JSON; a backslash that escapes nothing stands for itself."""
+def _convert_escape(scanner: Scanner) -> Scan[str]:
+    """Convert an escape to JSON's. A backslash before any other character is literal."""
     letter = (yield from scanner.take(2))[1]
     if letter in _ESCAPES:
-        return json_text.quoted(_ESCAPES[letter])
+        return json_text.escape(_ESCAPES[letter])
     if letter in "\\'\"":
-        return json_text.quoted(letter)
+        return json_text.escape(letter)
     if letter not in _HEX:
-        return json_text.quoted("\\" + letter)
+        return json_text.escape("\\" + letter)
     digits = yield from scanner.take(_HEX[letter])
     try:
         code = int(digits, 16)
-        return f"\\u{code:04x}" if code < 0x10000 else json_text.quoted(chr(code))
+        return f"\\u{code:04x}" if code < 0x10000 else json_text.escape(chr(code))
     except ValueError:
         raise Malformed from None
 
 
 def _number(text: str) -> str:
-    """A number as JSON writes it: no plus, underscores or leading zeros, and digits on both sides of a point."""
+    """Return a number in JSON syntax: no plus, underscores or leading zeros, digits on both sides of the point."""
     parts = _PARTS.fullmatch(text.replace("_", ""))
     if parts is None or not (parts[2] or parts[3]):
         raise Malformed

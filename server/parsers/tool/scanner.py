@@ -1,8 +1,8 @@
-"""The text of an answer as it comes, and the words to read it with.
+"""Scanner over the text of an output that arrives in pieces.
 
-Reading is written as if the whole text were there: the words are generators, which pause where they need more of it.
-What a word finds depends on the text alone, never on how it was cut; where the text ends before that is decided, words
-raise Ended. They read on as far as they can, so that what waits here is short, and time grows with the text only.
+Scanning code is written as if the whole text were available: the methods are generators that yield when they need more
+text. Their results depend on the text alone, not on its piece boundaries; if the text ends before a result is decided,
+they raise Ended. They consume as much as they can, so that little text is buffered and time is linear in the text.
 """
 
 from __future__ import annotations
@@ -14,197 +14,207 @@ from typing import Final, TypeVar
 
 _T = TypeVar("_T")
 
-Reading = Generator[None, None, _T]
-"""A word: gives its finding as the generator's value, and yields for more text."""
+Scan = Generator[None, None, _T]
+"""A scanning function: yields to wait for more text and returns its result."""
 
 Sink = Callable[[str], None]
-"""Takes the next piece of what is read."""
+"""Receives scanned text piece by piece."""
 
 _SPACE: Final = re.compile(r"\s*")
 
 
-class Malformed(Exception):  # noqa: N818  (nothing has gone wrong: models write what they like)
-    """The text is not what was expected here; nothing of it is taken."""
+class TrackingSink:
+    """Forwards text to `sink` and records whether there was any."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.used = False
+
+    def __call__(self, text: str) -> None:
+        self.used = True
+        self._sink(text)
+
+
+class Malformed(Exception):  # noqa: N818  (not an error: models may write anything)
+    """The text is not in the expected syntax; the unexpected part was not consumed."""
 
 
 class Ended(Malformed):
-    """The answer ended where more was expected."""
+    """The text ended where more was expected."""
 
 
 class Scanner:
-    """What is unread of one answer's text."""
+    """The unread text of one output."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0
+        self._position = 0
         self._ended = False
-        self._held: list[str] | None = None
-        self._sure = False
+        self._recorded: list[str] | None = None
+        self._committed = False
 
     def feed(self, text: str) -> None:
-        """More text."""
-        self._text, self._at = self._text[self._at :] + text, 0
+        """Append text."""
+        self._text, self._position = self._text[self._position :] + text, 0
 
     def end(self) -> None:
-        """There is no more text."""
+        """Mark the end of the text."""
         self._ended = True
 
-    def hold(self) -> None:
-        """Keep what is read from here on, as it may have to be given back."""
-        self._held, self._sure = [], False
+    def start_recording(self) -> None:
+        """Record the text consumed from here on, so that it can be emitted as content after all."""
+        self._recorded, self._committed = [], False
 
-    def settle(self) -> None:
-        """What was read since `hold` is what it seemed to be, and has been said. What follows is kept."""
-        if self._held is not None:
-            self._held, self._sure = [], True
+    def commit(self) -> None:
+        """Drop the text recorded so far: its meaning is decided. Later text is still recorded."""
+        if self._recorded is not None:
+            self._recorded, self._committed = [], True
 
-    def unsure(self) -> bool:
-        """Whether all that was read since `hold` may have to be given back."""
-        return self._held is not None and not self._sure
+    def is_uncommitted(self) -> bool:
+        """Return whether text is being recorded and nothing was committed yet."""
+        return self._recorded is not None and not self._committed
 
-    def given_back(self) -> str:
-        """What was read since `hold` or `settle`. It is kept no more, nor is what follows."""
-        held, self._held = "".join(self._held or ()), None
-        return held
+    def stop_recording(self) -> str:
+        """Stop recording and return the text since `start_recording` or the last `commit`."""
+        text, self._recorded = "".join(self._recorded or ()), None
+        return text
 
     def rest(self) -> str:
-        """All unread text, taken."""
-        return self._take(len(self._text) - self._at)
+        """Consume and return all unread text."""
+        return self._consume(len(self._text) - self._position)
 
-    def peek(self) -> Reading[str]:
-        """The next character, not taken."""
-        while self._at == len(self._text):
+    def peek(self) -> Scan[str]:
+        """Return the next character without consuming it."""
+        while self._position == len(self._text):
             yield from self._more()
-        return self._text[self._at]
+        return self._text[self._position]
 
-    def take(self, count: int) -> Reading[str]:
-        """The next characters."""
-        while len(self._text) - self._at < count:
+    def take(self, count: int) -> Scan[str]:
+        """Consume and return the next `count` characters."""
+        while len(self._text) - self._position < count:
             yield from self._more()
-        return self._take(count)
+        return self._consume(count)
 
-    def looking_at(self, *literals: str) -> Reading[str]:
-        """The longest of the literals that comes next, not taken; empty: none of them."""
+    def looking_at(self, *literals: str) -> Scan[str]:
+        """Return the longest of `literals` that comes next, or "", without consuming it."""
         longest = max(map(len, literals))
         while True:
-            coming = self._text[self._at : self._at + longest]
-            if not any(len(each) > len(coming) and each.startswith(coming) for each in literals):
-                return max((each for each in literals if coming.startswith(each)), key=len, default="")
+            upcoming = self._text[self._position : self._position + longest]
+            if not any(len(each) > len(upcoming) and each.startswith(upcoming) for each in literals):
+                return max((each for each in literals if upcoming.startswith(each)), key=len, default="")
             yield from self._more()
 
-    def accept(self, *literals: str) -> Reading[str]:
-        """The longest of the literals that comes next, taken; empty: none of them."""
-        found = yield from self.looking_at(*literals)
-        return self._take(len(found))
+    def accept(self, *literals: str) -> Scan[str]:
+        """Consume and return the longest of `literals` that comes next, or ""."""
+        literal = yield from self.looking_at(*literals)
+        return self._consume(len(literal))
 
-    def need(self, *literals: str) -> Reading[str]:
-        """The longest of the literals that comes next, not taken. Raises Malformed where there is none."""
-        found = yield from self.looking_at(*literals)
-        if not found:
+    def need(self, *literals: str) -> Scan[str]:
+        """Return the longest of `literals` that comes next without consuming it. Raise Malformed if none matches."""
+        literal = yield from self.looking_at(*literals)
+        if not literal:
             raise Malformed
-        return found
+        return literal
 
-    def expect(self, *literals: str) -> Reading[str]:
-        """The longest of the literals that comes next, taken. Raises Malformed where there is none."""
-        found = yield from self.need(*literals)
-        return self._take(len(found))
+    def expect(self, *literals: str) -> Scan[str]:
+        """Consume and return the longest of `literals` that comes next. Raise Malformed if none matches."""
+        literal = yield from self.need(*literals)
+        return self._consume(len(literal))
 
-    def space(self) -> Reading[str]:
-        """White space, taken."""
+    def space(self) -> Scan[str]:
+        """Consume and return white space."""
         return (yield from self.run(_SPACE))
 
-    def run(self, characters: re.Pattern[str], sink: Sink | None = None) -> Reading[str]:
-        """All next characters of a class, taken: handed to the sink piece by piece, or returned where there is none.
+    def run(self, characters: re.Pattern[str], sink: Sink | None = None) -> Scan[str]:
+        """Consume all next characters of a class and pass them to `sink`, or return them if there is no sink.
 
         `characters`: a starred class, such as `[a-z]*`.
         """
         pieces: list[str] = []
         put = pieces.append if sink is None else sink
         while True:
-            found = characters.match(self._text, self._at)
-            assert found is not None
-            if found.end() > self._at:
-                put(self._take(found.end() - self._at))
-            if self._at < len(self._text):
+            match = characters.match(self._text, self._position)
+            assert match is not None
+            if match.end() > self._position:
+                put(self._consume(match.end() - self._position))
+            if self._position < len(self._text):
                 return "".join(pieces)
             yield from self._more()
 
-    def until(self, markers: Markers, sink: Sink) -> Reading[str]:
-        """Hand what comes before the next marker to the sink; the marker, not taken.
+    def until(self, markers: Markers, sink: Sink) -> Scan[str]:
+        """Pass the text before the next marker to `sink` and return the marker without consuming it.
 
-        Empty: the text ended; there is no raising here. What might have become a marker is unread then.
+        Return "" at the end of the text (never raises Ended); a possible prefix of a marker is then left unread.
         """
         while True:
-            found = markers.pattern.search(self._text, self._at)
-            stop = found.start() if found else markers.safe(self._text, self._at)
-            if stop > self._at:
-                sink(self._take(stop - self._at))
-            if found:
-                return found.group()
+            match = markers.pattern.search(self._text, self._position)
+            stop = match.start() if match else markers.safe_end(self._text, self._position)
+            if stop > self._position:
+                sink(self._consume(stop - self._position))
+            if match:
+                return match.group()
             if self._ended:
                 return ""
             yield
 
-    def _more(self) -> Reading[None]:
-        """Wait for more text. Raises Ended where there is none: what is undecided then stays so."""
+    def _more(self) -> Scan[None]:
+        """Wait for more text. Raise Ended if there is none."""
         if not self._ended:
             yield
         if self._ended:
             raise Ended
 
-    def _take(self, count: int) -> str:
-        piece = self._text[self._at : self._at + count]
-        self._at += count
-        if self._held is not None:
-            self._held.append(piece)
-        return piece
+    def _consume(self, count: int) -> str:
+        text = self._text[self._position : self._position + count]
+        self._position += count
+        if self._recorded is not None:
+            self._recorded.append(text)
+        return text
 
 
 class Markers:
-    """Texts to look for. One may contain another at its end only: else which one there is could not be told at once."""
+    """Texts to search for. One may contain another only as a suffix, so that a match is final when it is complete."""
 
     def __init__(self, *texts: str) -> None:
         assert not any(-1 < b.find(a) < len(b) - len(a) for a in texts for b in texts), texts
         self.texts: Final = texts
         self.pattern: Final = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._longest = max(map(len, texts), default=1)
-        self._firsts = frozenset(each[0] for each in texts)
+        self._first_chars = frozenset(each[0] for each in texts)
 
-    def safe(self, text: str, start: int) -> int:
-        """Where the part of `text[start:]` ends that no marker can begin in, whatever follows."""
-        for at in range(max(start, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._firsts and any(each.startswith(text[at:]) for each in self.texts):
-                return at
+    def safe_end(self, text: str, start: int) -> int:
+        """Return the end of the part of `text[start:]` in which no marker can begin, whatever text follows."""
+        for position in range(max(start, len(text) - self._longest + 1), len(text)):
+            if text[position] in self._first_chars and any(each.startswith(text[position:]) for each in self.texts):
+                return position
         return len(text)
 
 
 @lru_cache(maxsize=256)
 def markers(*texts: str) -> Markers:
-    """The markers of these texts, made once."""
+    """Return cached Markers."""
     return Markers(*texts)
 
 
-# Names that stand in the text, most often without quotes.
-
-LONGEST: Final = 256
+MAX_NAME_LENGTH: Final = 256
 QUOTES: Final = ('"', "'")
-_CHARACTERS: Final = re.compile(r"[\w.:/$-]*")
+_NAME: Final = re.compile(r"[\w.:/$-]*")
 
 
-def name_of(scanner: Scanner) -> Reading[str]:
-    """The name that comes next, white space around it dropped. Raises Malformed where there is none."""
+def scan_name(scanner: Scanner) -> Scan[str]:
+    """Consume and return an unquoted name and the white space around it. Raise Malformed if none matches."""
     yield from scanner.space()
-    name = yield from scanner.run(_CHARACTERS)
+    name = yield from scanner.run(_NAME)
     yield from scanner.space()
-    if not 0 < len(name) <= LONGEST:
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise Malformed
     return name
 
 
-def quoted_name(scanner: Scanner) -> Reading[str]:
-    """The name that comes next, in quotes or not: models put it into those of their own liking."""
+def scan_quoted_name(scanner: Scanner) -> Scan[str]:
+    """Consume and return a name with or without quotes: models do not always follow their format."""
     quote = yield from scanner.accept(*QUOTES)
-    name = yield from name_of(scanner)
+    name = yield from scan_name(scanner)
     if quote:
         yield from scanner.expect(quote)
     return name

@@ -1,4 +1,4 @@
-"""Which types a tool's schema lets its parameters have. Schemas come from requests: nothing in them is certain."""
+"""Parameter types from tool schemas, and conversion of unquoted values to JSON. Schemas are untrusted input."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from typing import Any, Final
 
 from pagoda.server.parsers.parser import Tool
 from pagoda.server.parsers.tool import json_text, python_text
-from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
+from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner
 
-_DEEPEST: Final = 16
-"""Schemas within schemas that are looked into."""
+_MAX_DEPTH: Final = 16  # of nested schemas
 
-_CHOICES: Final = ("anyOf", "oneOf", "allOf")
-_OF_A_KIND: Final = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
-"""Keywords that only values of one type have."""
+_COMBINATIONS: Final = ("anyOf", "oneOf", "allOf")
+_KEYWORD_TYPES: Final = {
+    "properties": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    "prefixItems": "array",
+}
+"""Keyword -> the only type it applies to."""
 _TYPES: Final = {bool: "boolean", int: "number", float: "number", str: "string", type(None): "null"}
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaShape:
-    """What a schema says about one value, and about the values in it. `root`: what its references refer to."""
+    """Types that a schema allows for a value and for the values inside it."""
 
     schema: Any
-    root: Mapping[str, Any]
+    root: Mapping[str, Any]  # the document that references point into
 
     @property
     def types(self) -> frozenset[str]:
-        """JSON's types that the value may have, integers being numbers; empty: nothing is known."""
+        """JSON types that the value may have ("number" for integers); empty if unknown."""
         return frozenset(_types(self.schema, self.root, 0))
 
     def property(self, name: str) -> SchemaShape:
-        """Of the value's property of that name, if it is an object."""
+        """Return the shape of a property, if the value is an object."""
         for schema in _alternatives(self.schema, self.root, 0):
             properties = schema.get("properties")
             if isinstance(properties, Mapping) and name in properties:
@@ -41,131 +45,130 @@ class SchemaShape:
         return self._first("additionalProperties")
 
     def item(self) -> SchemaShape:
-        """Of the value's items, if it is a list."""
+        """Return the shape of the items, if the value is a list."""
         return self._first("items")
 
     def _first(self, keyword: str) -> SchemaShape:
-        found = (schema.get(keyword) for schema in _alternatives(self.schema, self.root, 0))
-        return SchemaShape(next((each for each in found if isinstance(each, Mapping)), None), self.root)
+        schemas = (schema.get(keyword) for schema in _alternatives(self.schema, self.root, 0))
+        return SchemaShape(next((each for each in schemas if isinstance(each, Mapping)), None), self.root)
 
 
-def arguments_of(tools: Sequence[Tool], tool: str) -> SchemaShape:
-    """The shape of a tool's arguments."""
+def arguments_shape(tools: Sequence[Tool], tool: str) -> SchemaShape:
+    """Return the shape of the arguments of the tool called `tool`."""
     schema = next((each.parameters for each in tools if each.name == tool), None)
     return SchemaShape(schema, schema if isinstance(schema, Mapping) else {})
 
 
-def types_of(tools: Sequence[Tool], tool: str, parameter: str) -> frozenset[str]:
-    """JSON's types that a parameter may have, integers being numbers; empty: nothing is known."""
-    return arguments_of(tools, tool).property(parameter).types
+def parameter_types(tools: Sequence[Tool], tool: str, parameter: str) -> frozenset[str]:
+    """Return the JSON types that a parameter may have ("number" for integers); empty if unknown."""
+    return arguments_shape(tools, tool).property(parameter).types
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """The schema, what it refers to, and its choices."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    """Yield the schema, the one it references, and those it combines."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
     yield schema
     if isinstance(schema.get("$ref"), str):
-        yield from _alternatives(_referred(schema["$ref"], root), root, depth + 1)
-    for choice in _CHOICES:
-        branches = schema.get(choice)
+        yield from _alternatives(_resolve_ref(schema["$ref"], root), root, depth + 1)
+    for keyword in _COMBINATIONS:
+        branches = schema.get(keyword)
         for branch in branches if isinstance(branches, list) else ():
             yield from _alternatives(branch, root, depth + 1)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
-    named = schema.get("type")
-    if named is not None:
-        names = named if isinstance(named, list) else [named]
+    declared = schema.get("type")
+    if declared is not None:
+        names = declared if isinstance(declared, list) else [declared]
         return {"number" if name == "integer" else name for name in names if isinstance(name, str)}
     if "const" in schema:
         return {_type(schema["const"])}
     if isinstance(schema.get("enum"), list):
         return {_type(value) for value in schema["enum"]}
     if isinstance(schema.get("$ref"), str):
-        return _types(_referred(schema["$ref"], root), root, depth + 1)
-    found: set[str] = set()
-    for choice in _CHOICES:
-        branches = schema.get(choice)
+        return _types(_resolve_ref(schema["$ref"], root), root, depth + 1)
+    types: set[str] = set()
+    for keyword in _COMBINATIONS:
+        branches = schema.get(keyword)
         for branch in branches if isinstance(branches, list) else ():
-            found |= _types(branch, root, depth + 1)
-    return found or {kind for keyword, kind in _OF_A_KIND.items() if keyword in schema}
+            types |= _types(branch, root, depth + 1)
+    return types or {kind for keyword, kind in _KEYWORD_TYPES.items() if keyword in schema}
 
 
 def _type(value: Any) -> str:
     return _TYPES.get(type(value), "object" if isinstance(value, Mapping) else "array")
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What "#/$defs/name" refers to; None where that is nothing."""
-    found: Any = root
+def _resolve_ref(reference: str, root: Mapping[str, Any]) -> Any:
+    """Resolve "#/$defs/name"; None if it does not exist."""
+    target: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+        key = key.replace("~1", "/").replace("~0", "~")
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target
 
-
-# Values written without quotes, as JSON of the type that a schema wants.
 
 STRING: Final = frozenset({"string"})
 NULLABLE: Final = frozenset({"string", "null"})
 _BOOLEAN: Final = frozenset({"boolean", "null"})
-_KNOWN: Final = {
+_WORDS: Final = {
     "true": ("boolean", "true"),
     "false": ("boolean", "false"),
     "1": ("boolean", "true"),
     "0": ("boolean", "false"),
     "null": ("null", "null"),
 }
-_TYPES_TYPED: Final = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+_TYPE_BY_FIRST_CHAR: Final = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """`text` as one JSON value of `types`; empty: whatever it looks like.
+    """Return `text` as a JSON value of one of `types`; empty: of the type it looks like.
 
-    What looks like a value of no such type is a string, if it may be one. Where only a boolean will do, 1 and 0 are
-    some; TRUE and Null are words like true and null.
+    Text that looks like another type becomes a string if that is allowed. 1 and 0 are booleans if nothing else is
+    allowed. TRUE and Null are accepted for true and null.
     """
-    known = _KNOWN.get(text.strip().lower())
-    if known is not None and known[0] in types and (text.strip().isalpha() or types <= _BOOLEAN):
-        return known[1]
-    found = _literal(text.strip(), types)
-    if found is not None:
-        kind = _TYPES_TYPED.get(found[0], "number")
+    word = _WORDS.get(text.strip().lower())
+    if word is not None and word[0] in types and (text.strip().isalpha() or types <= _BOOLEAN):
+        return word[1]
+    literal = _literal(text.strip(), types)
+    if literal is not None:
+        kind = _TYPE_BY_FIRST_CHAR.get(literal[0], "number")
         if not types or (kind in types and kind != "string") or "string" not in types:
-            return found
-    return f'"{json_text.quoted(text)}"'
+            return literal
+    return f'"{json_text.escape(text)}"'
 
 
 def _literal(text: str, types: frozenset[str]) -> str | None:
-    """JSON as it is; a literal of Python as JSON; else None.
+    """Return JSON unchanged, a Python literal as JSON, else None.
 
-    Numbers that JSON would not write so, +49 or 007, are numbers only where one is wanted.
+    Numbers that are not valid JSON, such as +49 or 007, count only if `types` has "number".
     """
     try:
-        json.loads(text, parse_constant=_refused)
+        json.loads(text, parse_constant=_reject_constant)
         return text
     except (ValueError, RecursionError):
         pass
     if not text or (text[0] in "+-.0123456789" and "number" not in types):
         return None
     scanner, pieces = Scanner(), list[str]()
-    scanner.feed(text + "\n")  # behind which nothing can go on
+    scanner.feed(text + "\n")  # ends a number or word
     scanner.end()
     try:
-        for _ in _whole(scanner, pieces):
+        for _ in _convert_all(scanner, pieces):
             pass
     except Malformed:
         return None
     return "".join(pieces)
 
 
-def _whole(scanner: Scanner, pieces: list[str]) -> Reading[None]:
-    yield from python_text.value(scanner, pieces.append)
+def _convert_all(scanner: Scanner, pieces: list[str]) -> Scan[None]:
+    yield from python_text.copy_value(scanner, pieces.append)
     if scanner.rest().strip():
         raise Malformed
 
 
-def _refused(_name: str) -> Any:
-    raise ValueError("JSON knows neither infinity nor NaN")
+def _reject_constant(_name: str) -> Any:
+    raise ValueError("JSON has no infinity or NaN")

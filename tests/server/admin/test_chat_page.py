@@ -1,4 +1,4 @@
-"""The chat page: what is served, under which policy and to whom; and in a browser, where there is one."""
+"""The chat page: content, policy, access; and its behaviour in a browser, if one is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def headers_of(server: LiveServer, path: str) -> dict[str, str]:
 
 
 @pytest.mark.setting("--disable-chat-page")
-def test_it_is_served_unless_switched_off() -> None:
+def test_the_page_can_be_disabled() -> None:
     with live_server() as shown, live_server(disable_chat_page=True) as hidden:
         assert shown.get("/") == (200, HTML.encode())
         assert hidden.get("/")[0] == 404
@@ -45,7 +45,7 @@ def test_it_is_served_unless_switched_off() -> None:
     assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_server_with_keys_shows_the_page_and_keeps_the_api_closed() -> None:
+def test_the_page_needs_no_api_key() -> None:
     with live_server(api_key=("secret",)) as server:
         assert server.get("/")[0] == 200
         assert server.get("/v1/models")[0] == 401
@@ -54,7 +54,7 @@ def test_a_server_with_keys_shows_the_page_and_keeps_the_api_closed() -> None:
     assert "secret" not in HTML
 
 
-def test_the_policy_admits_the_page_and_nothing_else() -> None:
+def test_the_policy_allows_only_the_page() -> None:
     rules = dict(rule.strip().split(" ", 1) for rule in policy(HTML).split(";"))
     assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert rules["connect-src"] == "'self'"
@@ -65,7 +65,7 @@ def test_the_policy_admits_the_page_and_nothing_else() -> None:
     assert policy(HTML.replace('"use strict"', "alert()")) != policy(HTML)
 
 
-def test_it_has_no_outside_parts_and_takes_no_html() -> None:
+def test_no_external_resources_and_no_html_injection() -> None:
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|<(link rel=\"style|script src|img|iframe)", HTML)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", HTML)
     assert not re.search(r"\s(style|on[a-z]+)=", HTML), "the policy lets no such attribute run"
@@ -117,7 +117,7 @@ def test_stop_ends_the_request(browser: Page) -> None:
 
 
 @in_browser
-def test_a_key_is_asked_for_and_used(browser: Page) -> None:
+def test_the_page_prompts_for_a_key(browser: Page) -> None:
     with live_server(api_key=("secret",)) as server:
         browser.open(server.url + "/")
         browser.until(lambda: "API key" in browser.text(".error"))
@@ -140,19 +140,19 @@ def test_an_error_is_shown_and_the_question_kept(browser: Page) -> None:
 
 
 @in_browser
-def test_settings_go_into_the_request_and_a_prefix_is_kept(browser: Page) -> None:
+def test_settings_and_path_prefix_of_requests(browser: Page) -> None:
     with live_server() as server:
         ask(browser, server, "")
         browser.run(
-            """history.replaceState(null, "", "/behind");  // as if a proxy had taken that away
-            window.asked = [];
-            window.fetch = (url, given) => { asked.push([url, given.body]); return Promise.reject(new Error("no")); };
+            """history.replaceState(null, "", "/behind");  // as if a proxy had stripped the prefix
+            window.requests = [];
+            window.fetch = (url, init) => { requests.push([url, init.body]); return Promise.reject(new Error("no")); };
             document.querySelector("#system").value = "Be brief.";
             document.querySelector("#temperature").value = "0.5";
             document.querySelector("#tokens").value = "7";"""
         )
         browser.type("#message", "hello\ue008\ue007\ue000\ue007")  # Shift+Enter, then Enter
-        ((url, body),) = browser.until(lambda: browser.run("return asked.map(([u, b]) => [u, JSON.parse(b)])"))
+        ((url, body),) = browser.until(lambda: browser.run("return requests.map(([u, b]) => [u, JSON.parse(b)])"))
     assert url == "/behind/v1/chat/completions"
     assert body["messages"] == [
         {"role": "system", "content": "Be brief."},

@@ -1,4 +1,4 @@
-"""What --server-dev-mode opens: pauses, requests ended from outside, caches, settings without their secrets."""
+"""Routes of --server-dev-mode: pause, abort, caches, settings without secrets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.server.admin.unsupported_routes import ABSENT, ABSENT_IN_DEVELOPMENT
+from pagoda.server.admin.unsupported_routes import UNSUPPORTED, UNSUPPORTED_DEV
 
 TEXT = {"prompt": "a", "max_tokens": 2}
 
@@ -22,14 +22,14 @@ def slow() -> Iterator[LiveServer]:
 
 
 def answer_in_thread(server: LiveServer, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """A request that is under way, and where its answer will be."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", body)))
+    """Start a request in a thread; return the thread and a list for its response."""
+    responses: list[Any] = []
+    thread = threading.Thread(target=lambda: responses.append(server.post("/v1/completions", body)))
     before = server.state.running
     thread.start()
     while server.state.running == before:
         pass
-    return thread, found
+    return thread, responses
 
 
 def ended(thread: threading.Thread) -> None:
@@ -41,28 +41,28 @@ def test_requests_wait_while_the_server_is_paused(slow: LiveServer) -> None:
     assert slow.get("/is_paused") == (200, {"is_paused": False})
     assert slow.post("/pause", None) == (200, {"status": "paused"})
     assert slow.get("/is_paused") == (200, {"is_paused": True})
-    thread, found = answer_in_thread(slow, TEXT)
+    thread, responses = answer_in_thread(slow, TEXT)
     assert slow.get("/health")[0] == 200
     assert slow.llm.num_unfinished == 0
-    assert found == []
+    assert responses == []
     assert slow.post("/resume", None) == (200, {"status": "resumed"})
     ended(thread)
-    assert found[0][0] == 200
+    assert responses[0][0] == 200
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length")])
-def test_requests_under_way_end_or_are_finished(slow: LiveServer, mode: str, reason: str) -> None:
-    thread, found = answer_in_thread(slow, TEXT | {"max_tokens": 20})
+def test_in_flight_requests_are_aborted_or_finished(slow: LiveServer, mode: str, reason: str) -> None:
+    thread, responses = answer_in_thread(slow, TEXT | {"max_tokens": 20})
     while not slow.llm.num_unfinished:
         pass
     assert slow.post(f"/pause?mode={mode}", None)[0] == 200
     assert slow.llm.num_unfinished == 0
     ended(thread)
-    assert found[0][1]["choices"][0]["finish_reason"] == reason
+    assert responses[0][1]["choices"][0]["finish_reason"] == reason
     assert slow.post("/pause?mode=keep", None)[1]["error"]["param"] == "mode"
 
 
-def test_a_client_that_leaves_a_paused_server_leaves_nothing(slow: LiveServer) -> None:
+def test_a_disconnect_while_paused_frees_the_request(slow: LiveServer) -> None:
     slow.post("/pause", None)
     connection = slow.raw("POST", "/v1/completions", TEXT)
     while not slow.state.running:
@@ -76,19 +76,19 @@ def test_a_client_that_leaves_a_paused_server_leaves_nothing(slow: LiveServer) -
 
 @pytest.mark.field("AbortRequest.request_ids")
 @pytest.mark.parametrize("name", ["mine", "cmpl-mine"])
-def test_a_request_is_ended_from_outside(slow: LiveServer, name: str) -> None:
-    thread, found = answer_in_thread(slow, TEXT | {"max_tokens": 50, "request_id": "mine", "n": 2})
+def test_requests_are_aborted_by_id(slow: LiveServer, name: str) -> None:
+    thread, responses = answer_in_thread(slow, TEXT | {"max_tokens": 50, "request_id": "mine", "n": 2})
     other, kept = answer_in_thread(slow, TEXT | {"max_tokens": 20, "request_id": "mine-too"})
     while slow.llm.num_unfinished < 2:
         pass
     assert slow.post("/abort_requests", {"request_ids": ["unknown", name]}) == (200, b"")
     ended(thread)
     ended(other)
-    assert {choice["finish_reason"] for choice in found[0][1]["choices"]} == {"abort"}
+    assert {choice["finish_reason"] for choice in responses[0][1]["choices"]} == {"abort"}
     assert kept[0][1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_caches_are_forgotten_and_the_world_is_counted(slow: LiveServer) -> None:
+def test_cache_resets_and_world_size(slow: LiveServer) -> None:
     assert slow.post("/reset_prefix_cache", None) == (200, {"success": True})
     for path in ("/reset_mm_cache", "/reset_encoder_cache"):
         assert slow.post(path, None) == (200, b"")
@@ -111,8 +111,8 @@ def test_settings_are_shown_without_secrets() -> None:
         assert server.get("/server_info?config_format=yaml", **key)[0] == 400
 
 
-@pytest.mark.parametrize(("route", "why"), list((ABSENT | ABSENT_IN_DEVELOPMENT).items()))
-def test_what_there_is_not_is_refused_by_name(route: tuple[str, str], why: str) -> None:
+@pytest.mark.parametrize(("route", "why"), list((UNSUPPORTED | UNSUPPORTED_DEV).items()))
+def test_unsupported_routes(route: tuple[str, str], why: str) -> None:
     method, path = route
     with live_server(server_dev_mode=True) as server:
         status, answer = server.request(method, path, None if method == "GET" else {})
@@ -121,13 +121,13 @@ def test_what_there_is_not_is_refused_by_name(route: tuple[str, str], why: str) 
         assert answer["error"]["type"] == "NotImplementedError"
 
 
-def test_development_routes_are_closed_without_the_switch() -> None:
+def test_development_routes_need_the_flag() -> None:
     with live_server() as server:
         for method, path in [
             ("POST", "/pause"),
             ("POST", "/abort_requests"),
             ("GET", "/server_info"),
             ("POST", "/sleep"),
-            *ABSENT_IN_DEVELOPMENT,
+            *UNSUPPORTED_DEV,
         ]:
             assert server.request(method, path, None if method == "GET" else {})[0] == 404, path

@@ -1,4 +1,4 @@
-"""Tokens of a text, previews of prompts, labels' probabilities, one path for all bodies."""
+"""Tokenize, render, generative scoring and invocations routes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tokens_of_a_text_and_back(server: LiveServer) -> None:
         "count": 3,
         "max_model_len": 64,
         "tokens": [97, 195, 177],
-        "token_strs": ["a", "\u00c3", "\u00b1"],  # as the vocabulary writes them, so that none is like another
+        "token_strs": ["a", "\u00c3", "\u00b1"],  # as written in the vocabulary, which is unambiguous
     }
     assert answer_of(server, "/tokenize", {"prompt": "a"})["token_strs"] is None
     assert answer_of(server, "/tokenize", {"prompt": "a" * 100})["count"] == 100
@@ -57,19 +57,19 @@ def test_tokens_of_a_text_and_back(server: LiveServer) -> None:
 def test_special_tokens(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
     from pagoda.common.text.tokenizer import Tokenizer
 
-    asked: list[bool] = []
+    calls: list[bool] = []
     encode = Tokenizer.encode
 
-    def noted(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-        asked.append(add_special_tokens)
+    def recorded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        calls.append(add_special_tokens)
         return encode(tokenizer, text, add_special_tokens)
 
-    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(Tokenizer, "encode", recorded)
     for body in ({"prompt": "a"}, {"messages": USER}):
         for value in (True, False):
             answer_of(server, "/tokenize", body | {"add_special_tokens": value})
         answer_of(server, "/tokenize", body)
-    assert asked == [True, False, True, True, False, False]
+    assert calls == [True, False, True, True, False, False]
 
 
 @pytest.mark.field(
@@ -80,13 +80,13 @@ def test_tokens_of_a_conversation(server: LiveServer) -> None:
     def text(**fields: Any) -> str:
         answer = answer_of(server, "/tokenize", {"messages": USER, "return_token_strs": True} | fields)
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-        told: str = answer_of(server, "/detokenize", {"tokens": answer["tokens"]})["prompt"]
-        return told
+        decoded: str = answer_of(server, "/detokenize", {"tokens": answer["tokens"]})["prompt"]
+        return decoded
 
     assert text() == PROMPT
     assert text(add_generation_prompt=False) == "user: a;"
-    said = [*USER, {"role": "assistant", "content": "xy"}]
-    assert text(messages=said, continue_final_message=True, add_generation_prompt=False) == "user: a;assistant: xy"
+    messages = [*USER, {"role": "assistant", "content": "xy"}]
+    assert text(messages=messages, continue_final_message=True, add_generation_prompt=False) == "user: a;assistant: xy"
     assert server.post("/tokenize", {"messages": USER, "model": "other"})[0] == 404
     assert param_of(server, "/tokenize", {"messages": USER, "chat_template": "x"}) == "chat_template"
     template = "{{ mood }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -101,7 +101,7 @@ def test_tokens_of_a_conversation(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": []}, {"prompt": 5}, {"messages": [{"content": "a"}]}, []])
-def test_what_cannot_be_tokenised(server: LiveServer, body: Any) -> None:
+def test_bad_tokenize_requests(server: LiveServer, body: Any) -> None:
     assert server.post("/tokenize", body)[0] == 400
 
 
@@ -163,20 +163,20 @@ def test_preview_of_a_conversation(server: LiveServer) -> None:
     "GenerativeScoringRequest.model|query|items|label_token_ids|apply_softmax|item_first|add_special_tokens|cache_salt"
     "|priority|request_id"
 )
-def test_probabilities_of_labels(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
-    """The fake engine finds each successor of the next letter e times less likely; its first token has e to the -n."""
-    asked: list[Any] = []
+def test_generative_scoring(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
+    """The fake engine's logprobs decrease by 1 from each letter to the next; its first token has -n."""
+    calls: list[Any] = []
     add = server.llm.add_request
 
-    async def noted(request_id: str, prompt: Any, params: Any, priority: int = 0) -> Any:
-        asked.append((prompt["prompt_token_ids"], prompt["cache_salt"], priority))
+    async def recorded(request_id: str, prompt: Any, params: Any, priority: int = 0) -> Any:
+        calls.append((prompt["prompt_token_ids"], prompt["cache_salt"], priority))
         return await add(request_id, prompt, params, priority)
 
-    monkeypatch.setattr(server.llm, "add_request", noted)
+    monkeypatch.setattr(server.llm, "add_request", recorded)
     body = {"query": "ab", "items": ["c", "x"], "label_token_ids": [101, 100], "request_id": "mine", "cache_salt": "s"}
     answer = answer_of(server, "/generative_scoring", body)
     assert (answer["id"], answer["object"], answer["model"]) == ("generative-scoring-mine", "list", "fake")
-    assert asked == [(list(b"abc"), "s", 0), (list(b"abx"), "s", 0)]
+    assert calls == [(list(b"abc"), "s", 0), (list(b"abx"), "s", 0)]
     first = answer["data"][0]
     assert (first["index"], first["object"]) == (0, "score")
     assert first["score"] == pytest.approx(math.exp(-1) / (1 + math.exp(-1)))
@@ -184,29 +184,29 @@ def test_probabilities_of_labels(monkeypatch: pytest.MonkeyPatch, server: LiveSe
     raw = answer_of(server, "/generative_scoring", body | {"apply_softmax": False})["data"][0]["score"]
     assert raw == pytest.approx(math.exp(-3 - 1))
     answer_of(server, "/generative_scoring", body | {"item_first": True})
-    assert asked[-1][0] == list(b"xab")
+    assert calls[-1][0] == list(b"xab")
     answer_of(server, "/generative_scoring", body | {"query": [1, 2], "items": [[3]], "add_special_tokens": False})
-    assert asked[-1][0] == [1, 2, 3]
+    assert calls[-1][0] == [1, 2, 3]
     for field, value in (("label_token_ids", [257]), ("label_token_ids", []), ("items", []), ("priority", 3)):
         assert param_of(server, "/generative_scoring", body | {field: value}).partition("[")[0] == field
     assert server.post("/generative_scoring", body | {"model": "other"})[0] == 404
 
 
-def test_one_path_for_all_bodies(server: LiveServer) -> None:
+def test_invocations(server: LiveServer) -> None:
     assert answer_of(server, "/invocations", {"prompt": "a", "max_tokens": 2})["choices"][0]["text"] == "bc"
     chat = answer_of(server, "/invocations", {"messages": USER, "max_tokens": 2})
     assert chat["choices"][0]["message"]["content"] == ";<"
     status, raw = server.post("/invocations", {"prompt": "a", "max_tokens": 2, "stream": True})
     assert (status, raw.count(b"data: ")) == (200, raw.count(b"\n\n"))
     assert param_of(server, "/invocations", {"prompt": "a", "top_p": 3.0}) == "top_p"
-    for bad, told in (({}, "neither"), ({"other": 1}, "neither"), ([], "object"), (b"{", "JSON"), (b"", "JSON")):
+    for bad, expected in (({}, "neither"), ({"other": 1}, "neither"), ([], "object"), (b"{", "JSON"), (b"", "JSON")):
         status, answer = server.post("/invocations", bad)
-        assert (status, told in answer["error"]["message"]) == (400, True)
+        assert (status, expected in answer["error"]["message"]) == (400, True)
     with live_server(max_body_bytes=100) as small:
         assert small.post("/invocations", {"prompt": "a" * 200})[0] == 413
 
 
-def test_a_client_of_invocations_that_leaves_frees_its_blocks() -> None:
+def test_a_disconnect_from_invocations_frees_blocks() -> None:
     with live_server("fake:slow") as slow:
         connection = slow.raw("POST", "/invocations", {"prompt": "a", "max_tokens": 60})
         while not slow.llm.num_unfinished:
@@ -216,7 +216,7 @@ def test_a_client_of_invocations_that_leaves_frees_its_blocks() -> None:
             pass
 
 
-def test_answers_of_all_prompts_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_all_prompts_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "MAX_ANSWERS", 6)
     body = {"prompt": ["a", "b", "c"], "max_tokens": 1}
     assert len(answer_of(server, "/v1/completions", body | {"n": 2})["choices"]) == 6
@@ -225,7 +225,7 @@ def test_answers_of_all_prompts_are_bounded(server: LiveServer, monkeypatch: pyt
     assert param_of(server, "/v1/chat/completions/batch", {"messages": [USER] * 4, "n": 2}) == "n"
 
 
-def test_tokens_of_a_query_with_all_its_items_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generative_scoring_tokens_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generative_scoring, "MAX_TOKENS", 6)
     body = {"query": "ab", "label_token_ids": [97]}
     answer_of(server, "/generative_scoring", body | {"items": ["a", "b"]})

@@ -1,4 +1,4 @@
-"""The Messages API over a real socket: the official client, raw events, errors in its own shape, every field."""
+"""The Messages API over a socket: official client, raw events, error format, every field."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LiveServer]:
-    """A server that refuses what has no effect."""
+    """A server with --strict-requests."""
     with live_server(strict_requests=True) as server:
         yield server
 
@@ -51,7 +51,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 def events_of(raw: bytes) -> list[Any]:
-    """The events of a raw stream, pings left out; each is named by its type."""
+    """Parse a raw stream without pings; fail unless each event is named by its type."""
     assert raw.endswith(b"\n\n")
     events = []
     for frame in raw.decode().split("\n\n")[:-1]:
@@ -70,7 +70,7 @@ def posted(server: LiveServer, **body: Any) -> Any:
 
 
 def fault(server: LiveServer, status: int = 400, **body: Any) -> str:
-    """What an error says, which must be in the API's own shape."""
+    """Return the message of an error, which must have the API's format."""
     got, answer = server.post("/v1/messages", ASK | body)
     assert got == status, answer
     assert set(answer) == {"type", "error", "request_id"}
@@ -145,11 +145,11 @@ def test_thinking_and_calls(client: anthropic.Anthropic, spy: Spy) -> None:
     ]
 
 
-# --- the wire ---
+# --- raw events ---
 
 
 def test_raw_events(server: LiveServer) -> None:
-    posted(server)  # so that both find the prompt in the cache
+    posted(server)  # the prompt is cached for both requests
     status, raw = server.post("/v1/messages", ASK | {"stream": True})
     assert status == 200
     message, whole = check_grammar(events_of(raw)), posted(server)
@@ -159,7 +159,7 @@ def test_raw_events(server: LiveServer) -> None:
 
 
 @pytest.mark.field("AnthropicMessagesRequest.cache_control")
-def test_what_was_computed_before_is_counted_apart() -> None:
+def test_cached_tokens_are_counted_separately() -> None:
     with live_server(engine={"enable_prefix_caching": True}) as server:
         first, second = (posted(server, cache_control={"type": "ephemeral"})["usage"] for _ in range(2))
     assert (first["input_tokens"], first["cache_read_input_tokens"]) == (18, 0)
@@ -173,14 +173,14 @@ def test_pings_keep_a_stream_alive() -> None:
     check_grammar(events_of(raw))
 
 
-def test_a_client_that_leaves_frees_its_request() -> None:
+def test_a_disconnect_frees_the_request() -> None:
     with live_server("fake:slow") as slow:
         with slow.raw("POST", "/v1/messages", ASK | {"max_tokens": 40, "stream": True}) as raw:
             assert raw.recv(100)
         eventually(lambda: slow.state.running == 0 and slow.llm.num_unfinished == 0)
 
 
-def test_a_stream_that_is_cut_ends_with_an_error(server: LiveServer) -> None:
+def test_a_broken_stream_ends_with_an_error(server: LiveServer) -> None:
     with live_server("fake:crash") as server:
         _, raw = server.post("/v1/messages", ASK | {"stream": True})
     *_, last = events_of(raw)
@@ -205,7 +205,7 @@ def test_keys() -> None:
             client.messages.create(**ASK)
 
 
-def test_errors_have_their_own_shape(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_format(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'other' does not exist" in fault(server, 404, model="other")
     assert "larger than" in fault(server, 413, messages=[{"role": "user", "content": "a" * 30_000}])
     status, answer = server.get("/v1/messages/nothing")
@@ -268,9 +268,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "told"), BAD)
-def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], told: str) -> None:
-    assert told in fault(strict, **body)
+@pytest.mark.parametrize(("body", "expected"), BAD)
+def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], expected: str) -> None:
+    assert expected in fault(strict, **body)
     assert strict.state.running == 0
 
 
@@ -293,7 +293,7 @@ def test_fields_of_sampling(server: LiveServer, spy: Spy) -> None:
     )
     assert (spy.params.temperature, spy.params.top_k, spy.params.top_p) == (0.5, 3, 0.25)
     assert (spy.params.max_tokens, spy.params.stop) == (5, ["x"])
-    assert (spy.asked[-1]["prompt"]["cache_salt"], spy.asked[-1]["user"]) == ("s", "u")
+    assert (spy.generations[-1]["prompt"]["cache_salt"], spy.generations[-1]["user"]) == ("s", "u")
     assert answer["usage"]["service_tier"] == "standard"
     assert "vllm_xargs" in fault(server, vllm_xargs={"a": 1})
 
@@ -306,7 +306,7 @@ def test_the_models_defaults_fill_in() -> None:
 
 
 def conversation_of(**body: Any) -> Any:
-    """What a request asks, which asks the same of what counts its tokens."""
+    """Return the conversation of a request, which must equal that of the count_tokens request."""
     request = parse(AnthropicMessagesRequest, json.dumps(ASK | body).encode())
     request.check()
     counted = {name: value for name, value in (ASK | body).items() if name != "max_tokens"}
@@ -320,24 +320,27 @@ def conversation_of(**body: Any) -> Any:
 def test_system() -> None:
     block = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     assert conversation_of(system="s").messages[0] == {"role": "system", "content": "s"}
-    asked = conversation_of(system=[block, block], cache_control={"type": "ephemeral"})
-    assert asked.messages == [{"role": "system", "content": "b\nb"}, *USER]
+    conversation = conversation_of(system=[block, block], cache_control={"type": "ephemeral"})
+    assert conversation.messages == [{"role": "system", "content": "b\nb"}, *USER]
 
 
 @pytest.mark.field("AnthropicMessagesRequest|AnthropicCountTokensRequest.tools|tool_choice")
 def test_tools() -> None:
     other = {"name": "g", "input_schema": {"type": "object"}, "type": "custom", "eager_input_streaming": True}
-    asked = conversation_of(tools=[TOOL, other])
-    assert [tool["function"] for tool in asked.tools] == [CHAT_TOOL, {"name": "g", "parameters": {"type": "object"}}]
-    assert (asked.tool_choice, asked.parallel_tool_calls) == ("auto", True)
-    for choice, told in (
+    conversation = conversation_of(tools=[TOOL, other])
+    assert [tool["function"] for tool in conversation.tools] == [
+        CHAT_TOOL,
+        {"name": "g", "parameters": {"type": "object"}},
+    ]
+    assert (conversation.tool_choice, conversation.parallel_tool_calls) == ("auto", True)
+    for choice, expected in (
         ({"type": "auto"}, "auto"),
         ({"type": "any"}, "required"),
         ({"type": "none"}, "none"),
         ({"type": "tool", "name": "g"}, NamedTool("g")),
     ):
-        asked = conversation_of(tools=[TOOL, other], tool_choice=choice)
-        assert (asked.tool_choice, asked.parallel_tool_calls) == (told, True)
+        conversation = conversation_of(tools=[TOOL, other], tool_choice=choice)
+        assert (conversation.tool_choice, conversation.parallel_tool_calls) == (expected, True)
     single = {"type": "any", "disable_parallel_tool_use": True}
     assert conversation_of(tools=[TOOL], tool_choice=single).parallel_tool_calls is False
     assert conversation_of().tool_choice == "none"
@@ -345,12 +348,14 @@ def test_tools() -> None:
 
 @pytest.mark.field("AnthropicMessagesRequest|AnthropicCountTokensRequest.thinking|output_config|chat_template_kwargs")
 def test_thinking() -> None:
-    asked = conversation_of(thinking={"type": "enabled", "budget_tokens": 9}, chat_template_kwargs={"thinking": 1})
-    assert (asked.keywords, asked.reasoning_effort) == ({"enable_thinking": True, "thinking": 1}, None)
-    asked = conversation_of(thinking={"type": "adaptive"}, output_config={"effort": "max"})
-    assert (asked.keywords, asked.reasoning_effort) == ({}, "max")
-    asked = conversation_of(thinking={"type": "disabled"}, output_config={"effort": "max"})
-    assert asked.reasoning_effort == "none"
+    conversation = conversation_of(
+        thinking={"type": "enabled", "budget_tokens": 9}, chat_template_kwargs={"thinking": 1}
+    )
+    assert (conversation.keywords, conversation.reasoning_effort) == ({"enable_thinking": True, "thinking": 1}, None)
+    conversation = conversation_of(thinking={"type": "adaptive"}, output_config={"effort": "max"})
+    assert (conversation.keywords, conversation.reasoning_effort) == ({}, "max")
+    conversation = conversation_of(thinking={"type": "disabled"}, output_config={"effort": "max"})
+    assert conversation.reasoning_effort == "none"
 
 
 @pytest.mark.parametrize(
@@ -362,7 +367,7 @@ def test_thinking() -> None:
         ({"type": "disabled"}, "none"),
     ],
 )
-def test_what_of_the_thinking_is_shown(thinking: Any, shown: str) -> None:
+def test_which_thinking_is_returned(thinking: Any, shown: str) -> None:
     request = parse(AnthropicMessagesRequest, json.dumps(ASK | {"thinking": thinking}).encode())
     assert request.shows_thinking == shown
     assert request.params({}, thinks=True).thinking_token_budget == (
@@ -371,7 +376,7 @@ def test_what_of_the_thinking_is_shown(thinking: Any, shown: str) -> None:
     assert request.params({}, thinks=False).thinking_token_budget is None
 
 
-def test_the_form_of_the_text() -> None:
+def test_output_format() -> None:
     form = {"type": "json_schema", "schema": {"type": "null"}}
     request = parse(AnthropicMessagesRequest, json.dumps(ASK | {"output_config": {"format": form}}).encode())
     assert request.params({}, thinks=False).structured_outputs.json == {"type": "null"}
@@ -391,13 +396,13 @@ def test_counted(client: anthropic.Anthropic, server: LiveServer) -> None:
 # --- blocks to messages ---
 
 
-def test_an_answer_that_was_begun_goes_on(client: anthropic.Anthropic) -> None:
+def test_an_assistant_message_is_continued(client: anthropic.Anthropic) -> None:
     begun: Any = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "xy"}]}]
     message = client.messages.create(model="fake", max_tokens=5, messages=begun)
     assert message.content[0].to_dict()["text"] == "z"
     use = {"type": "tool_use", "id": "u", "name": "f", "input": {}}
-    asked = conversation_of(messages=[*USER, {"role": "assistant", "content": [use]}])
-    assert (asked.add_generation_prompt, asked.continue_final_message) == (True, False)
+    conversation = conversation_of(messages=[*USER, {"role": "assistant", "content": [use]}])
+    assert (conversation.add_generation_prompt, conversation.continue_final_message) == (True, False)
 
 
 def test_blocks_of_the_model() -> None:
@@ -409,11 +414,13 @@ def test_blocks_of_the_model() -> None:
         {"type": "tool_use", "id": "u", "name": "f", "input": {"é": 1}},
     ]
     results = [{"type": "tool_result", "tool_use_id": "u"}, {"type": "tool_result", "tool_use_id": "u", "content": "x"}]
-    asked = conversation_of(messages=[{"role": "assistant", "content": blocks}, {"role": "user", "content": results}])
-    said, *heard = asked.messages
-    assert (said["content"], said["reasoning_content"]) == ("a\nb", "so")
-    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"é": 1}'}
-    assert [message["content"] for message in heard] == ["", "x"]
+    conversation = conversation_of(
+        messages=[{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    )
+    assistant, *results = conversation.messages
+    assert (assistant["content"], assistant["reasoning_content"]) == ("a\nb", "so")
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"é": 1}'}
+    assert [message["content"] for message in results] == ["", "x"]
 
 
 def test_system_messages_between_others() -> None:
@@ -421,6 +428,6 @@ def test_system_messages_between_others() -> None:
     assert [message["role"] for message in conversation_of(messages=messages).messages] == ["user", "system", "user"]
 
 
-def test_a_result_needs_its_call() -> None:
-    with pytest.raises(RequestError, match="'u' is of no tool_use block"):
+def test_a_result_needs_an_earlier_call() -> None:
+    with pytest.raises(RequestError, match="'u' matches no earlier tool_use block"):
         conversation_of(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u"}]}])

@@ -1,4 +1,4 @@
-"""Messages under construction: the order of events by a grammar of the protocol, over scripted answers."""
+"""MessagesBuilder: event order and content for scripted outputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from support.message_grammar import check_grammar, plain
 from support.scripted import outputs, pieces, script, scripts
 
-from pagoda.server.anthropic.messages import UNSIGNED, MessagesAnswer
+from pagoda.server.anthropic.messages import UNSIGNED, MessagesBuilder
 from pagoda.server.http.fields.errors import UnavailableError
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
 
-def answer_of(events: Sequence[Event], keep: int = 0, thinking: Any = "full") -> MessagesAnswer:
-    return MessagesAnswer("msg_1", "m", script(events, keep), thinking)
+def builder_of(events: Sequence[Event], keep: int = 0, thinking: Any = "full") -> MessagesBuilder:
+    return MessagesBuilder("msg_1", "m", script(events, keep), thinking)
 
 
-def streamed(answer: MessagesAnswer, made: list[RequestOutput]) -> list[Any]:
-    return [event for output in made for event in answer.chunks(0, output)] + [answer.usage_chunk()]
+def streamed(builder: MessagesBuilder, made: list[RequestOutput]) -> list[Any]:
+    return [event for output in made for event in builder.chunks(0, output)] + [builder.usage_chunk()]
 
 
 @given(
@@ -33,14 +33,14 @@ def streamed(answer: MessagesAnswer, made: list[RequestOutput]) -> list[Any]:
     st.sampled_from(["stop", "length"]),
     st.sampled_from(["full", "omitted", "none"]),
 )
-def test_the_stream_follows_the_grammar_and_equals_the_whole(
+def test_streamed_and_whole_messages_agree(
     events: list[Event], keep: int, cuts: list[int], finish_reason: str, thinking: str
 ) -> None:
     message = check_grammar(
-        streamed(answer_of(events, keep, thinking), outputs(pieces(len(events), cuts), finish_reason))
+        streamed(builder_of(events, keep, thinking), outputs(pieces(len(events), cuts), finish_reason))
     )
     Message.model_validate(message)
-    whole = answer_of(events, keep, thinking)
+    whole = builder_of(events, keep, thinking)
     for output in outputs([len(events)], finish_reason):
         whole.add(0, output)
     assert plain(whole.whole()) == plain(message)
@@ -57,7 +57,7 @@ LONG = [
 
 
 def test_blocks() -> None:
-    message = check_grammar(streamed(answer_of(LONG), outputs([1, 3, 2])))
+    message = check_grammar(streamed(builder_of(LONG), outputs([1, 3, 2])))
     assert message["content"] == [
         {"type": "thinking", "thinking": "so", "signature": UNSIGNED},
         {"type": "text", "text": "\nhi"},
@@ -74,32 +74,32 @@ def test_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish_reason", "stop", "told"),
+    ("finish_reason", "stop", "expected"),
     [
         ("stop", None, ("end_turn", None)),
         ("stop", "END", ("stop_sequence", "END")),
         ("length", None, ("max_tokens", None)),
     ],
 )
-def test_stop_reasons(finish_reason: str, stop: str | None, told: tuple[str, str | None]) -> None:
-    message = check_grammar(streamed(answer_of([Content("a")]), outputs([1], finish_reason, stop)))
-    assert (message["stop_reason"], message["stop_sequence"]) == told
+def test_stop_reasons(finish_reason: str, stop: str | None, expected: tuple[str, str | None]) -> None:
+    message = check_grammar(streamed(builder_of([Content("a")]), outputs([1], finish_reason, stop)))
+    assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
-def test_a_call_that_was_cut() -> None:
-    message = check_grammar(streamed(answer_of(LONG[:-1]), outputs([5], "length")))
+def test_a_truncated_call() -> None:
+    message = check_grammar(streamed(builder_of(LONG[:-1]), outputs([5], "length")))
     assert message["content"][-1]["input"] == {"a": [1, "x"]}
     assert message["stop_reason"] == "max_tokens"
 
 
-def test_an_answer_that_the_server_ends_is_an_error() -> None:
+def test_an_aborted_message_is_an_error() -> None:
     with pytest.raises(UnavailableError, match="before it was complete"):
-        streamed(answer_of(LONG), outputs([6], "abort"))
+        streamed(builder_of(LONG), outputs([6], "abort"))
 
 
 @pytest.mark.field("AnthropicMessagesRequest.thinking")
 def test_thinking_can_be_omitted_or_hidden() -> None:
-    omitted = check_grammar(streamed(answer_of(LONG, thinking="omitted"), outputs([6])))
+    omitted = check_grammar(streamed(builder_of(LONG, thinking="omitted"), outputs([6])))
     assert omitted["content"][0] == {"type": "thinking", "thinking": "", "signature": UNSIGNED}
-    hidden = check_grammar(streamed(answer_of(LONG, thinking="none"), outputs([6])))
+    hidden = check_grammar(streamed(builder_of(LONG, thinking="none"), outputs([6])))
     assert [block["type"] for block in hidden["content"]] == ["text", "tool_use"]

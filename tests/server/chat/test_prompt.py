@@ -14,7 +14,7 @@ from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParam
 from pagoda.server.chat import prompt as turn_module
 from pagoda.server.chat.conversation import Conversation, NamedTool
 from pagoda.server.chat.prompt import ChatPrompt, prepare
-from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, joined
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
@@ -41,7 +41,7 @@ def turn_of(server: LiveServer, params: SamplingParams | None = None, **fields: 
 
 def said(turn: ChatPrompt, text: str) -> list[Event]:
     reader = turn.reader()
-    events = joined(reader.feed(text) + reader.finish())
+    events = merge_events(reader.feed(text) + reader.finish())
     return [ToolCall(e.index, e.name) if isinstance(e, ToolCall) else e for e in events]
 
 

@@ -15,7 +15,7 @@ def test_no_request_that_the_description_suggests_is_an_error_of_ours() -> None:
         findings = fuzz_api.Fuzz(server.url, canary, timeout=20).run(CASES, seed=1)
         assert findings.failures == {}, findings.failures
         assert findings.cases > CASES // 2
-        answered = {path for path, status in findings.answers if status == 200}
+        answered = {path for path, status in findings.responses if status == 200}
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/models"} <= answered
 
 

@@ -25,8 +25,8 @@ from pagoda.server.openai.chat import Beginning, ChatAnswer
 from pagoda.server.openai.chat_request import ChatCompletionRequest
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.delimiters import DelimiterSet
+from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import Tool
-from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 from pagoda.server.processing.inputs import PreparedRequest, Prompt
 from pagoda.server.processing.output_processor import OutputProcessor
@@ -111,14 +111,14 @@ def streamed(reader: Any, tokens: list[int], cuts: list[int], stop: list[str]) -
     return {"message": message, "finish_reason": last["finish_reason"], "stop_reason": last["stop_reason"]}
 
 
-def reader_of(thinks: str, calls: str) -> AnswerReader:
+def reader_of(thinks: str, calls: str) -> OutputParser:
     stages = []
     if thinks:
         stages.append(reasoning_format(thinks).parser("x"))
     if calls:
         stages.append(tool_format(calls).parser(TOOLS))
     ids = iter("abc")
-    return AnswerReader(stages, hidden=SPECIAL, new_id=lambda: next(ids))
+    return OutputParser(stages, hidden=SPECIAL, new_id=lambda: next(ids))
 
 
 COMBINED = [

@@ -241,9 +241,9 @@ def test_thinking_is_told_from_content(server: LiveServer, bare: LiveServer) -> 
     message = choice_of(server, THOUGHT + "Yes — ✓.")["message"]
     assert (message["reasoning"], message["content"]) == ("Hm, <b>.", "Yes — ✓.")
     assert choice_of(bare, THOUGHT + "Yes.")["message"]["content"] == THOUGHT + "Yes."
-    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'x'"):
+    with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'x'"):
         told({"--reasoning-parser": "x"})
-    with pytest.raises(ConfigError, match="--tool-call-parser: there is no format 'x'"):
+    with pytest.raises(ConfigError, match="--tool-call-parser: unknown format 'x'"):
         told({"--tool-call-parser": "x"})
 
 

@@ -1,4 +1,4 @@
-"""Stored responses: within a number and a size, the oldest make room; streams can be followed again."""
+"""ResponseStore: eviction by count and size, owners, following of streams."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,33 +17,33 @@ def ended(name: str, size: int = 0, owner: bytes = ME) -> StoredResponse:
     return response
 
 
-def held(store: ResponseStore) -> list[str]:
+def ids_in(store: ResponseStore) -> list[str]:
     return [name for name in "abcdef" if store.holds(name, ME)]
 
 
-def test_the_oldest_make_room_by_number() -> None:
+def test_the_oldest_are_evicted_by_count() -> None:
     store = ResponseStore(2, 10**6)
     for name in "abc":
         store.put(ended(name))
-    assert held(store) == ["b", "c"]
+    assert ids_in(store) == ["b", "c"]
     assert len(store) == 2
     with pytest.raises(ResponseNotFoundError, match="'a'"):
         store.get("a", ME)
 
 
-def test_the_oldest_make_room_by_size() -> None:
+def test_the_oldest_are_evicted_by_size() -> None:
     store = ResponseStore(100, 3 * OVERHEAD + 300)
     for name in "abc":
         store.put(ended(name, 100))
-    assert held(store) == ["a", "b", "c"]
+    assert ids_in(store) == ["a", "b", "c"]
     store.put(ended("d", 101))
-    assert held(store) == ["c", "d"]
+    assert ids_in(store) == ["c", "d"]
     store.delete("c", ME)
     store.put(ended("e", 100))
-    assert held(store) == ["d", "e"]
+    assert ids_in(store) == ["d", "e"]
 
 
-def test_a_response_is_unknown_to_others() -> None:
+def test_other_owners_cannot_see_a_response() -> None:
     store = ResponseStore(100, 10**6)
     store.put(mine := ended("a"))
     assert not store.holds("a", OTHER)
@@ -57,14 +57,14 @@ def test_a_response_is_unknown_to_others() -> None:
     assert store.get("a", ME) is mine
 
 
-def test_what_is_too_large_takes_no_room() -> None:
+def test_a_too_large_response_is_not_stored() -> None:
     store = ResponseStore(100, 2 * OVERHEAD)
     store.put(ended("a"))
     store.put(ended("b", 2 * OVERHEAD))
-    assert held(store) == ["a"]
+    assert ids_in(store) == ["a"]
 
 
-def test_a_store_of_nothing() -> None:
+def test_a_disabled_store() -> None:
     for store in (ResponseStore(0, 100), ResponseStore(100, 0)):
         assert not store.keeps
         store.put(ended("a"))
@@ -78,15 +78,15 @@ async def running(name: str) -> StoredResponse:
     return response
 
 
-async def test_those_that_run_are_last_to_go_and_are_ended() -> None:
+async def test_running_responses_are_evicted_last_and_cancelled() -> None:
     store = ResponseStore(2, 10**6)
     first, second = await running("a"), await running("b")
     store.put(first)
     store.put(ended("c"))
     store.put(second)
-    assert held(store) == ["a", "b"]
+    assert ids_in(store) == ["a", "b"]
     store.put(await running("d"))
-    assert held(store) == ["b", "d"]
+    assert ids_in(store) == ["b", "d"]
     assert first.task is not None
     assert first.task.cancelling()
     store.delete("b", ME)
@@ -101,31 +101,31 @@ async def test_events_are_counted_as_they_come() -> None:
     store.put(growing)
     growing.add_event(b"x" * 101)
     store.resize(growing)
-    assert held(store) == ["b"]
+    assert ids_in(store) == ["b"]
     growing.add_event(b"x" * 2 * OVERHEAD)
     store.resize(growing)
-    assert held(store) == []
+    assert ids_in(store) == []
     store.resize(growing)
 
 
-async def test_followers_hear_all_events_and_the_end() -> None:
+async def test_followers_receive_all_events() -> None:
     response = await running("a")
     response.add_event(b"0")
 
-    async def heard(first: int) -> list[bytes]:
+    async def received(first: int) -> list[bytes]:
         return [event async for event in response.follow(first)]
 
-    followers = [asyncio.ensure_future(heard(first)) for first in (0, 1, 5)]
+    followers = [asyncio.ensure_future(received(first)) for first in (0, 1, 5)]
     await asyncio.sleep(0)
     response.add_event(b"1")
     await asyncio.sleep(0)
     response.add_event(b"2")
     response.end("completed", b"")
     assert await asyncio.gather(*followers) == [[b"0", b"1", b"2"], [b"1", b"2"], []]
-    assert await heard(2) == [b"2"]
+    assert await received(2) == [b"2"]
 
 
-def test_a_response_is_shown_as_it_stands_until_it_ends() -> None:
+def test_a_running_response_shows_its_current_state() -> None:
     bodies: Iterator[bytes] = iter([b"1", b"2"])
     response = StoredResponse("a", lambda: next(bodies), owner=ME)
     assert response.body == b"1"
@@ -134,7 +134,7 @@ def test_a_response_is_shown_as_it_stands_until_it_ends() -> None:
     assert (response.body, response.body, response.items, response.running) == (b"2", b"2", b"items", False)
 
 
-async def test_another_of_the_same_id_takes_its_place() -> None:
+async def test_the_same_id_replaces_a_response() -> None:
     store = ResponseStore(10, 2 * OVERHEAD + 100)
     first = await running("a")
     store.put(first)
@@ -143,4 +143,4 @@ async def test_another_of_the_same_id_takes_its_place() -> None:
     assert first.task is not None
     assert first.task.cancelling()
     store.put(ended("b", 40))
-    assert held(store) == ["a", "b"], "what made room takes none"
+    assert ids_in(store) == ["a", "b"], "evicted responses take no space"

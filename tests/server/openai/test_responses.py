@@ -1,4 +1,4 @@
-"""The Responses API over a real socket: the official client, raw events, the store, the background, every field."""
+"""The Responses API over a socket: official client, raw events, store, background, every field."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LiveServer]:
-    """A server that refuses what has no effect."""
+    """A server with --strict-requests."""
     with live_server(strict_requests=True) as server:
         yield server
 
@@ -121,7 +121,7 @@ def test_thinking_and_calls(client: openai.OpenAI, spy: Spy) -> None:
     ]
 
 
-# --- the wire ---
+# --- raw events ---
 
 
 def test_raw_events(server: LiveServer) -> None:
@@ -140,7 +140,7 @@ def test_events_of_thinking_and_calls(server: LiveServer, spy: Spy) -> None:
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
 
 
-def test_a_stream_that_is_cut_ends_with_a_failure(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_stream_ends_with_a_failure(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: Any) -> Any:
         yield 0, outputs([2, 0])[0]
         raise RuntimeError("secret")
@@ -152,7 +152,7 @@ def test_a_stream_that_is_cut_ends_with_a_failure(server: LiveServer, monkeypatc
     assert "secret" not in json.dumps(response)
 
 
-def test_a_client_that_leaves_frees_its_request(slow: LiveServer) -> None:
+def test_a_disconnect_frees_the_request(slow: LiveServer) -> None:
     with slow.raw("POST", "/v1/responses", {"input": "a", "stream": True}) as raw:
         assert raw.recv(100)
         assert slow.state.running == 1
@@ -215,7 +215,7 @@ def test_bad_requests_name_the_field(strict: LiveServer, body: dict[str, Any], p
 
 
 @pytest.mark.field("ResponsesRequest.store")
-def test_stored_unless_told_otherwise(client: openai.OpenAI, server: LiveServer) -> None:
+def test_responses_are_stored_by_default(client: openai.OpenAI, server: LiveServer) -> None:
     kept = client.responses.create(**ASK)
     assert client.responses.retrieve(kept.id).model_dump() == kept.model_dump()
     lost = client.responses.create(**ASK, store=False)
@@ -235,7 +235,7 @@ def test_a_streamed_response_is_stored_too(server: LiveServer) -> None:
 
 
 @pytest.mark.setting("--max-stored-responses")
-def test_the_oldest_make_room() -> None:
+def test_the_oldest_response_is_evicted() -> None:
     with live_server(max_stored_responses=2) as server:
         ids = [posted(server)["id"] for _ in range(3)]
         assert [server.get(f"/v1/responses/{each}")[0] for each in ids] == [404, 200, 200]
@@ -245,12 +245,12 @@ def test_the_oldest_make_room() -> None:
 def test_memory_is_bounded() -> None:
     with live_server(max_stored_response_bytes=6_000) as server:
         ids = [posted(server)["id"] for _ in range(4)]
-        found = [server.get(f"/v1/responses/{each}")[0] for each in ids]
-        assert found[0] == 404
-        assert found[-1] == 200
+        statuses = [server.get(f"/v1/responses/{each}")[0] for each in ids]
+        assert statuses[0] == 404
+        assert statuses[-1] == 200
 
 
-def test_a_server_that_stores_nothing() -> None:
+def test_a_server_without_a_store() -> None:
     with live_server(max_stored_responses=0) as server:
         answer = posted(server)
         assert answer["store"] is False
@@ -260,7 +260,7 @@ def test_a_server_that_stores_nothing() -> None:
 
 
 @pytest.mark.field("ResponsesRequest.previous_response_id|instructions")
-def test_conversations_go_on(client: openai.OpenAI, spy: Spy) -> None:
+def test_conversations_continue(client: openai.OpenAI, spy: Spy) -> None:
     spy.script = FULL
     first = client.responses.create(**ASK, instructions="be brief")
     assert first.instructions == "be brief"
@@ -273,8 +273,8 @@ def test_conversations_go_on(client: openai.OpenAI, spy: Spy) -> None:
     assert second.previous_response_id == first.id
     third = client.responses.create(model="fake", input="b", previous_response_id=second.id, max_output_tokens=1)
     assert third.instructions is None
-    told = [(message["role"], message["content"]) for message in spy.conversation.messages]
-    assert told == [("user", "a"), ("assistant", "hi"), ("tool", "out"), ("assistant", "done"), ("user", "b")]
+    messages = [(message["role"], message["content"]) for message in spy.conversation.messages]
+    assert messages == [("user", "a"), ("assistant", "hi"), ("tool", "out"), ("assistant", "done"), ("user", "b")]
     thinking, calls = (spy.conversation.messages[1][key] for key in ("reasoning_content", "tool_calls"))
     assert (thinking, calls[0]["id"]) == ("so", "c0")
 
@@ -307,7 +307,7 @@ def made(server: LiveServer, headers: dict[str, str], **body: Any) -> Any:
         ("DELETE", ""),
     ],
 )
-def test_a_response_is_unknown_to_other_keys(keyed: LiveServer, method: str, suffix: str) -> None:
+def test_other_keys_cannot_see_a_response(keyed: LiveServer, method: str, suffix: str) -> None:
     name = f"{method}{len(suffix)}"
     made(keyed, ONE, background=True, stream="stream" in suffix, max_output_tokens=40, request_id=name)
     body = {} if method == "POST" else None
@@ -319,12 +319,12 @@ def test_a_response_is_unknown_to_other_keys(keyed: LiveServer, method: str, suf
     assert keyed.request(method, f"/v1/responses/{name}{suffix}", body, ONE)[0] == 200
 
 
-def test_other_keys_cannot_go_on_from_a_response(keyed: LiveServer) -> None:
+def test_other_keys_cannot_continue_a_response(keyed: LiveServer) -> None:
     first = made(keyed, ONE)["id"]
-    asked = ASK | {"previous_response_id": first}
-    status, answer = keyed.request("POST", "/v1/responses", asked, TWO)
+    body = ASK | {"previous_response_id": first}
+    status, answer = keyed.request("POST", "/v1/responses", body, TWO)
     assert (status, answer["error"]["param"]) == (404, "previous_response_id")
-    unknown = keyed.request("POST", "/v1/responses", asked | {"previous_response_id": "x"}, TWO)
+    unknown = keyed.request("POST", "/v1/responses", body | {"previous_response_id": "x"}, TWO)
     assert unknown[1]["error"]["message"].replace("'x'", repr(first)) == answer["error"]["message"]
     assert made(keyed, ONE, previous_response_id=first)["previous_response_id"] == first
 
@@ -333,8 +333,8 @@ def test_the_same_id_under_two_keys(keyed: LiveServer) -> None:
     for headers, text in ((ONE, "a"), (TWO, "b")):
         made(keyed, headers, request_id="same", input=text)
     assert keyed.request("POST", "/v1/responses", ASK | {"request_id": "same"}, TWO)[0] == 400
-    said = [keyed.request("GET", "/v1/responses/same", None, headers)[1]["output"] for headers in (ONE, TWO)]
-    assert said[0] != said[1]
+    outputs = [keyed.request("GET", "/v1/responses/same", None, headers)[1]["output"] for headers in (ONE, TWO)]
+    assert outputs[0] != outputs[1]
 
 
 def test_a_key_is_the_same_in_either_header(keyed: LiveServer) -> None:
@@ -349,7 +349,7 @@ def test_a_key_is_the_same_in_either_header(keyed: LiveServer) -> None:
         assert keyed.request("GET", f"/v1/responses/{name}", None, headers)[0] == status
 
 
-def test_a_response_that_has_not_ended_cannot_be_gone_on_from(slow: LiveServer) -> None:
+def test_a_running_response_cannot_be_continued(slow: LiveServer) -> None:
     running = posted(slow, background=True, max_output_tokens=40)
     assert "not ready" in fault(slow, previous_response_id=running["id"])[1]
     slow.post(f"/v1/responses/{running['id']}/cancel", {})
@@ -380,7 +380,7 @@ def test_cancelled_in_the_background(slow: LiveServer) -> None:
     eventually(lambda: slow.llm.num_unfinished == 0)
 
 
-def test_deleting_ends_it(slow: LiveServer) -> None:
+def test_deleting_cancels_a_running_response(slow: LiveServer) -> None:
     response = posted(slow, background=True, max_output_tokens=40)
     assert slow.request("DELETE", f"/v1/responses/{response['id']}") == (
         200,
@@ -407,7 +407,7 @@ def test_a_background_stream_outlives_its_client_and_is_read_again(slow: LiveSer
     assert client.responses.retrieve(first.response.id).status == "incomplete"
 
 
-def test_reading_again_is_refused_where_nothing_was_kept(server: LiveServer) -> None:
+def test_only_background_streams_can_be_read_again(server: LiveServer) -> None:
     path = f"/v1/responses/{posted(server)['id']}"
     for query, param in (
         ("stream=true", "stream"),
@@ -440,12 +440,12 @@ def test_a_dead_engine_fails_the_background() -> None:
         assert server.get(f"/v1/responses/{response['id']}")[1]["error"]["code"] == "server_error"
 
 
-def test_many_at_once_do_not_mix(server: LiveServer) -> None:
+def test_concurrent_responses(server: LiveServer) -> None:
     async def all_of() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        asked = [client.responses.create(**ASK) for _ in range(8)]
-        found = [answer.output_text for answer in await asyncio.gather(*asked)]
+        requests = [client.responses.create(**ASK) for _ in range(8)]
+        texts = [response.output_text for response in await asyncio.gather(*requests)]
         await client.close()
-        return found
+        return texts
 
     assert asyncio.run(all_of()) == [";<=>?"] * 8

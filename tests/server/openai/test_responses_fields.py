@@ -1,4 +1,4 @@
-"""Every field of a response: what it does to the engine's request, to the conversation, or to what comes back."""
+"""Every field of a Responses request: its effect on the engine request, the conversation or the response."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_fields_of_sampling(spy: Spy) -> None:
         for name, value in SAMPLED.items():
             assert getattr(spy.params, name) == value, name
         assert spy.params.logit_bias == {7: 2}
-        assert (spy.asked[-1]["priority"], spy.asked[-1]["user"]) == (4, "u")
-        assert spy.asked[-1]["prompt"]["cache_salt"] == "s"
+        assert (spy.generations[-1]["priority"], spy.generations[-1]["user"]) == (4, "u")
+        assert spy.generations[-1]["prompt"]["cache_salt"] == "s"
         assert posted(server, safety_identifier="who")["safety_identifier"] == "who"
-        assert spy.asked[-1]["user"] == "who"
+        assert spy.generations[-1]["user"] == "who"
 
 
 @pytest.mark.field("ResponsesRequest.vllm_xargs|chat_template_kwargs")
-def test_fields_that_are_passed_on(server: LiveServer, spy: Spy) -> None:
+def test_sampling_fields_are_forwarded(server: LiveServer, spy: Spy) -> None:
     assert fault(server, vllm_xargs={"a": 1})[0] == "vllm_xargs"
     posted(server, chat_template_kwargs={"mood": "glad"})
     assert spy.conversation.keywords == {"mood": "glad"}
@@ -92,7 +92,7 @@ FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "null"}}
         ({"text": {"format": {"type": "text"}}}, None, None),
     ],
 )
-def test_the_form_of_the_text(body: dict[str, Any], kind: str | None, value: Any) -> None:
+def test_output_format(body: dict[str, Any], kind: str | None, value: Any) -> None:
     request = parse(ResponsesRequest, json.dumps({"input": "a"} | body).encode())
     form = request.params({}).structured_outputs
     assert (form is None) if kind is None else (getattr(form, kind) == value)
@@ -114,12 +114,12 @@ def test_fields_of_the_conversation(server: LiveServer, spy: Spy) -> None:
     assert answer["tools"] == [TOOL, other | {"description": None}]
     assert answer["reasoning"] == {"effort": "low", "summary": None}
     assert answer["parallel_tool_calls"] is False
-    asked = spy.conversation
-    assert (asked.tools, asked.tool_choice) == (chat, "auto")
-    assert (asked.parallel_tool_calls, asked.reasoning_effort) == (False, "low")
+    conversation = spy.conversation
+    assert (conversation.tools, conversation.tool_choice) == (chat, "auto")
+    assert (conversation.parallel_tool_calls, conversation.reasoning_effort) == (False, "low")
     named = {"type": "function", "name": "g"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-    for choice, tools, told in (
+    for choice, tools, expected in (
         ("none", chat, "none"),
         ("required", chat, "required"),
         (named, chat, NamedTool("g")),
@@ -127,13 +127,13 @@ def test_fields_of_the_conversation(server: LiveServer, spy: Spy) -> None:
     ):
         answer = posted(server, tools=[TOOL, other], tool_choice=choice)
         assert answer["tool_choice"] == choice
-        assert (spy.conversation.tools, spy.conversation.tool_choice) == (tools, told)
+        assert (spy.conversation.tools, spy.conversation.tool_choice) == (tools, expected)
     posted(server)
     assert (spy.conversation.tool_choice, spy.conversation.parallel_tool_calls) == ("none", True)
 
 
 @pytest.mark.field("ResponsesRequest.metadata|service_tier|max_tool_calls|prompt_cache_key|request_id")
-def test_fields_that_come_back(server: LiveServer) -> None:
+def test_fields_repeated_in_the_response(server: LiveServer) -> None:
     answer = posted(
         server, metadata={"a": "b"}, service_tier="flex", max_tool_calls=3, prompt_cache_key="k", request_id="resp_mine"
     )
@@ -165,8 +165,8 @@ def test_streams_are_not_obfuscated(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.field("ResponsesRequest.truncation")
-def test_the_oldest_turns_are_left_out(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The context has 64 tokens, each a letter."""
+def test_truncation_drops_the_oldest_turns(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context has 64 tokens of one letter each."""
     turns: list[Any] = [{"role": "system", "content": "s"}]
     for letter in "abcd":
         turns += [{"role": "user", "content": letter * 5}, {"role": "assistant", "content": "x"}]
@@ -196,25 +196,25 @@ def chat_call(name: str) -> dict[str, Any]:
     return {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
-def test_what_leads_is_one_system_message() -> None:
-    asked = messages(
+def test_instructions_and_leading_system_messages_are_merged() -> None:
+    converted = messages(
         {"role": "developer", "content": "b"},
         {"role": "system", "content": [{"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]},
         {"role": "user", "content": "e"},
         {"role": "developer", "content": "f"},
         instructions="a",
     )
-    assert asked == [
+    assert converted == [
         {"role": "system", "content": "a\n\nb\n\nc\nd"},
         {"role": "user", "content": "e"},
         {"role": "system", "content": "f"},
     ]
 
 
-def test_what_the_model_said_in_one_go_is_one_message() -> None:
+def test_consecutive_model_items_are_one_message() -> None:
     thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "so"}]}
     calls = [chat_call("f"), chat_call("g")]
-    asked = messages(
+    converted = messages(
         thought,
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         call("f"),
@@ -223,13 +223,13 @@ def test_what_the_model_said_in_one_go_is_one_message() -> None:
         thought,
         call("h"),
     )
-    assert asked == [
+    assert converted == [
         {"role": "assistant", "content": "no", "reasoning_content": "so", "tool_calls": calls},
         {"role": "assistant", "content": "then"},
         {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [chat_call("h")]},
     ]
 
 
-def test_a_result_needs_its_call() -> None:
-    with pytest.raises(RequestError, match="'g' is of no function_call"):
+def test_a_result_needs_an_earlier_call() -> None:
+    with pytest.raises(RequestError, match="'g' matches no earlier function_call"):
         messages(call("f"), {"type": "function_call_output", "call_id": "g", "output": "x"})

@@ -1,4 +1,4 @@
-"""Which tokens said what: log-probabilities of the visible text, however the answer came in."""
+"""Attribution of tokens to content, for its logprobs, for every split."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from support.byte_text import EOS, byte_tokenizer
 from support.scripted import pieces
 
 from pagoda.server.outputs import CompletionOutput, Logprob
-from pagoda.server.parsers.parser import Content, Event, Reasoning, joined
-from pagoda.server.parsers.reader import AnswerText
+from pagoda.server.parsers.output_parser import DeltaParser
+from pagoda.server.parsers.parser import Content, Event, Reasoning, merge_events
 
 TOKENIZER = byte_tokenizer()
 
 
 class Thinker:
-    """Reads `thinking|text`, and keeps a letter back until the next."""
+    """Parses `reasoning|content`, with one buffered letter."""
 
     def __init__(self) -> None:
         self._kept = ""
@@ -39,52 +39,52 @@ class Thinker:
 
 
 def read(text: str, sizes: list[int], *, end: list[int] | None = None) -> tuple[list[Event], list[int]]:
-    """Events and the tokens of the visible text. The answer comes in as pieces of so many tokens."""
-    reader: Any = Thinker()
-    answer = AnswerText(reader, TOKENIZER, skip_special_tokens=True)
+    """Return the events and the tokens of the content, fed in pieces of `sizes` tokens."""
+    parser: Any = Thinker()
+    delta_parser = DeltaParser(parser, TOKENIZER, skip_special_tokens=True)
     ids = [*text.encode(), *([EOS] if end is None else end)]
     events: list[Event] = []
     tokens: list[int] = []
-    spoken = at = 0
+    emitted = at = 0
     for number, size in enumerate(sizes):
         last = number == len(sizes) - 1
         piece = ids[at:] if last else ids[at : at + size]
         at += len(piece)
-        known = text if last else ids_to_text(ids[:at])
-        output = CompletionOutput(0, known[spoken:], piece, logprobs=[{token: Logprob(-1.0)} for token in piece])
-        spoken = len(known)
+        decoded = text if last else ids_to_text(ids[:at])
+        output = CompletionOutput(0, decoded[emitted:], piece, logprobs=[{token: Logprob(-1.0)} for token in piece])
+        emitted = len(decoded)
         if last:
             output.finish_reason = "stop"
-        for said in answer.take(output):
-            events += said.events
-            tokens += [next(iter(position)) for position in said.logprobs]
-    return joined(events), tokens
+        for delta in delta_parser.feed(output):
+            events += delta.events
+            tokens += [next(iter(position)) for position in delta.logprobs]
+    return merge_events(events), tokens
 
 
 def ids_to_text(ids: list[int]) -> str:
-    """The whole characters of it."""
+    """Decode the complete characters."""
     return bytes(token for token in ids if token != EOS).decode("utf-8", "ignore")
 
 
 @pytest.mark.parametrize("text", ["so|hello", "|hé𝄞", "é|", "thinking", "a|b|c"])
-def test_tokens_of_the_text_alone(text: str) -> None:
+def test_logprobs_of_content_only(text: str) -> None:
     events, tokens = read(text, [len(text.encode()) + 1])
-    said = "".join(event.text for event in events if isinstance(event, Content))
-    assert bytes(tokens).decode() == said
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    assert bytes(tokens).decode() == content
 
 
 @given(st.text("ab|é𝄞", max_size=8), st.lists(st.integers(0, 50), max_size=6))
-def test_the_same_for_every_split(text: str, cuts: list[int]) -> None:
+def test_attribution_is_independent_of_splits(text: str, cuts: list[int]) -> None:
     length = len(text.encode()) + 1
     assert read(text, pieces(length, cuts)) == read(text, [length])
 
 
-def test_an_answer_that_was_cut_has_no_token_too_many() -> None:
+def test_a_truncated_output() -> None:
     assert read("a|bc", [4], end=[]) == ([Reasoning("a"), Content("bc")], list(b"bc"))
 
 
 def test_without_a_tokenizer_nothing_is_attributed() -> None:
-    reader: Any = Thinker()
-    answer = AnswerText(reader, None, skip_special_tokens=True)
+    parser: Any = Thinker()
+    delta_parser = DeltaParser(parser, None, skip_special_tokens=True)
     output = CompletionOutput(0, "a|b", [1, 2, 3], logprobs=[{1: Logprob(-1.0)}] * 3, finish_reason="stop")
-    assert [said.logprobs for said in answer.take(output)] == [[], []]
+    assert [delta.logprobs for delta in delta_parser.feed(output)] == [[], []]

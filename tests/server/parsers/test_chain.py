@@ -1,11 +1,11 @@
-"""Thinking, then calls: the formats that belong together, one behind the other, however an answer is cut."""
+"""A reasoning and a tool format of the same family in sequence, for several splits."""
 
 from __future__ import annotations
 
 import pytest
 
-from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, joined
-from pagoda.server.parsers.reader import AnswerReader
+from pagoda.server.parsers.output_parser import OutputParser
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 
 CALL = (ToolCall(0, "now", "id"), Arguments(0, "{}"))
@@ -83,27 +83,27 @@ UNENDED = [
     ("seed_oss", "seed_oss", "<seed:think>", XML.replace("tool_call>", "seed:tool_call>")),
     ("step3p5", "qwen3_coder", "", XML),
 ]
-"""Calls of models that do not end their thinking before."""
+"""Calls of models that do not close their reasoning first."""
 
 
 def read(reasoning: str, tools: str, prompt: str, text: str, step: int) -> list[Event]:
     stages = (reasoning_format(reasoning).parser(prompt), tool_format(tools).parser([Tool("now")]))
-    reader = AnswerReader(stages, new_id=lambda: "id")
-    events = [event for at in range(0, len(text), step) for event in reader.feed(text[at : at + step])]
-    return joined([*events, *reader.finish()])
+    parser = OutputParser(stages, new_id=lambda: "id")
+    events = [event for at in range(0, len(text), step) for event in parser.feed(text[at : at + step])]
+    return merge_events([*events, *parser.finish()])
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(("reasoning", "tools", "prompt", "text"), EXAMPLES)
 def test_thinking_and_a_call(reasoning: str, tools: str, prompt: str, text: str, step: int) -> None:
-    thought, *rest = read(reasoning, tools, prompt, text, step)
-    assert isinstance(thought, Reasoning)
-    assert thought.text.strip() == "Hm."
+    reasoning_event, *rest = read(reasoning, tools, prompt, text, step)
+    assert isinstance(reasoning_event, Reasoning)
+    assert reasoning_event.text.strip() == "Hm."
     assert tuple(rest) == CALL
 
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
-def test_messages_for_the_user_come_before_and_after(step: int) -> None:
+def test_content_before_and_after_a_call(step: int) -> None:
     text = (
         f"{HARMONY}<|channel|>commentary<|message|>Wait.<|end|>{START}<|channel|>commentary to=functions.now"
         f"<|message|>{{}}<|call|>{START}<|channel|>final<|message|>1 < 2<|return|>"
@@ -115,14 +115,14 @@ def test_messages_for_the_user_come_before_and_after(step: int) -> None:
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize(("reasoning", "tools", "prompt", "call"), UNENDED)
 def test_a_call_ends_the_thinking(reasoning: str, tools: str, prompt: str, call: str, step: int) -> None:
-    thought, begun, *rest = read(reasoning, tools, prompt, f"Hm: <b>\n{call}", step)
-    assert thought == Reasoning("Hm: <b>")
-    assert isinstance(begun, ToolCall)
-    assert begun.name == "now"
+    reasoning_event, call_event, *rest = read(reasoning, tools, prompt, f"Hm: <b>\n{call}", step)
+    assert reasoning_event == Reasoning("Hm: <b>")
+    assert isinstance(call_event, ToolCall)
+    assert call_event.name == "now"
     assert rest == [Arguments(0, "{}")]
 
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
-def test_two_messages_for_the_user_are_two_lines(step: int) -> None:
+def test_two_content_messages_are_two_lines(step: int) -> None:
     text = f"{HARMONY}<|channel|>commentary<|message|>Wait.<|end|>{START}<|channel|>final<|message|>5<|return|>"
     assert read("openai_gptoss", "openai", START, text, step) == [Reasoning("Hm."), Content("Wait.\n5")]

@@ -1,10 +1,10 @@
-"""Reasoning formats: what each takes for thinking however an answer is cut, and whether a prompt has begun it."""
+"""Reasoning formats: parsed reasoning for every split, and whether a prompt opens the reasoning."""
 
 import pytest
-from support.splits import events_of, read_everyhow, splits
+from support.splits import events_of, read_all_splits, splits
 
 from pagoda.common.errors import ConfigError
-from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, joined
+from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, merge_events
 from pagoda.server.parsers.reasoning.tagged import MAX_SPACE
 from pagoda.server.parsers.registry import REASONING_FORMATS, reasoning_format
 
@@ -43,10 +43,10 @@ OPENED = {
     "step3": "<|BOT|>user\nHELLO<|EOT|><|BOT|>assistant\n<think>\n",
     "step3p5": CHATML + "<think>\n",
 }
-"""Prompts as the models' templates end them when they open the thinking."""
+"""Prompts whose template opens the reasoning."""
 
 ALWAYS = {"deepseek_r1", "ernie45", "holo2", "minimax_m2", "step3", "step3p5"}
-"""Formats that think unless the prompt says that they do not."""
+"""Formats with `starts_thinking`."""
 
 
 def tags(name: str) -> tuple[str, str]:
@@ -55,22 +55,22 @@ def tags(name: str) -> tuple[str, str]:
 
 
 def read(name: str, prompt: str, text: str) -> list[Event]:
-    return read_everyhow(lambda: reasoning_format(name).parser(prompt), text)
+    return read_all_splits(lambda: reasoning_format(name).parser(prompt), text)
 
 
-def test_every_format_is_there() -> None:
+def test_every_format_loads() -> None:
     for name in REASONING_FORMATS:
         assert isinstance(reasoning_format(name).starts, tuple)
-    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'r1'; use one of cohere_command3, "):
+    with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'r1'; use one of cohere_command3, "):
         reasoning_format("r1")
 
 
 @pytest.mark.parametrize("name", sorted(OPENED))
 def test_thinking_and_content(name: str) -> None:
     start, end = tags(name)
-    said = [Reasoning("Größer: 9.8 → <b>"), Content("It is\n 9.8 ✓ ")]
-    assert read(name, "x", f"\n{start}\nGrößer: 9.8 → <b> \n{end}\n\nIt is\n 9.8 ✓ ") == said
-    assert read(name, OPENED[name], f"\nGrößer: 9.8 → <b> \n{end}\n\nIt is\n 9.8 ✓ ") == said
+    events = [Reasoning("Größer: 9.8 → <b>"), Content("It is\n 9.8 ✓ ")]
+    assert read(name, "x", f"\n{start}\nGrößer: 9.8 → <b> \n{end}\n\nIt is\n 9.8 ✓ ") == events
+    assert read(name, OPENED[name], f"\nGrößer: 9.8 → <b> \n{end}\n\nIt is\n 9.8 ✓ ") == events
 
 
 @pytest.mark.parametrize("name", sorted(OPENED))
@@ -83,12 +83,12 @@ def test_a_prompt_that_opens_or_closes_the_thinking(name: str) -> None:
     assert not format.thinks(closed)
     assert read(name, closed, " plain ") == [Content(" plain ")]
     assert format.thinks("x") is (name in ALWAYS)
-    assert not format.thinks(f"{closed}I said {start}"), "an answer that goes on after its thinking"
+    assert not format.thinks(f"{closed}I said {start}"), "the prompt contains content after the reasoning"
     bare = prompt.removesuffix("\n").removesuffix(start)
     assert not format.thinks(f"{bare}It is"), "an answer that goes on with its content"
-    for said in (start, end, start + end):
-        assert format.thinks(bare.replace("HELLO", f"what is {said}?")) is (name in ALWAYS), "users may write tags"
-        assert format.thinks(prompt.replace("HELLO", f"what is {said}?"))
+    for tag in (start, end, start + end):
+        assert format.thinks(bare.replace("HELLO", f"what is {tag}?")) is (name in ALWAYS), "users may write tags"
+        assert format.thinks(prompt.replace("HELLO", f"what is {tag}?"))
 
 
 @pytest.mark.parametrize("name", sorted(OPENED))
@@ -103,7 +103,7 @@ def test_an_answer_cut_anywhere_never_shows_half_a_tag_as_thinking(name: str) ->
             expected = [Reasoning("one two"), Content(cut.rpartition(end)[2])]
         else:
             expected = [] if start.startswith(cut) and cut == start else [Reasoning(inside.rstrip())]
-        assert events == joined(expected), cut
+        assert events == merge_events(expected), cut
 
 
 def test_a_start_in_the_middle_is_content() -> None:
@@ -113,9 +113,10 @@ def test_a_start_in_the_middle_is_content() -> None:
 @pytest.mark.parametrize("name", sorted(OPENED))
 def test_thinking_that_goes_on_or_is_ended_twice(name: str) -> None:
     start, end = tags(name)
-    said = [Reasoning("one\ntwo\nthree"), Content("It is")]
+    events = [Reasoning("one\ntwo\nthree"), Content("It is")]
     assert (
-        read(name, "x", f"{start}one{end}\n{start}\ntwo{end}{end}\n{start}{end}{start}three{end}\n{end}\nIt is") == said
+        read(name, "x", f"{start}one{end}\n{start}\ntwo{end}{end}\n{start}{end}{start}three{end}\n{end}\nIt is")
+        == events
     )
     assert read(name, OPENED[name] + end, f"\n{end}\n\nIt is") == [Content("It is")], "an end where nothing began"
     assert read(name, OPENED[name] + end, f"{start}hm{end}It is") == [Reasoning("hm"), Content("It is")]
@@ -179,15 +180,15 @@ def test_white_space_is_content_where_nothing_was_thought() -> None:
 def test_white_space_without_end_is_text(before: str, after: str) -> None:
     space = "\n" * (2 * MAX_SPACE)
     for prompt in ("x", OPENED["qwen3"]):
-        said = read("qwen3", prompt, before + space + after)
-        told = "".join(event.text for event in said if isinstance(event, Content | Reasoning))
-        assert after.removeprefix("</think>") in told or "</think>" not in before
+        events = read("qwen3", prompt, before + space + after)
+        emitted = "".join(event.text for event in events if isinstance(event, Content | Reasoning))
+        assert after.removeprefix("</think>") in emitted or "</think>" not in before
     parser = reasoning_format("qwen3").parser("x")
-    waits = [parser.feed("\n") for _ in range(MAX_SPACE + 2)]
-    assert waits[-1], "it is not kept back for ever"
+    outputs = [parser.feed("\n") for _ in range(MAX_SPACE + 2)]
+    assert outputs[-1], "buffered white space is bounded"
 
 
-def test_granite_says_it_in_words() -> None:
+def test_granite_marks_reasoning_in_words() -> None:
     for start, end in (("Here is my thought process:", "Here's my response:"), ("<think>", "</think>")):
         text = f"{start} 9.11 < 9.8. {end}\n<response>9.8</response>"
         assert read("granite", "x", text) == [Reasoning("9.11 < 9.8."), Content("9.8")]
@@ -195,7 +196,7 @@ def test_granite_says_it_in_words() -> None:
 
 
 @pytest.mark.parametrize(("name", "tag"), [("hunyuan_a13b", "answer"), ("ernie45", "response")])
-def test_content_without_its_wrapping(name: str, tag: str) -> None:
+def test_content_tags_are_stripped(name: str, tag: str) -> None:
     wrapped = f"\n<{tag}>\nIt <b>is</b>\n x\n</{tag}>"
     assert read(name, OPENED[name], f"hm</think>{wrapped}") == [Reasoning("hm"), Content("It <b>is</b>\n x")]
     assert read(name, OPENED[name] + "</think>", wrapped) == [Content("It <b>is</b>\n x")]
@@ -206,14 +207,14 @@ def test_content_without_its_wrapping(name: str, tag: str) -> None:
     assert read(name, OPENED[name], f"hm</think>\nno <{tag}>") == [Reasoning("hm"), Content(f"no <{tag}>")]
 
 
-def test_minimax_puts_its_start_back_into_content() -> None:
+def test_minimax_append_think_restores_the_start_tag() -> None:
     name = "minimax_m2_append_think"
     assert read(name, OPENED["minimax_m2"], "hm</think>hi") == [Content("<think>hm</think>hi")]
     assert read(name, OPENED["minimax_m2"] + "</think>", "hi") == [Content("hi")]
     assert read(name, OPENED["minimax_m2"], "") == []
 
 
-def test_identity_takes_everything_for_content() -> None:
+def test_identity_emits_all_text_as_content() -> None:
     assert read("identity", "<think>", "<think>hm</think>hi") == [Content("<think>hm</think>hi")]
 
 
@@ -226,7 +227,7 @@ PREAMBLE = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
 
 
 def harmony_plain(text: str) -> list[Event]:
-    """As a reader without a tool format: the second stage reads what the first left."""
+    """Parse with the `plain` parser as second stage, as without a tool format."""
 
     def all_of(pieces: list[str]) -> list[Event]:
         format = reasoning_format("openai_gptoss")
@@ -236,7 +237,7 @@ def harmony_plain(text: str) -> list[Event]:
         for batch in [*map(first.feed, pieces), first.finish()]:
             for event in batch:
                 events += second.feed(event.text) if isinstance(event, Content) else [event]
-        return joined(events + second.finish())
+        return merge_events(events + second.finish())
 
     whole = all_of([text])
     for pieces in splits(text):
@@ -244,7 +245,7 @@ def harmony_plain(text: str) -> list[Event]:
     return whole
 
 
-def test_harmony_analysis_is_thinking_and_the_rest_keeps_its_markup() -> None:
+def test_harmony_analysis_is_reasoning_and_other_channels_keep_markup() -> None:
     rest = PREAMBLE + CALL + "<|start|>assistant" + FINAL
     assert read("openai_gptoss", "<|start|>assistant", ANALYSIS + rest) == [
         Reasoning("User asks <b>."),
@@ -274,11 +275,11 @@ def test_harmony_without_its_markup() -> None:
         ("", []),
     ],
 )
-def test_harmony_of_all_kinds(text: str, events: list[Event]) -> None:
+def test_harmony_cases(text: str, events: list[Event]) -> None:
     assert harmony_plain(text) == events
 
 
-def test_harmony_passes_a_recipient_on_with_the_role_that_the_prompt_has() -> None:
+def test_harmony_completes_the_header_of_a_recipient() -> None:
     call = " to=functions.f<|channel|>commentary<|message|>{}"
     assert read("openai_gptoss", "<|start|>assistant", call) == [Content("<|start|>assistant" + call)]
 
@@ -286,6 +287,6 @@ def test_harmony_passes_a_recipient_on_with_the_role_that_the_prompt_has() -> No
 def test_harmony_prompts() -> None:
     format = reasoning_format("openai_gptoss")
     assert format.thinks("<|start|>user<|message|>hi<|end|><|start|>assistant")
-    begun = "<|start|>assistant<|channel|>final<|message|>Well"
-    assert not format.thinks(begun)
-    assert events_of(format.parser(begun), [", hi"]) == [Content(", hi")]
+    prompt = "<|start|>assistant<|channel|>final<|message|>Well"
+    assert not format.thinks(prompt)
+    assert events_of(format.parser(prompt), [", hi"]) == [Content(", hi")]

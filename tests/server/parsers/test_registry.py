@@ -1,4 +1,4 @@
-"""Names of formats: ours, those of a plugin's file or module, and those of entry points."""
+"""Formats by name: built in, from a plugin file or module, and from entry points."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Shouting:
     def thinks(self, prompt):
         return False
 
-    def parser(self, given):
-        return Thinking() if isinstance(given, str) else Shouted()
+    def parser(self, prompt_or_tools):
+        return Thinking() if isinstance(prompt_or_tools, str) else Shouted()
 
 
 TOOL_FORMATS = {"shouting": Shouting(), "hermes": Shouting()}
@@ -56,7 +56,7 @@ internlm jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3_json llama4_json lla
 minimax_m2 minimax_m3 mistral muse_glimmer olmo3 openai phi4_mini_json plamo3 poolside_v1 pythonic qwen3_coder
 qwen3_json qwen3_xml seed_oss step3 step3p5 xlam
 """
-"""The tool parsers that vLLM 0.32 registers."""
+"""Tool parsers registered by vLLM 0.32."""
 
 
 class Installed:
@@ -74,33 +74,33 @@ def plugin(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_every_name_has_a_format() -> None:
+def test_every_name_resolves() -> None:
     for name in TOOL_FORMATS:
         assert tool_format(name).parser([]).finish() == []
     for name in REASONING_FORMATS:
         assert isinstance(reasoning_format(name).ends, tuple)
 
 
-def test_unknown_names_are_refused_with_those_there_are(plugin: str) -> None:
+def test_unknown_names_list_the_known_ones(plugin: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"--tool-call-parser: there is no format 'herms'; use one of .*xlam, of which hermes is"
+        ConfigError, match=r"--tool-call-parser: unknown format 'herms'; use one of .*xlam; the closest is hermes"
     ):
         tool_format("herms")
-    with pytest.raises(ConfigError, match=r"--reasoning-parser: there is no format 'r1'.*qwen3, seed_oss, shouting"):
+    with pytest.raises(ConfigError, match=r"--reasoning-parser: unknown format 'r1'.*qwen3, seed_oss, shouting"):
         reasoning_format("r1", plugin)
 
 
-def test_every_name_of_vllm_is_known_or_refused_with_the_nearest() -> None:
+def test_names_of_vllm_are_known_or_refused_with_the_closest() -> None:
     for name in VLLM_0_32.split():
         if name not in TOOL_FORMATS:
-            with pytest.raises(ConfigError, match=r"there is no format .*(, of which \w+ is nearest|hermes)"):
+            with pytest.raises(ConfigError, match=r"unknown format .*(; the closest is \w+|hermes)"):
                 tool_format(name)
     assert set(VLLM_0_32.split()) - set(TOOL_FORMATS) == {"hf", "hy_v4", "inkling", "k2_horizon", "muse_glimmer"}
-    with pytest.raises(ConfigError, match="of which hy_v3 is nearest"):
+    with pytest.raises(ConfigError, match="the closest is hy_v3"):
         tool_format("hy_v4")
 
 
-def test_a_plugin_adds_names_and_takes_ours(plugin: str) -> None:
+def test_a_plugin_adds_and_overrides_names(plugin: str) -> None:
     assert tool_format("shouting", plugin).parser([]).feed("RUN") == [ToolCall(0, "RUN")]
     assert tool_format("hermes", plugin).parser([]).feed("RUN") == [ToolCall(0, "RUN")]
     assert tool_format("hermes").parser([]).feed("RUN") == [Content("RUN")]
@@ -145,7 +145,7 @@ def test_entry_points_are_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.setting("--tool-parser-plugin", "--reasoning-parser-plugin")
-def test_a_server_reads_by_a_plugin(plugin: str) -> None:
+def test_a_server_uses_plugin_formats(plugin: str) -> None:
     body = {"messages": [{"role": "user", "content": "[[RUN]]"}], "max_tokens": 9}
     calls = {"enable_auto_tool_choice": True, "tool_call_parser": "shouting", "tool_parser_plugin": plugin}
     with live_server("fake:say", **calls) as server:
@@ -157,13 +157,13 @@ def test_a_server_reads_by_a_plugin(plugin: str) -> None:
         assert answer["choices"][0]["message"]["reasoning"] == "RUN"
 
 
-def test_formats_are_looked_for_before_a_start(plugin: str) -> None:
+def test_formats_are_checked_before_startup(plugin: str) -> None:
     engine = EngineArgs("fake", reasoning_parser="shouting", reasoning_parser_plugin=plugin).create_engine_config()
     server = ServerConfig(tool_call_parser="shouting", tool_parser_plugin=plugin)
     check_formats(engine, server)
-    with pytest.raises(ConfigError, match="--tool-call-parser: there is no format 'shouting'"):
+    with pytest.raises(ConfigError, match="--tool-call-parser: unknown format 'shouting'"):
         check_formats(engine, ServerConfig(tool_call_parser="shouting"))
-    with pytest.raises(ConfigError, match="--reasoning-parser: there is no format 'x'"):
+    with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'x'"):
         check_formats(EngineArgs("fake", reasoning_parser="x").create_engine_config(), server)
     with pytest.raises(ConfigError, match="--tool-parser-plugin: name the one of its formats"):
         ServerConfig(tool_parser_plugin=plugin)

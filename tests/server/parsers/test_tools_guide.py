@@ -1,4 +1,4 @@
-"""The guide to tool calls says what the code does."""
+"""The tool calling guide matches the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, joined
+from pagoda.server.parsers.parser import Arguments, Event, Tool, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "tools.md").read_text()
@@ -26,7 +26,7 @@ SHOWN = [
 
 def read(text: str, name: str, plugin: str = "") -> list[Event]:
     parser = tool_format(name, plugin).parser([Tool("f", {"properties": {"a": {"type": "integer"}}})])
-    return joined([*parser.feed(text), *parser.finish()])
+    return merge_events([*parser.feed(text), *parser.finish()])
 
 
 def test_the_table_lists_the_registry() -> None:
@@ -34,7 +34,7 @@ def test_the_table_lists_the_registry() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), SHOWN, ids=[name for name, _ in SHOWN])
-def test_what_the_table_shows_is_a_call(name: str, text: str) -> None:
+def test_the_examples_in_the_table_parse(name: str, text: str) -> None:
     wraps = {
         "longcat": '<longcat_tool_call>{"name": "f", "arguments": {"a": 1}}</longcat_tool_call>',
         "seed_oss": "<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>",
@@ -55,7 +55,7 @@ def test_what_the_table_shows_is_a_call(name: str, text: str) -> None:
     assert arguments.text.replace(" ", "") == '{"a":1}'
 
 
-def test_the_plugin_that_is_shown_works(tmp_path: Path) -> None:
+def test_the_example_plugin_works(tmp_path: Path) -> None:
     path = tmp_path / "shout.py"
     path.write_text(GUIDE.partition("```python\n")[2].partition("```")[0])
     text = '<CALL>{"name": "f"}</CALL>'

@@ -1,4 +1,4 @@
-"""The official client's embeddings, and raw answers of the endpoints that it does not know, down to their keys."""
+"""Embeddings through the official client, and the exact raw responses of the other routes."""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,10 +37,10 @@ def test_embeddings(client: openai.OpenAI, options: dict[str, Any]) -> None:
 def test_inputs_of_the_client(client: openai.OpenAI) -> None:
     ids: Any
     for ids in ([97, 98, 99], [[97, 98, 99]]):
-        (found,) = client.embeddings.create(model="fake", input=ids, encoding_format="float").data
-        assert found.embedding == pytest.approx(vector("abc", special=False))
-    (found,) = client.embeddings.create(model="fake", input="abc", dimensions=4, user="ann").data
-    assert len(found.embedding) == 4
+        (entry,) = client.embeddings.create(model="fake", input=ids, encoding_format="float").data
+        assert entry.embedding == pytest.approx(vector("abc", special=False))
+    (entry,) = client.embeddings.create(model="fake", input="abc", dimensions=4, user="ann").data
+    assert len(entry.embedding) == 4
     answer = client.embeddings.create(model="fake", input="abcdef", extra_body={"truncate_prompt_tokens": 3})
     assert answer.usage.prompt_tokens == 3
 
@@ -74,7 +74,7 @@ def test_raw_answers(server: LiveServer) -> None:
     usage = {"prompt_tokens": 2, "total_tokens": 2, "completion_tokens": 0}
     numbers = [pytest.approx(number) for number in vector("a")]
 
-    def told(path: str, body: Any, prefix: str) -> Any:
+    def response_of(path: str, body: Any, prefix: str) -> Any:
         status, answer = server.post(path, body)
         assert status == 200
         assert answer.pop("id").startswith(prefix)
@@ -82,18 +82,18 @@ def test_raw_answers(server: LiveServer) -> None:
         return answer
 
     frame = {"object": "list", "model": "fake", "usage": usage}
-    assert told("/v1/embeddings", {"input": "a"}, "embd-") == frame | {
+    assert response_of("/v1/embeddings", {"input": "a"}, "embd-") == frame | {
         "data": [{"index": 0, "object": "embedding", "embedding": numbers}]
     }
-    assert told("/pooling", {"input": "a"}, "pooling-") == frame | {
+    assert response_of("/pooling", {"input": "a"}, "pooling-") == frame | {
         "data": [{"index": 0, "object": "pooling", "data": numbers}]
     }
     usage = {"prompt_tokens": 4, "total_tokens": 4, "completion_tokens": 0}
-    assert told("/score", {"text_1": "a", "text_2": "a"}, "score-") == frame | {
+    assert response_of("/score", {"text_1": "a", "text_2": "a"}, "score-") == frame | {
         "usage": usage,
         "data": [{"index": 0, "object": "score", "score": pytest.approx(1.0)}],
     }
-    assert told("/rerank", {"query": "a", "documents": ["a"]}, "rerank-") == {
+    assert response_of("/rerank", {"query": "a", "documents": ["a"]}, "rerank-") == {
         "model": "fake",
         "usage": {"prompt_tokens": 4, "total_tokens": 4},
         "results": [

@@ -1,4 +1,4 @@
-"""What pooling models answer over HTTP: every field's effect, every spelling, errors, bounds, clients that leave."""
+"""Pooling models over HTTP: every field and alias, errors, limits, disconnects."""
 
 import base64
 import json
@@ -16,15 +16,15 @@ from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.admin.sagemaker import handler_of
+from pagoda.server.admin.sagemaker import pooling_handler
 from pagoda.server.cohere import embed as cohere
 from pagoda.server.http import generation
-from pagoda.server.pooling import answer as pooling_answer
+from pagoda.server.pooling import response as pooling_response
 from pagoda.server.pooling import routes, scoring
 from pagoda.server.processing import scoring as pairs_module
 
 CHAT = [{"role": "user", "content": "abc"}]
-SAID = "user: abc;"
+RENDERED = "user: abc;"
 
 SCHEMAS = [
     "EmbeddingCompletionRequest",
@@ -75,7 +75,7 @@ def template() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def post(embed: LiveServer, classify: LiveServer, cross: LiveServer) -> Callable[..., tuple[int, Any]]:
-    """Send a body of a schema to a model that can answer it."""
+    """Send a body of a schema to a suitable model."""
 
     def send(schema: str, **fields: Any) -> tuple[int, Any]:
         server = classify if "Classif" in schema else cross if schema in PAIRS else embed
@@ -85,7 +85,7 @@ def post(embed: LiveServer, classify: LiveServer, cross: LiveServer) -> Callable
 
 
 def long(schema: str) -> dict[str, Any]:
-    """A body whose texts have some tokens."""
+    """Return a body with texts of several tokens."""
     words = {name: _longer(value) for name, value in LEAST[schema].items()}
     return words
 
@@ -99,14 +99,14 @@ def _longer(value: Any) -> Any:
 
 
 def numbers(answer: dict[str, Any]) -> Any:
-    """What an answer says, whatever its shape."""
+    """Return the numbers in a response of any route."""
     if "results" in answer:
         return [result["relevance_score"] for result in answer["results"]]
-    (found,) = answer["data"]
-    return next(found[key] for key in ("embedding", "probs", "score", "data") if key in found)
+    (entry,) = answer["data"]
+    return next(entry[key] for key in ("embedding", "probs", "score", "data") if key in entry)
 
 
-# --- fields that all requests have ---
+# --- common fields ---
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -124,7 +124,7 @@ def test_fields_of_all_requests(post: Callable[..., tuple[int, Any]], schema: st
     assert (
         plain["usage"]["prompt_tokens"]
         == plain["usage"]["total_tokens"]
-        == len(fake_pooling.asked[-1].prompt_token_ids)
+        == len(fake_pooling.requests[-1].prompt_token_ids)
     )
     status, answer = post(schema, model="other")
     assert (status, answer["error"]["param"]) == (404, "model")
@@ -132,18 +132,18 @@ def test_fields_of_all_requests(post: Callable[..., tuple[int, Any]], schema: st
     status, answer = post(schema, priority=1)
     assert (status, answer["error"]["param"]) == (400, "priority")
     assert post(schema, priority=0)[0] == 200
-    assert numbers(post(schema, cache_salt="x")[1]) == numbers(plain)  # nothing is kept that a salt would keep apart
+    assert numbers(post(schema, cache_salt="x")[1]) == numbers(plain)  # there is no cache for a salt to separate
     assert post(schema, cache_salt="x" * 1025)[0] == 400
     assert numbers(post(schema, use_activation=False)[1]) != numbers(plain)
     assert numbers(post(schema, use_activation=True)[1]) == numbers(plain)
 
     whole = post(schema, **long(schema))[1]["usage"]["prompt_tokens"]
-    asked = {}
+    prompts = {}
     for side in ("left", "right", None):
         fields = long(schema) | {"truncate_prompt_tokens": 7, "truncation_side": side}
         assert post(schema, **fields)[1]["usage"]["prompt_tokens"] == 7 < whole
-        asked[side] = fake_pooling.asked[-1].prompt_token_ids
-    assert asked["left"] != asked["right"] == asked[None]
+        prompts[side] = fake_pooling.requests[-1].prompt_token_ids
+    assert prompts["left"] != prompts["right"] == prompts[None]
     status, answer = post(schema, truncate_prompt_tokens=65)
     assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
     assert post(schema, truncate_prompt_tokens=-1)[1]["usage"] == plain["usage"]
@@ -153,9 +153,9 @@ def test_fields_of_all_requests(post: Callable[..., tuple[int, Any]], schema: st
 def test_priority_reaches_the_engine() -> None:
     with live_server("fake:pool-embed", engine={"scheduling_policy": "priority"}) as server:
         assert server.post("/v1/embeddings", {"input": "a", "priority": -3})[0] == 200
-        assert fake_pooling.asked[-1].priority == -3
+        assert fake_pooling.requests[-1].priority == -3
         assert server.post("/v2/embed", {"texts": ["a"], "priority": 2})[0] == 200
-        assert fake_pooling.asked[-1].priority == 2
+        assert fake_pooling.requests[-1].priority == 2
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -188,14 +188,14 @@ def test_users_are_logged(schema: str, caplog: pytest.LogCaptureFixture) -> None
         ([[97], [98, 99]], ["a", "bc"]),
     ],
 )
-def test_inputs_of_every_shape(embed: LiveServer, path: str, value: Any, texts: list[str]) -> None:
+def test_input_types(embed: LiveServer, path: str, value: Any, texts: list[str]) -> None:
     status, answer = embed.post(path, {"input": value})
     ids = isinstance(value, list) and not isinstance(value[0], str)
     assert status == 200
     assert [each["index"] for each in answer["data"]] == list(range(len(texts)))
     key = "embedding" if path == "/v1/embeddings" else "data"
-    for found, text in zip(answer["data"], texts, strict=True):
-        assert found[key] == pytest.approx(vector(text, special=not ids))
+    for entry, text in zip(answer["data"], texts, strict=True):
+        assert entry[key] == pytest.approx(vector(text, special=not ids))
     count = sum(len(text) + (not ids) for text in texts)
     assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0}
 
@@ -205,15 +205,15 @@ def test_inputs_of_every_shape(embed: LiveServer, path: str, value: Any, texts: 
 def test_conversations(embed: LiveServer) -> None:
     other = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     for body in ({"messages": CHAT}, {"input": CHAT}, {"messages": CHAT, "input": CHAT}):
-        (found,) = embed.post("/v1/embeddings", body)[1]["data"]
-        assert found["embedding"] == pytest.approx(vector(SAID, special=False))
+        (entry,) = embed.post("/v1/embeddings", body)[1]["data"]
+        assert entry["embedding"] == pytest.approx(vector(RENDERED, special=False))
     for body in ({"messages": [CHAT, other]}, {"input": [CHAT, other]}):
         answer = embed.post("/v1/embeddings", body)[1]
         assert [each["embedding"] for each in answer["data"]] == [
-            pytest.approx(vector(text, special=False)) for text in (SAID, "user: x;")
+            pytest.approx(vector(text, special=False)) for text in (RENDERED, "user: x;")
         ]
-    (found,) = embed.post("/pooling", {"messages": CHAT})[1]["data"]
-    assert found["data"] == pytest.approx(vector(SAID, special=False))
+    (entry,) = embed.post("/pooling", {"messages": CHAT})[1]["data"]
+    assert entry["data"] == pytest.approx(vector(RENDERED, special=False))
     status, answer = embed.post("/v1/embeddings", {"input": CHAT, "messages": other})
     assert (status, answer["error"]["param"]) == (400, "input")
     assert embed.post("/pooling", {"messages": [CHAT, CHAT]})[0] == 400
@@ -228,8 +228,8 @@ def test_classes(classify: LiveServer) -> None:
     assert (first["label"], first["num_classes"], first["index"]) == ("bad", 3, 0)
     assert sum(first["probs"]) == pytest.approx(1)
     assert second["label"] == "good"
-    (found,) = classify.post("/classify", {"messages": CHAT})[1]["data"]
-    assert found["probs"] != first["probs"]
+    (entry,) = classify.post("/classify", {"messages": CHAT})[1]["data"]
+    assert entry["probs"] != first["probs"]
 
 
 @pytest.mark.field(
@@ -258,7 +258,7 @@ def test_templates(schema: str) -> None:
     def read(**fields: Any) -> str:
         status, answer = server.post(path_of(schema), LEAST[schema] | fields)
         assert status == 200, answer
-        return bytes(fake_pooling.asked[-1].prompt_token_ids).decode()
+        return bytes(fake_pooling.requests[-1].prompt_token_ids).decode()
 
     with live_server(f"fake:pool-{kind}", trust_request_chat_template=True) as server:
         assert read() == "user: a;"
@@ -298,21 +298,21 @@ def test_bytes(embed: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch) ->
     body = {"input": ["abc", "x"], "encoding_format": "bytes", "embed_dtype": "float16", "endianness": "little"}
     answer = embed.response("POST", path, body)
     assert answer.headers["content-type"] == "application/octet-stream"
-    told = json.loads(answer.headers["metadata"])
-    assert told["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
-    for item, text in zip(told["data"], ("abc", "x"), strict=True):
+    metadata = json.loads(answer.headers["metadata"])
+    assert metadata["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    for item, text in zip(metadata["data"], ("abc", "x"), strict=True):
         assert (item["embed_dtype"], item["endianness"], item["shape"]) == ("float16", "little", [8])
-        found = np.frombuffer(answer.body[item["start"] : item["end"]], "<f2")
-        assert found == pytest.approx(np.array(vector(text)), abs=1e-3)
+        sent = np.frombuffer(answer.body[item["start"] : item["end"]], "<f2")
+        assert sent == pytest.approx(np.array(vector(text)), abs=1e-3)
     only = embed.response("POST", path, body | {"encoding_format": "bytes_only"})
     assert only.body == answer.body
     assert "metadata" not in only.headers
-    monkeypatch.setattr(pooling_answer, "MAX_METADATA", 1)
+    monkeypatch.setattr(pooling_response, "MAX_METADATA", 1)
     status, refused = embed.post(path, body)
     assert (status, refused["error"]["param"]) == (400, "encoding_format")
 
 
-def test_a_model_without_shorter_vectors_says_so() -> None:
+def test_dimensions_need_a_matryoshka_model() -> None:
     with live_server("fake:pool-plain") as server:
         status, answer = server.post("/v1/embeddings", {"input": "a", "dimensions": 4})
         assert (status, answer["error"]["param"]) == (400, "dimensions")
@@ -362,14 +362,14 @@ def test_cohere(embed: LiveServer) -> None:
     assert ask(input_type="document")[1]["embeddings"] == answer["embeddings"]
     assert len(ask(output_dimension=4)[1]["embeddings"]["float"][0]) == 4
 
-    found = ask(embedding_types=["binary", "ubinary", "base64"])[1]["embeddings"]
+    embeddings = ask(embedding_types=["binary", "ubinary", "base64"])[1]["embeddings"]
     bits = int("".join("1" if number >= 0 else "0" for number in vector("abc")), 2)
-    assert (found["ubinary"], found["binary"]) == ([[bits]], [[bits - 128]])
-    assert np.frombuffer(base64.b64decode(found["base64"][0]), "<f4") == pytest.approx(np.array(vector("abc")))
+    assert (embeddings["ubinary"], embeddings["binary"]) == ([[bits]], [[bits - 128]])
+    assert np.frombuffer(base64.b64decode(embeddings["base64"][0]), "<f4") == pytest.approx(np.array(vector("abc")))
 
     def kept(**fields: Any) -> list[int]:
         assert ask(texts=["abcdef"], **fields)[0] == 200
-        return fake_pooling.asked[-1].prompt_token_ids
+        return fake_pooling.requests[-1].prompt_token_ids
 
     assert kept(max_tokens=3) == [*b"ab", 256]
     assert kept(max_tokens=3, truncate="START") == [*b"ef", 256]
@@ -395,13 +395,13 @@ def test_cohere(embed: LiveServer) -> None:
 
 # --- pairs ---
 
-SPELLINGS = [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+FIELD_PAIRS = [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
 
 
 @pytest.mark.field("ScoreTextRequest.text_1|text_2", "ScoreDataRequest.data_1|data_2")
 @pytest.mark.field("ScoreQueriesDocumentsRequest.queries|documents", "ScoreQueriesItemsRequest.queries|items")
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-@pytest.mark.parametrize(("one", "two"), SPELLINGS)
+@pytest.mark.parametrize(("one", "two"), FIELD_PAIRS)
 def test_scores(embed: LiveServer, cross: LiveServer, path: str, one: str, two: str) -> None:
     def scores(server: LiveServer, first: Any, second: Any) -> list[float]:
         status, answer = server.post(path, {one: first, two: second})
@@ -448,8 +448,8 @@ def test_rankings(embed: LiveServer, cross: LiveServer, path: str) -> None:
         answer = server.post(path, body)[1]
         assert answer["id"].startswith("rerank-")
         assert [each["index"] for each in answer["results"]] == [1, 2, 0]
-        found = [each["relevance_score"] for each in answer["results"]]
-        assert found == sorted(found, reverse=True)
+        scores = [each["relevance_score"] for each in answer["results"]]
+        assert scores == sorted(scores, reverse=True)
         assert answer["results"][0]["document"] == {"text": None, "multi_modal": part["content"]}
         assert answer["results"][1]["document"] == {"text": "ab", "multi_modal": None}
         assert set(answer) == {"id", "model", "usage", "results"}
@@ -475,28 +475,28 @@ def test_rankings(embed: LiveServer, cross: LiveServer, path: str) -> None:
     "max_tokens_per_query|max_tokens_per_doc|instruction|chat_template_kwargs"
 )
 @pytest.mark.parametrize("schema", PAIRS)
-def test_how_pairs_become_prompts(embed: LiveServer, cross: LiveServer, template: LiveServer, schema: str) -> None:
-    def asked(server: LiveServer, **fields: Any) -> list[list[int]]:
-        before = len(fake_pooling.asked)
+def test_prompts_of_pairs(embed: LiveServer, cross: LiveServer, template: LiveServer, schema: str) -> None:
+    def prompts_of(server: LiveServer, **fields: Any) -> list[list[int]]:
+        before = len(fake_pooling.requests)
         status, answer = server.post(path_of(schema), long(schema) | fields)
         assert status == 200, answer
-        return [request.prompt_token_ids for request in fake_pooling.asked[before:]]
+        return [request.prompt_token_ids for request in fake_pooling.requests[before:]]
 
     word = b"abcdefghij"
-    assert asked(cross, max_tokens_per_query=2) == [[*b"ab", 256, *word, 256]]
-    assert asked(cross, max_tokens_per_doc=3) == [[*word, 256, *b"abc", 256]]
-    assert asked(embed, max_tokens_per_query=2, max_tokens_per_doc=3) == [[*b"ab", 256], [*b"abc", 256]]
+    assert prompts_of(cross, max_tokens_per_query=2) == [[*b"ab", 256, *word, 256]]
+    assert prompts_of(cross, max_tokens_per_doc=3) == [[*word, 256, *b"abc", 256]]
+    assert prompts_of(embed, max_tokens_per_query=2, max_tokens_per_doc=3) == [[*b"ab", 256], [*b"abc", 256]]
     pair = b"[query]abcdefghij[document]abcdefghij"
-    assert asked(template) == [[*pair, 256]]
-    assert asked(template, instruction="!") == [[*pair, *b"!", 256]]
-    assert asked(template, chat_template_kwargs={"word": "?"}, instruction="!") == [[*pair, *b"!?", 256]]
+    assert prompts_of(template) == [[*pair, 256]]
+    assert prompts_of(template, instruction="!") == [[*pair, *b"!", 256]]
+    assert prompts_of(template, chat_template_kwargs={"word": "?"}, instruction="!") == [[*pair, *b"!?", 256]]
     for server in (cross, embed):
         for field, value in (("instruction", "!"), ("chat_template_kwargs", {"word": "?"})):
             status, answer = server.post(path_of(schema), LEAST[schema] | {field: value})
             assert (status, answer["error"]["param"]) == (400, field)
 
 
-def test_what_has_no_scores_says_so(classify: LiveServer) -> None:
+def test_models_without_scores_are_refused(classify: LiveServer) -> None:
     status, answer = classify.post("/score", {"text_1": "a", "text_2": "b"})
     assert (status, answer["error"]["param"]) == (400, "model")
     assert "one label; this one has 3" in answer["error"]["message"]
@@ -505,13 +505,13 @@ def test_what_has_no_scores_says_so(classify: LiveServer) -> None:
 def test_late_interaction() -> None:
     with live_server("fake:pool-tokens") as server:
         answer = server.post("/score", {"text_1": "abc", "text_2": ["abx", "l"]})[1]
-    assert [each["score"] for each in answer["data"]] == [3, 1]  # of a, b, c and <eos>, so many are in the document
+    assert [each["score"] for each in answer["data"]] == [3, 1]  # tokens of the query (a, b, c, <eos>) in the document
 
 
-# --- errors, bounds, ends ---
+# --- errors, limits, disconnects ---
 
 
-def test_models_that_generate_name_the_remedy() -> None:
+def test_generative_models_are_refused() -> None:
     with live_server() as server:
         for schema in [*SCHEMAS, "CohereEmbedRequest"]:
             status, answer = server.post(path_of(schema), LEAST[schema])
@@ -520,9 +520,9 @@ def test_models_that_generate_name_the_remedy() -> None:
         assert server.post("/v1/completions", {"prompt": "a"})[0] == 200
 
 
-def test_models_that_pool_generate_nothing(embed: LiveServer) -> None:
-    said = {"messages": CHAT, "chat_template": "x"}  # that there are no templates matters less
-    bodies = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", said), ("/v1/responses", {"input": "a"})]
+def test_pooling_models_do_not_generate(embed: LiveServer) -> None:
+    chat = {"messages": CHAT, "chat_template": "x"}  # the template is not the reported error
+    bodies = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", chat), ("/v1/responses", {"input": "a"})]
     for path, body in bodies:
         status, answer = embed.post(path, body)
         assert status == 400
@@ -559,7 +559,7 @@ def test_models_that_pool_generate_nothing(embed: LiveServer) -> None:
         ("/rerank", {"query": "a", "documents": ["a"] * 4097}, "documents"),
     ],
 )
-def test_bad_requests_are_told_and_the_next_is_served(
+def test_bad_requests_name_the_field_and_the_server_continues(
     embed: LiveServer, path: str, body: Any, field: str | None
 ) -> None:
     status, answer = embed.post(path, body)
@@ -592,16 +592,16 @@ def test_characters_of_all_pairs_are_bounded(cross: LiveServer, monkeypatch: pyt
     assert (status, answer["error"]["param"]) == (400, "documents"), answer
 
 
-def test_a_type_that_is_named_twice_is_made_once(embed: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_types_are_encoded_once(embed: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    encode = cohere._as
-    monkeypatch.setattr(cohere, "_as", lambda kind, each: made.append(kind) or encode(kind, each))
+    encode = cohere._encoded
+    monkeypatch.setattr(cohere, "_encoded", lambda kind, each: made.append(kind) or encode(kind, each))
     kinds = ["float", "base64"] * 100
     assert embed.post("/v2/embed", {"texts": ["abc"], "embedding_types": kinds})[0] == 200
     assert made == ["float", "base64"]
 
 
-def test_a_full_queue_is_429_and_what_never_fits_400() -> None:
+def test_a_full_queue_is_429_and_too_many_prompts_400() -> None:
     with live_server("fake:pool-slow", engine={"max_num_queued_reqs": 2}) as server:
         status, answer = server.post("/v1/embeddings", {"input": ["a", "b", "c"]})
         assert (status, answer["error"]["param"]) == (400, "input")
@@ -635,7 +635,7 @@ def test_many_inputs_keep_their_order(embed: LiveServer) -> None:
     assert [each["embedding"] for each in data] == [pytest.approx(vector(text)) for text in texts]
 
 
-def test_leaving_frees_the_requests() -> None:
+def test_a_disconnect_frees_the_requests() -> None:
     with live_server("fake:pool-slow") as server:
         connection = server.raw("POST", "/v1/embeddings", {"input": ["a"] * 500})
         eventually(lambda: server.llm.num_unfinished > 0)
@@ -643,7 +643,7 @@ def test_leaving_frees_the_requests() -> None:
         eventually(lambda: server.llm.num_unfinished == 0)
         assert server.post("/v1/embeddings", {"input": "a"})[0] == 200
         eventually(lambda: server.llm.stats.waiting == 0)
-        assert server.llm.stats.steps < 400  # the engine was told
+        assert server.llm.stats.steps < 400  # the engine was notified
         lines = server.get("/metrics")[1].decode().splitlines()
     ends = {
         reason: float(line.rpartition(" ")[2])
@@ -655,7 +655,7 @@ def test_leaving_frees_the_requests() -> None:
     assert ends["abort"] + ends["stop"] == 501
 
 
-def test_two_requests_of_one_name_do_not_meet() -> None:
+def test_two_requests_with_the_same_id() -> None:
     with live_server("fake:pool-slow") as server:
         body = {"input": ["a"] * 50, "request_id": "same"}
         connection = server.raw("POST", "/v1/embeddings", body)
@@ -684,7 +684,7 @@ def test_metrics_count_what_was_pooled() -> None:
     assert value['vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}'] == 2
 
 
-def test_an_engine_that_dies_is_told() -> None:
+def test_a_dead_engine_is_reported() -> None:
     with live_server("fake:pool-crash") as server:
         assert server.post("/v1/embeddings", {"input": "a"})[0] == 200
         status, answer = server.post("/v1/embeddings", {"input": ["a"] * 9})
@@ -692,16 +692,16 @@ def test_an_engine_that_dies_is_told() -> None:
         assert "out of order" in answer["error"]["message"]
         errors = [line for line in server.get("/metrics")[1].decode().splitlines() if '"error"' in line]
         [counted] = [float(line.rpartition(" ")[2]) for line in errors if "success_total" in line]
-        assert 1 <= counted <= 9  # those that were on their way when it died
+        assert 1 <= counted <= 9  # those in flight when it died
         assert server.post("/v1/embeddings", {"input": "a"})[0] in (500, 503)
 
 
-def test_bodies_without_a_path_find_their_handler() -> None:
+def test_invocations_dispatch() -> None:
     infos = fake_pooling.INFOS
-    assert handler_of({"input"}, infos["embed"]) is routes.answer_embeddings
-    assert handler_of({"messages"}, infos["classify"]) is routes.answer_classify
-    assert handler_of({"input"}, infos["tokens"]) is routes.answer_pooling
-    assert handler_of({"input", "task"}, infos["embed"]) is routes.answer_pooling
-    assert handler_of({"query", "documents"}, infos["cross"]) is scoring.answer_rerank
-    for one, _ in SPELLINGS:
-        assert handler_of({one}, infos["cross"]) is scoring.answer_score
+    assert pooling_handler({"input"}, infos["embed"]) is routes.handle_embeddings
+    assert pooling_handler({"messages"}, infos["classify"]) is routes.handle_classify
+    assert pooling_handler({"input"}, infos["tokens"]) is routes.handle_pooling
+    assert pooling_handler({"input", "task"}, infos["embed"]) is routes.handle_pooling
+    assert pooling_handler({"query", "documents"}, infos["cross"]) is scoring.handle_rerank
+    for one, _ in FIELD_PAIRS:
+        assert pooling_handler({one}, infos["cross"]) is scoring.handle_score

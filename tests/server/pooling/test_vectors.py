@@ -1,4 +1,4 @@
-"""Vectors on the wire: bit by bit what torch's conversions give, in both byte orders."""
+"""Wire encodings of vectors: bit-identical to torch's conversions, in both byte orders."""
 
 import base64
 import sys
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.server.pooling.answer import EmbedDType, Encoding
+from pagoda.server.pooling.response import EmbedDType, Encoding
 
 TYPES: dict[EmbedDType, torch.dtype] = {
     "float32": torch.float32,
@@ -19,7 +19,7 @@ TYPES: dict[EmbedDType, torch.dtype] = {
 
 
 def odd_numbers() -> np.ndarray:
-    """Every size there is, numbers between two others, and what is no number."""
+    """Return values of all magnitudes, ties, and NaN."""
     random = np.random.default_rng(3)
     sizes = random.normal(size=4000) * 10.0 ** random.integers(-12, 6, 4000)
     ties = [value for exponent in range(-20, 17) for value in np.arange(16, 33) / 16 * 2.0**exponent]
@@ -28,20 +28,20 @@ def odd_numbers() -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_numbers_are_torchs(dtype: EmbedDType) -> None:
+def test_conversions_match_torch(dtype: EmbedDType) -> None:
     vector = odd_numbers()
-    if dtype == "fp8_e4m3":  # on what is too large, versions of torch differ
+    if dtype == "fp8_e4m3":  # versions of torch differ on overflow
         vector = vector[~(np.abs(vector) > 448)]
     whole = torch.from_numpy(vector).to(TYPES[dtype])
-    found = torch.frombuffer(bytearray(Encoding("bytes", dtype).in_bytes(vector)), dtype=TYPES[dtype])
-    assert torch.equal(whole.isnan(), found.float().isnan())
-    size = found.element_size()
+    encoded = torch.frombuffer(bytearray(Encoding("bytes", dtype).in_bytes(vector)), dtype=TYPES[dtype])
+    assert torch.equal(whole.isnan(), encoded.float().isnan())
+    size = encoded.element_size()
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
     real = ~whole.isnan()
-    assert torch.equal(whole.view(bits)[real], found.view(bits)[real])
+    assert torch.equal(whole.view(bits)[real], encoded.view(bits)[real])
 
 
-def test_what_is_too_large_for_a_type_without_infinity_is_its_largest() -> None:
+def test_e4m3_saturates() -> None:
     sent = Encoding("bytes", "fp8_e4m3").in_bytes(np.array([500, -1e9, np.inf], np.float32))
     assert torch.frombuffer(bytearray(sent), dtype=torch.float8_e4m3fn).float().tolist() == [448, -448, 448]
 

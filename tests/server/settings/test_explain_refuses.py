@@ -63,8 +63,8 @@ def both(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 
 SERVER = [
     ("--enable-log-outputs", "--enable-log-outputs: needs --enable-log-requests"),
-    ("--tool-call-parser nope", "--tool-call-parser: there is no format 'nope'"),
-    ("--reasoning-parser nope", "--reasoning-parser: there is no format 'nope'"),
+    ("--tool-call-parser nope", "--tool-call-parser: unknown format 'nope'"),
+    ("--reasoning-parser nope", "--reasoning-parser: unknown format 'nope'"),
     ("--tool-call-parser x --tool-parser-plugin no.module", "--tool-parser-plugin: no.module cannot be imported"),
     ("--chat-template /no/file", "--chat-template: /no/file: No such file"),
     ('--default-chat-template-kwargs {"messages":1}', "--default-chat-template-kwargs: it may not set 'messages'"),

@@ -1,1 +1,1 @@
-"""Tool-call formats, grouped by the machine that parses them."""
+"""Tool-call formats, grouped by their parser."""

@@ -1,4 +1,4 @@
-"""Formats that write a call's name by itself, and its arguments behind it as JSON."""
+"""Calls as a name followed by the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -10,52 +10,46 @@ from typing import Final
 from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.formats import json_calls
-from pagoda.server.parsers.tool.machine import Machine, ParserOutput, calls_in_text
-from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner, name_of
+from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput, calls_in_text
+from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner, scan_name
 
 _OWN_ID: Final = re.compile(r"(?:functions\.)?(.+?)(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
-    """`begin` name `name_end` arguments `end`, any number of times, within `section` and `section_end`.
-
-    `kind`: what may stand before the name. `fence`: what opens the block of code that arguments are put in. `ids`: the
-    name is written as functions.name:number, which is the call's id as well.
-    """
+    """`begin` name `name_end` arguments `end`, repeated between `section` and `section_end`."""
 
     section: str
     section_end: str
     begin: str
     end: str
-    kind: str = ""
+    kind: str = ""  # optional text before the name
     name_end: str = ""
-    fence: str = ""
-    ids: bool = False
+    fence: str = ""  # optional opening of a code block around the arguments
+    ids: bool = False  # the name is written functions.name:number, which is also the call id
 
     def brackets(self, _tools: Sequence[Tool]) -> tuple[Bracket, ...]:
-        """The section."""
         inner = (self.begin, self.kind, self.name_end, self.fence, self.end)
         return (Bracket(self.section, self.section_end, tuple(filter(None, inner))),)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(self._read)
+        return GeneratorParser(self._scan)
 
-    def _read(self, scanner: Scanner, output: ParserOutput) -> Reading[None]:
-        def read(begin: str) -> Reading[None]:
+    def _scan(self, scanner: Scanner, output: ParserOutput) -> Scan[None]:
+        def scan(begin: str) -> Scan[None]:
             if begin == self.section:
                 yield from scanner.space()
                 yield from scanner.expect(self.begin)
             yield from self._call(scanner, output)
 
-        opens = {self.section: (self.section_end, self.end), self.begin: (self.end,)}
-        yield from calls_in_text(scanner, output, opens, read)
+        openers = {self.section: (self.section_end, self.end), self.begin: (self.end,)}
+        yield from calls_in_text(scanner, output, openers, scan)
 
-    def _call(self, scanner: Scanner, output: ParserOutput) -> Reading[None]:
+    def _call(self, scanner: Scanner, output: ParserOutput) -> Scan[None]:
         if self.kind:
             yield from scanner.accept(self.kind)
-        name = yield from name_of(scanner)
+        name = yield from scan_name(scanner)
         if self.name_end:
             yield from scanner.expect(self.name_end)
         own = _OWN_ID.fullmatch(name) if self.ids else None
@@ -75,33 +69,32 @@ class NamedJson:
 
 @dataclass(frozen=True, slots=True)
 class Mistral:
-    """[TOOL_CALLS] and a list of calls as JSON; or, for each call, [TOOL_CALLS] name [CALL_ID] id [ARGS] arguments.
+    """[TOOL_CALLS] and a JSON list of calls; newer models: [TOOL_CALLS] name [CALL_ID] id [ARGS] arguments per call.
 
-    Of the marks after the name, which newer models write, both may be missing.
+    [CALL_ID] id and [ARGS] are optional.
     """
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(self._read)
+        return GeneratorParser(self._scan)
 
-    def _read(self, scanner: Scanner, output: ParserOutput) -> Reading[None]:
-        def read(_begin: str) -> Reading[None]:
+    def _scan(self, scanner: Scanner, output: ParserOutput) -> Scan[None]:
+        def scan(_begin: str) -> Scan[None]:
             yield from scanner.space()
             if (yield from scanner.peek()) in ("[", "{"):
                 yield from json_calls.calls(scanner, output)
                 return
-            name = yield from name_of(scanner)
+            name = yield from scan_name(scanner)
             own_id = None
             if (yield from scanner.accept("[CALL_ID]")):
-                own_id = yield from name_of(scanner)
+                own_id = yield from scan_name(scanner)
             yield from scanner.accept("[ARGS]")
             yield from scanner.space()
             if (yield from scanner.peek()) != "{":
                 raise Malformed
             output.call(name, own_id)
-            yield from json_text.value(scanner, output.arguments)
+            yield from json_text.copy_value(scanner, output.arguments)
 
-        yield from calls_in_text(scanner, output, {"[TOOL_CALLS]": ()}, read)
+        yield from calls_in_text(scanner, output, {"[TOOL_CALLS]": ()}, scan)
 
 
 MISTRAL: Final = Mistral()

@@ -1,4 +1,4 @@
-"""Formats that write calls as Python does: [f(a=1), g(b='x')]."""
+"""Calls in Python syntax: [f(a=1), g(b='x')]."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Final
 
 from pagoda.server.parsers.parser import Parser, Tool
 from pagoda.server.parsers.tool import json_text, python_text
-from pagoda.server.parsers.tool.machine import Machine, ParserOutput, attempt, calls_in_text, listed, tried
-from pagoda.server.parsers.tool.scanner import LONGEST, Malformed, Reading, Scanner
+from pagoda.server.parsers.tool.generator_parser import (
+    GeneratorParser,
+    ParserOutput,
+    call_list,
+    calls_in_text,
+    try_call,
+    try_calls,
+)
+from pagoda.server.parsers.tool.scanner import MAX_NAME_LENGTH, Malformed, Scan, Scanner
 
 _FUNCTION: Final = re.compile(r"[\w.-]*")
 _PARAMETER: Final = re.compile(r"\w*")
@@ -18,42 +25,41 @@ _PARAMETER: Final = re.compile(r"\w*")
 
 @dataclass(frozen=True, slots=True)
 class Pythonic:
-    """Calls between `begin` and `end`, in a list or one after the other. `bare`: an answer may begin with a list."""
+    """Calls between `begin` and `end`, in a list or consecutive."""
 
     begin: str = ""
     end: str = ""
-    bare: bool = False
+    bare: bool = False  # the output may begin with an untagged list
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(self._read)
+        return GeneratorParser(self._scan)
 
-    def _read(self, scanner: Scanner, output: ParserOutput) -> Reading[None]:
+    def _scan(self, scanner: Scanner, output: ParserOutput) -> Scan[None]:
         if self.bare:
-            yield from tried(scanner, output, _list(scanner, output))
-        opens = {self.begin: (self.end,)} if self.begin else {}
-        yield from calls_in_text(scanner, output, opens, lambda _: _calls(scanner, output))
+            yield from try_calls(scanner, output, _scan_list(scanner, output))
+        openers = {self.begin: (self.end,)} if self.begin else {}
+        yield from calls_in_text(scanner, output, openers, lambda _: _scan_calls(scanner, output))
 
 
-def _calls(scanner: Scanner, output: ParserOutput) -> Reading[None]:
+def _scan_calls(scanner: Scanner, output: ParserOutput) -> Scan[None]:
     yield from scanner.space()
     if (yield from scanner.peek()) == "[":
-        yield from _list(scanner, output)
+        yield from _scan_list(scanner, output)
         return
-    yield from _call(scanner, output)
+    yield from _scan_call(scanner, output)
     yield from scanner.space()
-    while (yield from attempt(scanner, output, _call(scanner, output))):
+    while (yield from try_call(scanner, output, _scan_call(scanner, output))):
         yield from scanner.space()
 
 
-def _list(scanner: Scanner, output: ParserOutput) -> Reading[None]:
+def _scan_list(scanner: Scanner, output: ParserOutput) -> Scan[None]:
     yield from scanner.space()
-    yield from listed(scanner, output, lambda: _call(scanner, output))
+    yield from call_list(scanner, output, lambda: _scan_call(scanner, output))
 
 
-def _call(scanner: Scanner, output: ParserOutput) -> Reading[None]:
-    """One call. Arguments have names: those that have none are no call's."""
-    name = yield from _named(scanner, _FUNCTION)
+def _scan_call(scanner: Scanner, output: ParserOutput) -> Scan[None]:
+    """Scan one call with keyword arguments only."""
+    name = yield from _identifier(scanner, _FUNCTION)
     yield from scanner.expect("(")
     yield from scanner.space()
     if (yield from scanner.accept(")")):
@@ -62,7 +68,7 @@ def _call(scanner: Scanner, output: ParserOutput) -> Reading[None]:
         return
     opening = "{"
     while True:
-        parameter = yield from _named(scanner, _PARAMETER)
+        parameter = yield from _identifier(scanner, _PARAMETER)
         yield from scanner.space()
         yield from scanner.expect("=")
         yield from scanner.space()
@@ -70,8 +76,8 @@ def _call(scanner: Scanner, output: ParserOutput) -> Reading[None]:
             if (yield from scanner.peek()) == "=":
                 raise Malformed
             output.call(name)
-        output.arguments(f'{opening}"{json_text.quoted(parameter)}": ')
-        yield from python_text.value(scanner, output.arguments)
+        output.arguments(f'{opening}"{json_text.escape(parameter)}": ')
+        yield from python_text.copy_value(scanner, output.arguments)
         opening = ", "
         yield from scanner.space()
         if (yield from scanner.expect(",", ")")) == ")":
@@ -82,9 +88,9 @@ def _call(scanner: Scanner, output: ParserOutput) -> Reading[None]:
     output.arguments("}")
 
 
-def _named(scanner: Scanner, characters: re.Pattern[str]) -> Reading[str]:
+def _identifier(scanner: Scanner, characters: re.Pattern[str]) -> Scan[str]:
     name = yield from scanner.run(characters)
-    if not 0 < len(name) <= LONGEST or name[0].isdigit():
+    if not 0 < len(name) <= MAX_NAME_LENGTH or name[0].isdigit():
         raise Malformed
     return name
 

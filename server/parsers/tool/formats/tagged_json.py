@@ -1,4 +1,4 @@
-"""Formats that write calls as JSON objects between tags, one or more, in a list or not."""
+"""Calls as JSON objects between tags: one, several, or a list."""
 
 from __future__ import annotations
 
@@ -9,77 +9,69 @@ from typing import Final
 from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool.forced import schema_of_call
 from pagoda.server.parsers.tool.formats import json_calls
-from pagoda.server.parsers.tool.machine import Machine, ParserOutput, calls_in_text, tried
-from pagoda.server.parsers.tool.scanner import Malformed, Reading, Scanner
+from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput, calls_in_text, try_calls
+from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner
 
-_LINE: Final = "\n{"
-"""Where a line may begin with a call."""
+_LINE: Final = "\n{"  # an untagged call at the beginning of a line
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What opens calls, and what closes them, if anything does. `sure`: it opens nothing else."""
+    """Tags around calls."""
 
     begin: str
     end: str = ""
-    sure: bool = True
+    unambiguous: bool = True  # `begin` never precedes anything but a call
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """Calls behind any of `tags`. `bare`: an answer may also begin with a call of no tag. `lines`: so may its lines.
-
-    `keys`: of the name and the arguments, where each tag holds one call.
-    """
+    """Calls after any of `tags`."""
 
     tags: tuple[Tag, ...]
-    bare: bool = False
-    lines: bool = False
-    keys: tuple[str, str] | None = None
+    bare: bool = False  # the output may begin with an untagged call
+    lines: bool = False  # so may every line
+    keys: tuple[str, str] | None = None  # of name and arguments, if there is one call per tag
 
     def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
-        """The tags, where every call stands between two of them."""
         if self.bare or self.lines or not all(tag.end for tag in self.tags):
             return ()
         call = schema_of_call(tools, *self.keys) if self.keys else None
         return tuple(Bracket(tag.begin, tag.end, call=call) for tag in self.tags)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(self._read)
+        return GeneratorParser(self._scan)
 
-    def _read(self, scanner: Scanner, output: ParserOutput) -> Reading[None]:
+    def _scan(self, scanner: Scanner, output: ParserOutput) -> Scan[None]:
         tags = {tag.begin: tag for tag in self.tags}
 
-        def read(begin: str) -> Reading[None]:
+        def scan(begin: str) -> Scan[None]:
             if begin == _LINE:
-                return json_calls.opened_call(scanner, output, sure=False)
-            return json_calls.calls(scanner, output, sure=tags[begin].sure)
+                return json_calls.call_after_brace(scanner, output, unambiguous=False)
+            return json_calls.calls(scanner, output, unambiguous=tags[begin].unambiguous)
 
         if self.bare:
-            yield from tried(scanner, output, self._bare(scanner, output))
-        opens = {tag.begin: (tag.end,) if tag.end else () for tag in self.tags}
+            yield from try_calls(scanner, output, self._bare(scanner, output))
+        openers = {tag.begin: (tag.end,) if tag.end else () for tag in self.tags}
         if self.lines:
-            opens[_LINE] = ()
-        yield from calls_in_text(scanner, output, opens, read)
+            openers[_LINE] = ()
+        yield from calls_in_text(scanner, output, openers, scan)
 
-    def _bare(self, scanner: Scanner, output: ParserOutput) -> Reading[None]:
+    def _bare(self, scanner: Scanner, output: ParserOutput) -> Scan[None]:
         yield from scanner.space()
         if (yield from scanner.looking_at(*(tag.begin for tag in self.tags))):
             raise Malformed
-        yield from json_calls.calls(scanner, output, sure=False)
+        yield from json_calls.calls(scanner, output, unambiguous=False)
 
 
+# Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5
 HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),), keys=("name", "arguments"))
-"""Also what Qwen 2.5 and 3, Granite 4 and ERNIE 4.5 write."""
-
 LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True, lines=True)
 GRANITE: Final = TaggedJson((Tag("<|tool_call|>"), Tag("<tool_call>", "</tool_call>")), bare=True)
 GRANITE_20B_FC: Final = TaggedJson((Tag("<function_call>"),))
-PHI4_MINI: Final = TaggedJson((Tag("functools", sure=False), Tag("<|tool_call|>", "<|/tool_call|>")))
+PHI4_MINI: Final = TaggedJson((Tag("functools", unambiguous=False), Tag("<|tool_call|>", "<|/tool_call|>")))
+# Jamba, MiniMax M1, Hunyuan A13B
 JAMBA: Final = TaggedJson((Tag("<tool_calls>", "</tool_calls>"),))
-"""Also what MiniMax M1 and Hunyuan A13B write."""
-
 INTERNLM: Final = TaggedJson((Tag("<|action_start|><|plugin|>", "<|action_end|>"),))
 LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),), keys=("name", "arguments"))
 GIGACHAT3: Final = TaggedJson((Tag("<|message_sep|>\n\nfunction call<|role_sep|>\n"), Tag("<|function_call|>")))
@@ -88,8 +80,8 @@ XLAM: Final = TaggedJson(
     (
         Tag("<tool_call>", "</tool_call>"),
         Tag("[TOOL_CALLS]"),
-        Tag("```json", "```", sure=False),
-        Tag("</think>", sure=False),
+        Tag("```json", "```", unambiguous=False),
+        Tag("</think>", unambiguous=False),
     ),
     bare=True,
 )

@@ -1,7 +1,7 @@
-"""Formats that write each argument between tags of its own, as in <function=f><parameter=a>1</parameter></function>.
+"""Calls with a tag per argument, as in <function=f><parameter=a>1</parameter></function>.
 
-Values have no quotes: a tool's schema says which are strings, and where it says nothing all are. Strings are handed on
-as they come.
+Values are unquoted: the tool's schema decides which are strings; without a type in the schema, all are. Strings are
+streamed.
 """
 
 from __future__ import annotations
@@ -13,126 +13,118 @@ from typing import Final
 
 from pagoda.server.parsers.parser import Bracket, Parser, Tool
 from pagoda.server.parsers.tool import json_text
-from pagoda.server.parsers.tool.machine import Machine, ParserOutput, calls_in_text
+from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput, calls_in_text
 from pagoda.server.parsers.tool.scanner import (
-    LONGEST,
+    MAX_NAME_LENGTH,
     QUOTES,
     Malformed,
-    Reading,
+    Scan,
     Scanner,
     Sink,
     markers,
-    name_of,
-    quoted_name,
+    scan_name,
+    scan_quoted_name,
 )
-from pagoda.server.parsers.tool.schemas import NULLABLE, STRING, as_json, types_of
+from pagoda.server.parsers.tool.schemas import NULLABLE, STRING, as_json, parameter_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedParameters:
-    """`call` name `name_end`, then `key` name, one of `key_ends`, value `value_end` for each argument, then `call_end`.
+    """`call` name `name_end`, then per argument `key` name, one of `key_ends`, value `value_end`; then `call_end`."""
 
-    `blocks`: what calls stand in, outermost first, and what closes it; models leave it out at times. `kind`: what may
-    stand before `call`, the name behind it. `between`: what stands between a key and its value. `lines`: values may
-    stand on lines of their own. `json_ends`: those of `key_ends` whose value is JSON where no schema says what it is.
-    `quotes`: what a value may stand in, which is none of it. `head_end`: what comes behind the name and what else is
-    said about the call. `silent`: texts around content that are none.
-    """
-
-    blocks: tuple[tuple[str, str], ...] = ()
-    kind: str = ""
+    blocks: tuple[tuple[str, str], ...] = ()  # (begin, end) tags around calls, outermost first; models may omit them
+    kind: str = ""  # optional text before `call`, followed by a name
     call: str
     name_end: str = ""
-    head_end: str = ""
+    head_end: str = ""  # end of the call's opening tag, after `name_end` and further attributes
     key: str
     key_ends: tuple[str, ...]
-    json_ends: tuple[str, ...] = ()
-    between: str = ""
+    json_ends: tuple[str, ...] = ()  # those of `key_ends` after which a value without a schema type is JSON
+    between: str = ""  # between key and value
     value_end: str
-    quotes: tuple[str, str] = ("", "")
-    lines: bool = False
+    quotes: tuple[str, str] = ("", "")  # optional quotes around a value, dropped
+    lines: bool = False  # values may be on separate lines
     call_end: str
-    silent: tuple[str, ...] = ()
+    stripped: tuple[str, ...] = ()  # markup around content to drop
 
     def brackets(self, _tools: Sequence[Tool]) -> tuple[Bracket, ...]:
-        """The outermost block, or a call where there is none."""
+        """Return the outermost block, or the call if there are no blocks."""
         inner = (self.kind, self.name_end, self.key, *self.key_ends, self.between, self.value_end)
         (begin, end), *blocks = (*self.blocks, (self.call, self.call_end))
         return (Bracket(begin, end, tuple(filter(None, (*inner, *(mark for pair in blocks for mark in pair))))),)
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        """A reader of one answer."""
-        return Machine(partial(self._read, tools=tools))
+        return GeneratorParser(partial(self._scan, tools=tools))
 
-    def _read(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Reading[None]:
-        def read(begin: str) -> Reading[None]:
+    def _scan(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Scan[None]:
+        def scan(begin: str) -> Scan[None]:
             if begin != self.call:
-                yield from self._opened(scanner)
+                yield from self._block_start(scanner)
             yield from self._call(scanner, output, tools)
 
         ends = (*(end for _, end in self.blocks), self.call_end)
-        opens = dict.fromkeys((*(begin for begin, _ in self.blocks), self.call), ends)
-        yield from calls_in_text(scanner, output, opens, read, silent=self.silent)
+        openers = dict.fromkeys((*(begin for begin, _ in self.blocks), self.call), ends)
+        yield from calls_in_text(scanner, output, openers, scan, stripped=self.stripped)
 
-    def _opened(self, scanner: Scanner) -> Reading[None]:
-        """Within a block: the blocks in it, up to the call."""
+    def _block_start(self, scanner: Scanner) -> Scan[None]:
+        """Scan the inner blocks' opening tags up to the start of a call."""
         yield from scanner.space()
         for begin, _ in self.blocks:
             yield from scanner.accept(begin)
             yield from scanner.space()
         if self.kind and (yield from scanner.accept(self.kind)) and not (yield from scanner.looking_at(self.call)):
-            yield from name_of(scanner)
+            yield from scan_name(scanner)
         yield from scanner.expect(self.call)
 
-    def _call(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Reading[None]:
-        name = yield from quoted_name(scanner)
+    def _call(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Scan[None]:
+        name = yield from scan_quoted_name(scanner)
         yield from scanner.expect(self.name_end) if self.name_end else scanner.need(self.key, self.call_end)
         if self.head_end:
-            yield from scanner.until(markers(self.head_end), json_text.skipped)
+            yield from scanner.until(markers(self.head_end), json_text.discard)
             yield from scanner.expect(self.head_end)
         output.call(name)
         opening, more = "{", (self.key, self.call_end, *(end for _, end in self.blocks))
-        while (yield from scanner.until(markers(*more), json_text.skipped)) == self.key:
+        while (yield from scanner.until(markers(*more), json_text.discard)) == self.key:
             yield from scanner.expect(self.key)
             key, end = yield from self._key(scanner)
             if self.between:
                 yield from scanner.space()
                 if not (yield from scanner.accept(self.between)):
                     continue  # a key without a value
-            output.arguments(f'{opening}"{json_text.quoted(key)}": ')
-            types = types_of(tools, name, key) or (frozenset() if end in self.json_ends else STRING)
+            output.arguments(f'{opening}"{json_text.escape(key)}": ')
+            types = parameter_types(tools, name, key) or (frozenset() if end in self.json_ends else STRING)
             yield from self._value(scanner, output.arguments, types)
             opening = ", "
         yield from scanner.need(*more)
         output.arguments("{}" if opening == "{" else "}")
 
-    def _key(self, scanner: Scanner) -> Reading[tuple[str, str]]:
+    def _key(self, scanner: Scanner) -> Scan[tuple[str, str]]:
         pieces: list[str] = []
         yield from scanner.until(markers(*self.key_ends), pieces.append)
         end = yield from scanner.expect(*self.key_ends)
         key = "".join(pieces).strip()
         if key.startswith(QUOTES) and key.endswith(key[0]):
             key = key[1:-1]
-        if not 0 < len(key) <= LONGEST:
+        if not 0 < len(key) <= MAX_NAME_LENGTH:
             raise Malformed
         return key, end
 
-    def _value(self, scanner: Scanner, sink: Sink, types: frozenset[str]) -> Reading[None]:
+    def _value(self, scanner: Scanner, sink: Sink, types: frozenset[str]) -> Scan[None]:
         ends = yield from self._value_ends(scanner)
         is_null = types == NULLABLE and (yield from scanner.looking_at("null", "None"))
         if types == STRING or (types == NULLABLE and not is_null):
             sink('"')
-            yield from self._text(scanner, lambda text: sink(json_text.quoted(text)), ends)
+            yield from self._text(scanner, lambda text: sink(json_text.escape(text)), ends)
             sink('"')
         else:
             pieces: list[str] = []
             yield from self._text(scanner, pieces.append, ends)
             sink(as_json("".join(pieces), types))
 
-    def _value_ends(self, scanner: Scanner) -> Reading[tuple[str, ...]]:
-        """What ends the value that begins here, its opening quote or line break taken.
+    def _value_ends(self, scanner: Scanner) -> Scan[tuple[str, ...]]:
+        """Consume the value's opening quote or line break and return the possible ends of the value.
 
-        Where it stands on lines of its own, the next key and the call's end do so too.
+        If values are on separate lines, so are the next key and the end of the call.
         """
         opening, closing = self.quotes
         if opening and (yield from scanner.accept(opening)):
@@ -141,8 +133,8 @@ class TaggedParameters:
             return (f"\n{self.value_end}", self.value_end, f"\n{self.key}", f"\n{self.call_end}")
         return (self.value_end,)
 
-    def _text(self, scanner: Scanner, sink: Sink, ends: tuple[str, ...]) -> Reading[None]:
-        """Hand on a value's text, up to one of its ends, which is taken if it ends nothing else."""
+    def _text(self, scanner: Scanner, sink: Sink, ends: tuple[str, ...]) -> Scan[None]:
+        """Copy the text up to one of `ends` to `sink`; consume the end if it is the value's own."""
         yield from scanner.until(markers(*ends), sink)
         if (yield from scanner.need(*ends)).endswith(self.value_end):
             yield from scanner.expect(*ends)
@@ -234,5 +226,5 @@ KIMI_K3: Final = TaggedParameters(
     json_ends=_KIMI_TYPES,
     value_end="<|close|>argument<|sep|>",
     call_end="<|close|>call<|sep|>",
-    silent=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    stripped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )

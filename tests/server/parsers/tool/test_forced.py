@@ -1,4 +1,4 @@
-"""Answers that must be calls: their schemas, and their readers."""
+"""Forced tool calls: schemas and parsers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from pagoda.common.errors import RequestError
-from pagoda.server.parsers.parser import Arguments, Content, Event, Tool, ToolCall, ToolFormat, joined
+from pagoda.server.parsers.parser import Arguments, Content, Event, Tool, ToolCall, ToolFormat, merge_events
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 
 NODE = {
@@ -21,9 +21,9 @@ TOOLS = (Tool("walk", NODE), Tool("stop"))
 
 def read(form: ToolFormat, text: str) -> list[Event]:
     parser = form.parser(TOOLS)
-    whole = joined([*parser.feed(text), *parser.finish()])
+    whole = merge_events([*parser.feed(text), *parser.finish()])
     parser = form.parser(TOOLS)
-    assert joined([*(event for each in text for event in parser.feed(each)), *parser.finish()]) == whole
+    assert merge_events([*(event for each in text for event in parser.feed(each)), *parser.finish()]) == whole
     return whole
 
 
@@ -31,7 +31,7 @@ def valid(schema: dict, answer: object) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(answer)
 
 
-def test_the_schema_of_required_tools_takes_calls_of_them_only() -> None:
+def test_the_schema_of_required_tools() -> None:
     schema = schema_of_required(TOOLS)
     walk = {"name": "walk", "parameters": {"default": {"next": {}, "$ref": 1}}}
     assert valid(schema, [walk, {"name": "stop", "parameters": {}}])
@@ -45,11 +45,11 @@ def test_the_schema_of_required_tools_takes_calls_of_them_only() -> None:
         [{"name": "walk", "parameters": {"default": {"next": {"default": {"next": 5}}}}}],
     ):
         assert not valid(schema, wrong), wrong
-    assert valid(schema, [{"name": "walk", "parameters": {"like": {"$ref": "#/x"}}}]), "data stays as it is"
+    assert valid(schema, [{"name": "walk", "parameters": {"like": {"$ref": "#/x"}}}]), "data is unchanged"
     assert not valid(schema_of_required(TOOLS, parallel=False), [walk, walk])
 
 
-def test_a_single_tool_needs_no_choice() -> None:
+def test_a_single_tool_needs_no_anyof() -> None:
     assert schema_of_required(TOOLS[1:])["items"]["properties"]["name"] == {"const": "stop"}
 
 
@@ -60,7 +60,7 @@ def test_the_schema_of_a_named_tool_is_its_parameters() -> None:
     assert not valid(schema_of_named(TOOLS[1]), {"a": 1})
 
 
-def test_schemas_without_bottom_are_refused() -> None:
+def test_too_deep_schemas_are_refused() -> None:
     deep: dict = {}
     for _ in range(5000):
         deep = {"items": deep}
@@ -68,7 +68,7 @@ def test_schemas_without_bottom_are_refused() -> None:
         schema_of_required([Tool("f", deep)])
 
 
-def test_required_calls_are_read() -> None:
+def test_required_calls_are_parsed() -> None:
     text = json.dumps([{"name": "walk", "parameters": {"a": ["}", {"b": '"\\'}]}}, {"name": "stop", "parameters": {}}])
     assert read(Required(), f"\n{text}\n") == [
         ToolCall(0, "walk"),
@@ -80,7 +80,7 @@ def test_required_calls_are_read() -> None:
     assert read(Required(), "I would rather not.") == [Content("I would rather not.")]
 
 
-def test_a_named_call_is_all_arguments() -> None:
+def test_a_named_call_is_its_arguments() -> None:
     assert read(Named("walk"), ' {"a": "}"}\n') == [ToolCall(0, "walk"), Arguments(0, '{"a": "}"}')]
     assert read(Named("walk"), '{"a": "') == [ToolCall(0, "walk"), Arguments(0, '{"a": "')]
     assert read(Named("walk"), "no") == [Content("no")]

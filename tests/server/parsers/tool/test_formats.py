@@ -1,4 +1,4 @@
-"""Every tool call format: what its answers say, however they are cut, and wherever they end."""
+"""Every tool format: parsed events, for every split and truncation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tool_examples import EXAMPLES, TOOLS, Example
 
-from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, joined
+from pagoda.server.parsers.parser import Arguments, Content, Event, ToolCall, merge_events
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 ALL = pytest.mark.parametrize(
     "example", [pytest.param(each, id=f"{each.format}-{n}") for n, each in enumerate(EXAMPLES)]
 )
 FORMATS = sorted(TOOL_FORMATS)
-UNWRAPPED = ("openai", "kimi_k3")
-"""Whose content stands between marks too."""
+TAGGED_CONTENT = ("openai", "kimi_k3")
+"""Formats whose content is tagged, too."""
 NAMES = st.sampled_from(FORMATS)
 MARKUP = (
     *"{}[]\"\\':,=()><f1\n é🗼｜",
@@ -62,13 +62,13 @@ MARKUP = (
     *("<|open|>tools<|sep|>", '<|open|>call tool="', "<|sep|>", "]<]minimax[>[", "<tools_prefix|>", "<![CDATA[", "]]>"),
     *('<steptml:invoke name="', '<steptml:parameter name="', "<|tool_call>", '<|"|>'),
 )
-TANGLED = st.lists(st.sampled_from(MARKUP), max_size=30).map("".join)
+RANDOM_MARKUP = st.lists(st.sampled_from(MARKUP), max_size=30).map("".join)
 
 
 def read(form: str, pieces: Iterable[str]) -> list[Event]:
     parser = tool_format(form).parser(TOOLS)
     events = [event for piece in pieces for event in parser.feed(piece)]
-    return joined([*events, *parser.finish()])
+    return merge_events([*events, *parser.finish()])
 
 
 def content(events: Iterable[Event]) -> str:
@@ -76,14 +76,14 @@ def content(events: Iterable[Event]) -> str:
 
 
 def arguments(events: Iterable[Event]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for event in events:
         if isinstance(event, ToolCall):
-            assert event.index == len(found), "calls are numbered 0, 1, ..."
-            found[event.index] = ""
+            assert event.index == len(texts), "calls are numbered 0, 1, ..."
+            texts[event.index] = ""
         elif isinstance(event, Arguments):
-            found[event.index] += event.text
-    return found
+            texts[event.index] += event.text
+    return texts
 
 
 def test_every_format_has_examples() -> None:
@@ -91,12 +91,12 @@ def test_every_format_has_examples() -> None:
 
 
 @ALL
-def test_an_answer_says_what_it_says(example: Example) -> None:
+def test_whole_outputs(example: Example) -> None:
     assert read(example.format, [example.text]) == list(example.events)
 
 
 @ALL
-def test_no_cut_makes_a_difference(example: Example) -> None:
+def test_outputs_in_two_pieces(example: Example) -> None:
     text, whole = example.text, list(example.events)
     assert read(example.format, text) == whole
     for at in range(len(text) + 1):
@@ -105,7 +105,7 @@ def test_no_cut_makes_a_difference(example: Example) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.lists(st.integers(1, 12), min_size=1, max_size=20))
-def test_no_cuts_make_a_difference(example: Example, lengths: list[int]) -> None:
+def test_outputs_in_random_pieces(example: Example, lengths: list[int]) -> None:
     pieces, at = [], 0
     while at < len(example.text):
         pieces.append(example.text[at : at + lengths[len(pieces) % len(lengths)]])
@@ -114,36 +114,36 @@ def test_no_cuts_make_a_difference(example: Example, lengths: list[int]) -> None
 
 
 @ALL
-def test_an_answer_may_end_anywhere(example: Example) -> None:
+def test_truncated_outputs(example: Example) -> None:
     whole_content, whole_arguments = content(example.events), arguments(example.events)
     names = [event for event in example.events if isinstance(event, ToolCall)]
     for at in range(len(example.text)):
         start = example.text[:at]
         events = read(example.format, start)
-        said = content(events)
-        if example.format not in UNWRAPPED and not arguments(events):
-            assert said == start
-        shared = next(n for n in range(len(said), -1, -1) if whole_content.startswith(said[:n]))
-        assert start.endswith(said[shared:]), "what is no content of the whole is what was not clear yet"
+        emitted = content(events)
+        if example.format not in TAGGED_CONTENT and not arguments(events):
+            assert emitted == start
+        shared = next(n for n in range(len(emitted), -1, -1) if whole_content.startswith(emitted[:n]))
+        assert start.endswith(emitted[shared:]), "only undecided text may become content"
         assert [event for event in events if isinstance(event, ToolCall)] == names[: len(arguments(events))]
         for index, text in arguments(events).items():
             assert whole_arguments[index].startswith(text), at
 
 
 @ALL
-def test_a_call_is_told_as_it_comes(example: Example) -> None:
-    """What was said does not wait for the end: of each text's start, at most the unclear end is kept back."""
+def test_calls_are_streamed(example: Example) -> None:
+    """Calls are emitted before the end of the output."""
     parser = tool_format(example.format).parser(TOOLS)
-    said: list[Event] = []
+    events: list[Event] = []
     for character in example.text:
-        said += parser.feed(character)
-    late = parser.finish()
-    assert not any(isinstance(event, ToolCall) for event in late)
-    assert joined([*said, *late]) == list(example.events)
+        events += parser.feed(character)
+    last_events = parser.finish()
+    assert not any(isinstance(event, ToolCall) for event in last_events)
+    assert merge_events([*events, *last_events]) == list(example.events)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_text_without_calls_passes(form: str) -> None:
+def test_text_without_calls_is_content(form: str) -> None:
     for text in (
         "",
         " ",
@@ -154,23 +154,23 @@ def test_text_without_calls_passes(form: str) -> None:
         "naïve 🗼 日本語\n",
         "\t{1: 2}",
     ):
-        assert read(form, text) == joined([Content(text)])
+        assert read(form, text) == merge_events([Content(text)])
 
 
 @settings(max_examples=400, deadline=None)
-@given(NAMES, TANGLED, st.integers(1, 7))
-def test_nothing_breaks_a_reader(form: str, text: str, step: int) -> None:
+@given(NAMES, RANDOM_MARKUP, st.integers(1, 7))
+def test_random_markup(form: str, text: str, step: int) -> None:
     whole = read(form, [text])
     assert read(form, [text[at : at + step] for at in range(0, len(text), step)]) == whole
-    if form not in UNWRAPPED and not arguments(whole):
+    if form not in TAGGED_CONTENT and not arguments(whole):
         assert content(whole) == text
     arguments(whole)
 
 
 @settings(max_examples=100, deadline=None)
 @given(NAMES, st.text(st.characters(blacklist_characters="<[{f", blacklist_categories=("Cs",))))
-def test_any_text_without_markup_passes(form: str, text: str) -> None:
-    assert read(form, [text]) == joined([Content(text)])
+def test_random_text_without_markup_is_content(form: str, text: str) -> None:
+    assert read(form, [text]) == merge_events([Content(text)])
 
 
 def test_arguments_are_json() -> None:

@@ -1,4 +1,4 @@
-"""Calls written in a format are read again; long ones as they come, and in time that grows with their length only."""
+"""Round trips through every tool format, streaming of long strings, linear time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
 FORMATS = sorted(TOOL_FORMATS)
 BUFFERED = 64
-"""Characters that a parser may keep back while a string is written: what might become a mark."""
+"""Maximum number of buffered characters inside a string."""
 
 text = st.text("ab \n\t\"'\\{}[]<>&:,=()|\x00é🗼", max_size=20)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
@@ -36,7 +36,7 @@ calls = st.lists(st.tuples(st.just(ANY.name), st.fixed_dictionaries({}, optional
 
 
 def read(form: str, text: str, step: int) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    """Content, and calls."""
+    """Return content and calls."""
     parser = tool_format(form).parser([ANY])
     events: list[Event] = [e for at in range(0, len(text), step) for e in parser.feed(text[at : at + step])]
     events += parser.finish()
@@ -49,32 +49,32 @@ def read(form: str, text: str, step: int) -> tuple[str, list[tuple[str, dict[str
     return content, [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
 
 
-def test_every_format_is_written() -> None:
+def test_every_format_has_a_writer() -> None:
     assert set(WRITERS) == set(TOOL_FORMATS)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(FORMATS), calls, st.integers(1, 9))
-def test_what_is_written_is_read(form: str, made: list[tuple[str, dict[str, Any]]], step: int) -> None:
+def test_round_trip(form: str, made: list[tuple[str, dict[str, Any]]], step: int) -> None:
     assert read(form, WRITERS[form](made), step) == ("", made)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_long_string_is_handed_on_as_it_comes(form: str) -> None:
+def test_long_strings_are_streamed(form: str) -> None:
     long = 'he said "\\hm" <b> 🗼\n' * 50
     text = WRITERS[form]([(ANY.name, {"s": long})])
     start = text.index("he said")
     parser = tool_format(form).parser([ANY])
     parser.feed(text[:start])
-    fed, told = 0, ""
+    fed, emitted = 0, ""
     for at in range(start, start + len(long), 3):
-        told += "".join(event.text for event in parser.feed(text[at : at + 3]) if isinstance(event, Arguments))
+        emitted += "".join(event.text for event in parser.feed(text[at : at + 3]) if isinstance(event, Arguments))
         fed += 3
-        assert len(told) + BUFFERED >= fed
+        assert len(emitted) + BUFFERED >= fed
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_closes_a_call_is_no_content_where_it_is_cut(form: str) -> None:
+def test_truncated_closing_markup_is_not_content(form: str) -> None:
     text = WRITERS[form]([(ANY.name, {"s": "last"})])
     for at in range(text.index("last"), len(text) + 1):
         parser = tool_format(form).parser([ANY])
@@ -82,8 +82,8 @@ def test_what_closes_a_call_is_no_content_where_it_is_cut(form: str) -> None:
         assert not [event for event in events if isinstance(event, Content)], text[:at]
 
 
-def work(act: Callable[[], object]) -> int:
-    """How many functions were called."""
+def count_calls(act: Callable[[], object]) -> int:
+    """Count function calls."""
     count = 0
 
     def profile(_frame: object, event: str, _argument: object) -> None:
@@ -99,14 +99,14 @@ def work(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_twice_the_text_is_twice_the_work(form: str) -> None:
+def test_time_is_linear_in_the_text(form: str) -> None:
     def written(size: int) -> str:
         text = "x <" * size + "\n"
         made = [(ANY.name, {"s": "x < '\"{[" * size, "a": [{"k": [1, 'v"']}] * size})] * 2
         return text + WRITERS[form](made) if form not in ("pythonic", "xlam") else WRITERS[form](made) + text
 
     short, long = written(20), written(40)
-    assert work(lambda: read(form, long, 5)) < 2.3 * work(lambda: read(form, short, 5))
+    assert count_calls(lambda: read(form, long, 5)) < 2.3 * count_calls(lambda: read(form, short, 5))
 
 
 @pytest.mark.parametrize("form", ["hermes", "pythonic", "qwen3_coder", "gemma4"])

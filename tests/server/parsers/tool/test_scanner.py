@@ -1,4 +1,4 @@
-"""The words that machines read with: what they find depends on the text alone."""
+"""Scanner methods: results depend on the text alone, not on its pieces."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.server.parsers.tool.scanner import Ended, Malformed, Markers, Reading, Scanner, markers
+from pagoda.server.parsers.tool.scanner import Ended, Malformed, Markers, Scan, Scanner, markers
 
 LETTERS = re.compile("[a-z]*")
 
 
-def found(word: Callable[[Scanner], Reading[object]], pieces: list[str]) -> object:
-    """What a word finds in a text that comes in pieces, and what it leaves unread."""
+def result_of(scan: Callable[[Scanner], Scan[object]], pieces: list[str]) -> object:
+    """Run a scan over text in pieces; return its result and the unread text."""
     scanner = Scanner()
     results: list[object] = []
 
-    def run() -> Reading[None]:
+    def run() -> Scan[None]:
         try:
-            results.append((yield from word(scanner)))
+            results.append((yield from scan(scanner)))
         except Malformed as error:
             results.append(type(error))
 
@@ -35,7 +35,7 @@ def found(word: Callable[[Scanner], Reading[object]], pieces: list[str]) -> obje
 
 
 @pytest.mark.parametrize(
-    ("word", "text", "result"),
+    ("scan", "text", "result"),
     [
         (lambda s: s.peek(), "ab", ("a", "ab")),
         (lambda s: s.peek(), "", (Ended, "")),
@@ -55,26 +55,26 @@ def found(word: Callable[[Scanner], Reading[object]], pieces: list[str]) -> obje
         (lambda s: s.space(), " \n\tx", (" \n\t", "x")),
     ],
 )
-def test_words(word: Callable[[Scanner], Reading[object]], text: str, result: object) -> None:
-    assert found(word, [text]) == result
-    assert found(word, list(text)) == result
+def test_scans(scan: Callable[[Scanner], Scan[object]], text: str, result: object) -> None:
+    assert result_of(scan, [text]) == result
+    assert result_of(scan, list(text)) == result
 
 
 @given(st.text("<ab>/", max_size=30), st.lists(st.integers(1, 4), min_size=1, max_size=8))
-def test_until_finds_the_first_mark(text: str, lengths: list[int]) -> None:
+def test_until_stops_at_the_first_marker(text: str, lengths: list[int]) -> None:
     marks = markers("<ab>", "</ab>", "\n>", "b/", "ab/")
     match = marks.pattern.search(text)
-    stop = match.start() if match else marks.safe(text, 0)
+    stop = match.start() if match else marks.safe_end(text, 0)
     pieces, at = [], 0
     while at < len(text):
         pieces.append(text[at : at + lengths[len(pieces) % len(lengths)]])
         at += len(pieces[-1])
     before: list[str] = []
-    mark, rest = found(lambda s: s.until(marks, before.append), pieces)
+    mark, rest = result_of(lambda s: s.until(marks, before.append), pieces)
     assert (mark, "".join(before), rest) == (match.group() if match else "", text[:stop], text[stop:])
 
 
-def test_marks_that_cannot_be_told_at_once_are_refused() -> None:
+def test_ambiguous_markers_are_rejected() -> None:
     Markers("</a>", "\n</a>")
     with pytest.raises(AssertionError):
         Markers("<a", "<a>")
@@ -82,19 +82,19 @@ def test_marks_that_cannot_be_told_at_once_are_refused() -> None:
         Markers("b", "abc")
 
 
-def test_what_was_read_can_be_given_back() -> None:
+def test_recording() -> None:
     scanner = Scanner()
     scanner.feed("abcdef")
     list(scanner.take(1))
-    scanner.hold()
+    scanner.start_recording()
     list(scanner.take(2))
-    assert scanner.unsure()
-    assert scanner.given_back() == "bc"
-    assert not scanner.unsure()
-    scanner.hold()
+    assert scanner.is_uncommitted()
+    assert scanner.stop_recording() == "bc"
+    assert not scanner.is_uncommitted()
+    scanner.start_recording()
     list(scanner.take(1))
-    scanner.settle()
+    scanner.commit()
     list(scanner.take(1))
-    assert not scanner.unsure()
-    assert scanner.given_back() == "e"
+    assert not scanner.is_uncommitted()
+    assert scanner.stop_recording() == "e"
     assert scanner.rest() == "f"

@@ -1,4 +1,4 @@
-"""Values written without quotes: the types that schemas allow, and Python's literals as JSON."""
+"""Parameter types from schemas, and unquoted values and Python literals as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.server.parsers.parser import Tool
-from pagoda.server.parsers.tool.schemas import arguments_of, as_json, types_of
+from pagoda.server.parsers.tool.schemas import arguments_shape, as_json, parameter_types
 
 STRING = {"type": "string"}
 
@@ -45,11 +45,11 @@ def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
     tool = Tool(
         "f", {"properties": {"a": schema}, "$defs": {"a/b": STRING, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]}}}
     )
-    assert types_of([tool], "f", "a") == types
-    assert types_of([tool], "f", "b") == types_of([tool], "g", "a") == frozenset()
+    assert parameter_types([tool], "f", "a") == types
+    assert parameter_types([tool], "f", "b") == parameter_types([tool], "g", "a") == frozenset()
 
 
-def test_shapes_within_shapes() -> None:
+def test_nested_shapes() -> None:
     schema = {
         "properties": {
             "a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]},
@@ -57,7 +57,7 @@ def test_shapes_within_shapes() -> None:
         },
         "$defs": {"list": {"items": {"properties": {"c": {"type": "boolean"}}}}},
     }
-    shape = arguments_of([Tool("f", schema)], "f")
+    shape = arguments_shape([Tool("f", schema)], "f")
     assert shape.property("a").types == {"null", "array"}
     assert shape.property("a").item().property("c").types == {"boolean"}
     assert shape.property("b").property("whatever").types == {"string"}
@@ -65,8 +65,8 @@ def test_shapes_within_shapes() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"properties": 5}, {"properties": None}, None, 5])
-def test_tools_that_say_nothing(parameters: Any) -> None:
-    assert types_of([Tool("f", parameters)], "f", "a") == frozenset()
+def test_tools_without_types(parameters: Any) -> None:
+    assert parameter_types([Tool("f", parameters)], "f", "a") == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_tools_that_say_nothing(parameters: Any) -> None:
     ],
 )
 def test_values(text: str, types: str, value: Any) -> None:
-    found = as_json(text, frozenset(types.split()))
+    converted = as_json(text, frozenset(types.split()))
     if len(text) == 5000:
-        assert found in (text, f'"{text}"')
+        assert converted in (text, f'"{text}"')
     else:
-        assert json.loads(found) == value
-        assert type(json.loads(found)) is type(value)
+        assert json.loads(converted) == value
+        assert type(json.loads(converted)) is type(value)
 
 
 literals = st.recursive(
@@ -141,11 +141,11 @@ literals = st.recursive(
 
 
 @given(literals)
-def test_python_is_read_as_python_means_it(value: Any) -> None:
+def test_python_literals(value: Any) -> None:
     assert json.loads(as_json(repr(value), frozenset({"array", "object", "number"}))) == json.loads(json.dumps(value))
 
 
 @given(st.text("[](){},:'\"\\ abNtfx01.-+eE\n", max_size=20))
-def test_whatever_is_written_becomes_json(text: str) -> None:
+def test_any_text_becomes_valid_json(text: str) -> None:
     json.loads(as_json(text, frozenset()))
     json.loads(as_json(text, frozenset({"number", "object"})))

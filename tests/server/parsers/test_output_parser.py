@@ -1,15 +1,15 @@
-"""The chain of an answer's readers: thinking, then calls, then content without special tokens, for every split."""
+"""The stages of OutputParser: reasoning, tool calls, content without special tokens; for every split."""
 
 import itertools
 from collections.abc import Callable
 
 import pytest
-from support.splits import read_everyhow
+from support.splits import read_all_splits
 
 from pagoda.server.parsers.delimiters import DelimiterSet
+from pagoda.server.parsers.output_parser import MAX_CHUNK_CHARS, OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, Event, Parser, Reasoning, Tool, ToolCall
-from pagoda.server.parsers.reader import PIECE, AnswerReader
-from pagoda.server.parsers.reasoning.tagged import AllContent
+from pagoda.server.parsers.reasoning.tagged import PlainParser
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.parsers.tool.forced import Named, Required
 
@@ -17,10 +17,10 @@ SPECIAL = DelimiterSet(["<eos>", "<|im_end|>"])
 TOOLS = [Tool("f"), Tool("g")]
 
 
-def reader_of(*stages: Callable[[], Parser], **options: object) -> Callable[[], AnswerReader]:
-    def make() -> AnswerReader:
+def parser_maker(*stages: Callable[[], Parser], **options: object) -> Callable[[], OutputParser]:
+    def make() -> OutputParser:
         numbers = itertools.count()
-        return AnswerReader(
+        return OutputParser(
             [stage() for stage in stages],
             **{"new_id": lambda: f"id{next(numbers)}", **options},  # type: ignore[arg-type]
         )
@@ -40,23 +40,23 @@ def named() -> Parser:
     return Named("f").parser(TOOLS[:1])
 
 
-def test_without_stages_text_passes() -> None:
-    assert read_everyhow(AnswerReader, "a <eos> b") == [Content("a <eos> b")]
-    assert AnswerReader().reasoning_tokens is None
+def test_without_stages_text_is_content() -> None:
+    assert read_all_splits(OutputParser, "a <eos> b") == [Content("a <eos> b")]
+    assert OutputParser().reasoning_tokens is None
 
 
-def test_a_long_answer_is_read_in_pieces() -> None:
-    class Longest(AllContent):
+def test_a_long_output_is_fed_in_chunks() -> None:
+    class Longest(PlainParser):
         seen = 0
 
         def feed(self, text: str) -> list[Event]:
             Longest.seen = max(Longest.seen, len(text))
             return super().feed(text)
 
-    reader = AnswerReader((Longest(),))
-    said = "".join(str(event.text) for event in reader.feed("größer " * PIECE) if isinstance(event, Content))
-    assert said == "größer " * PIECE
-    assert Longest.seen == PIECE
+    parser = OutputParser((Longest(),))
+    text = "".join(str(event.text) for event in parser.feed("größer " * MAX_CHUNK_CHARS) if isinstance(event, Content))
+    assert text == "größer " * MAX_CHUNK_CHARS
+    assert Longest.seen == MAX_CHUNK_CHARS
 
 
 def test_thinking_then_calls() -> None:
@@ -69,34 +69,34 @@ def test_thinking_then_calls() -> None:
         ToolCall(1, "g", "id1"),
         Arguments(1, "{}"),
     ]
-    made = reader_of(thinking, required, hidden=SPECIAL)
-    got = read_everyhow(made, text)
-    assert [Reasoning(e.text.rstrip()) if isinstance(e, Reasoning) else e for e in got] == events
-    one = read_everyhow(reader_of(thinking, required, hidden=SPECIAL, parallel_calls=False), text)
+    make = parser_maker(thinking, required, hidden=SPECIAL)
+    events_without_space = read_all_splits(make, text)
+    assert [Reasoning(e.text.rstrip()) if isinstance(e, Reasoning) else e for e in events_without_space] == events
+    one = read_all_splits(parser_maker(thinking, required, hidden=SPECIAL, parallel_calls=False), text)
     assert one[1:] == events[1:3]
 
 
 def test_a_named_call() -> None:
     text = '<think>hm</think>{"city": "Zürich"}'
-    assert read_everyhow(reader_of(thinking, named), text) == [
+    assert read_all_splits(parser_maker(thinking, named), text) == [
         Reasoning("hm"),
         ToolCall(0, "f", "id0"),
         Arguments(0, '{"city": "Zürich"}'),
     ]
 
 
-def test_special_tokens_are_hidden_in_content_and_thinking_and_only_on_demand() -> None:
+def test_special_tokens_are_stripped_only_if_hidden() -> None:
     text = "<think>a<|im_end|>b</think>c<eos>d<|im_"
-    assert read_everyhow(reader_of(thinking, hidden=SPECIAL), text) == [Reasoning("ab"), Content("cd<|im_")]
-    assert read_everyhow(reader_of(thinking), text) == [Reasoning("a<|im_end|>b"), Content("c<eos>d<|im_")]
+    assert read_all_splits(parser_maker(thinking, hidden=SPECIAL), text) == [Reasoning("ab"), Content("cd<|im_")]
+    assert read_all_splits(parser_maker(thinking), text) == [Reasoning("a<|im_end|>b"), Content("c<eos>d<|im_")]
 
 
-def test_the_beginning_of_a_special_token_stays_before_what_follows_it() -> None:
+def test_an_incomplete_special_token_is_flushed_before_the_next_kind() -> None:
     text = "<think>a <|im</think>b"
-    assert read_everyhow(reader_of(thinking, hidden=SPECIAL), text) == [Reasoning("a <|im"), Content("b")]
+    assert read_all_splits(parser_maker(thinking, hidden=SPECIAL), text) == [Reasoning("a <|im"), Content("b")]
 
 
-def test_it_stays_before_a_call_too() -> None:
+def test_an_incomplete_special_token_is_flushed_before_a_call() -> None:
     class Calls:
         def feed(self, text: str) -> list[Event]:
             return [ToolCall(0, "f", "x") if letter == "!" else Content(letter) for letter in text]
@@ -104,7 +104,7 @@ def test_it_stays_before_a_call_too() -> None:
         def finish(self) -> list[Event]:
             return []
 
-    assert read_everyhow(reader_of(Calls, hidden=SPECIAL), "a <eo!s>") == [
+    assert read_all_splits(parser_maker(Calls, hidden=SPECIAL), "a <eo!s>") == [
         Content("a <eo"),
         ToolCall(0, "f", "x"),
         Content("s>"),
@@ -112,21 +112,21 @@ def test_it_stays_before_a_call_too() -> None:
 
 
 @pytest.mark.parametrize("stages", [(thinking,), (thinking, required), (required,), (thinking, named)])
-def test_answers_cut_anywhere(stages: tuple[Callable[[], Parser], ...]) -> None:
+def test_truncated_outputs(stages: tuple[Callable[[], Parser], ...]) -> None:
     text = '<think>hm é</think>\n[{"name": "f", "parameters": {"a": "ü<eos>"}}]'
     for length in range(len(text)):
-        read_everyhow(reader_of(*stages, hidden=SPECIAL), text[:length])
+        read_all_splits(parser_maker(*stages, hidden=SPECIAL), text[:length])
 
 
-def test_tokens_of_the_thinking() -> None:
-    reader = AnswerReader([thinking()], count=len)
+def test_reasoning_tokens_are_counted() -> None:
+    parser = OutputParser([thinking()], count=len)
     for letter in "<think> hmm </think>ok":
-        reader.feed(letter)
-    reader.finish()
-    assert reader.reasoning_tokens == 3
+        parser.feed(letter)
+    parser.finish()
+    assert parser.reasoning_tokens == 3
 
 
-def test_ids_are_made_where_the_format_has_none() -> None:
+def test_missing_call_ids_are_generated() -> None:
     class Own:
         def feed(self, text: str) -> list[Event]:
             return [ToolCall(0, "f", "mine"), ToolCall(1, "g")]
@@ -134,7 +134,7 @@ def test_ids_are_made_where_the_format_has_none() -> None:
         def finish(self) -> list[Event]:
             return []
 
-    first, second = AnswerReader([Own()]).feed("x")
+    first, second = OutputParser([Own()]).feed("x")
     assert isinstance(first, ToolCall)
     assert first.id == "mine"
     assert isinstance(second, ToolCall)

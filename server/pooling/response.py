@@ -1,4 +1,4 @@
-"""Answers of pooling models, in vLLM's shapes."""
+"""Responses of pooling models, in vLLM's formats, and the wire encodings of vectors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import RequestError
-from pagoda.server.outputs import RawPoolingOutput, ScoringRequestOutput
-
-# Vectors as they go over the wire: numbers in JSON, base64, or bytes; in any of five types and both byte orders.
+from pagoda.server.outputs import Array, RawPoolingOutput, ScoringRequestOutput
 
 EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
 EmbedDType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 Endianness = Literal["native", "big", "little"]
-Array = npt.NDArray[np.float32]
 
 _EXPONENT_BITS: Final = {"fp8_e4m3": 4, "fp8_e5m2": 5}
+
+MAX_METADATA = 400
+"""Maximum number of vectors whose metadata fits into a response header (encoding format "bytes")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How vectors are to be sent. `dtype` and `endianness` matter to base64 and bytes."""
+    """Wire encoding of vectors. `dtype` and `endianness` apply to base64 and bytes only."""
 
     format: EncodingFormat = "float"
     dtype: EmbedDType = "float32"
@@ -35,24 +35,24 @@ class Encoding:
 
     @property
     def is_binary(self) -> bool:
-        """Whether the answer is bytes, not JSON."""
+        """Whether the response body is bytes, not JSON."""
         return self.format in ("bytes", "bytes_only")
 
     def in_json(self, vector: Array) -> Any:
-        """A vector as a list of numbers (of lists, where it has rows), or as base64."""
+        """Return a vector or matrix as (nested) lists of numbers or as base64."""
         if self.format == "float":
             return vector.tolist()
         return base64.b64encode(self.in_bytes(vector)).decode()
 
     def in_bytes(self, vector: Array) -> bytes:
-        """A vector's numbers, one after the other."""
+        """Return the elements of a vector or matrix in row-major order."""
         order = sys.byteorder if self.endianness == "native" else self.endianness
         numbers = _converted(vector, self.dtype)
         return numbers.astype(numbers.dtype.newbyteorder("<" if order == "little" else ">")).tobytes()
 
 
 def _converted(vector: Array, dtype: EmbedDType) -> npt.NDArray[Any]:
-    """Numbers of a type, or integers of its bits where numpy has no such type; rounded to the nearest, ties to even."""
+    """Convert to `dtype`, or to unsigned integers of its bits if numpy lacks it. Rounds half to even."""
     match dtype:
         case "float32":
             return vector
@@ -64,26 +64,25 @@ def _converted(vector: Array, dtype: EmbedDType) -> npt.NDArray[Any]:
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             return np.where(np.isnan(vector), 0x7FC0, rounded).astype(np.uint16)
         case _:
-            return _eight_bits(vector, _EXPONENT_BITS[dtype])
+            return _fp8_bits(vector, _EXPONENT_BITS[dtype])
 
 
-def _eight_bits(vector: Array, exponent_bits: int) -> npt.NDArray[np.uint8]:
-    values = _positive_values(exponent_bits)
+def _fp8_bits(vector: Array, exponent_bits: int) -> npt.NDArray[np.uint8]:
+    values = _fp8_values(exponent_bits)
     size = np.abs(vector)
-    middles = (values[1:] + values[:-1]) / 2
-    code = np.searchsorted(middles, size, side="left")
-    tie = (code < len(middles)) & (middles[np.minimum(code, len(middles) - 1)] == size)
+    midpoints = (values[1:] + values[:-1]) / 2
+    code = np.searchsorted(midpoints, size, side="left")
+    tie = (code < len(midpoints)) & (midpoints[np.minimum(code, len(midpoints) - 1)] == size)
     code = np.where(tie & (code % 2 == 1), code + 1, code)
     code = np.where(np.isnan(size), 0x7F, code)
     return (code | np.where(np.signbit(vector), 0x80, 0)).astype(np.uint8)
 
 
 @cache
-def _positive_values(exponent_bits: int) -> Array:
-    """What the codes from 0 stand for, in order.
+def _fp8_values(exponent_bits: int) -> Array:
+    """Return the values of the non-negative codes in order.
 
-    The type with five exponent bits ends in an infinity, here the number that is too large to be finite. The other has
-    none: what is too large becomes its largest.
+    E5M2 ends with infinity, represented by the smallest number that overflows. E4M3 has no infinity and saturates.
     """
     fraction_bits = 7 - exponent_bits
     bias = 2 ** (exponent_bits - 1) - 1
@@ -95,26 +94,21 @@ def _positive_values(exponent_bits: int) -> Array:
     return np.array(values, np.float32)
 
 
-MAX_METADATA = 400
-"""Most vectors whose places in the bytes fit the header that tells them."""
-
-
 @dataclass(frozen=True, slots=True)
-class PoolingHead:
-    """What an answer begins and ends with. `tokens`: of all prompts."""
+class PoolingMeta:
+    """Fields that all responses share."""
 
     id: str
     created: int
     model: str
-    tokens: int
+    tokens: int  # of all prompts
 
     @property
     def usage(self) -> dict[str, int]:
-        """Prompts are all there is."""
         return {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
 
     def listing(self, data: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The object around a list."""
+        """Return the list object with `data`."""
         return {
             "id": self.id,
             "object": "list",
@@ -125,11 +119,11 @@ class PoolingHead:
         }
 
 
-def vectors_answer(
-    head: PoolingHead, outputs: Sequence[RawPoolingOutput], encoding: Encoding, kind: str, key: str
+def vectors_response(
+    meta: PoolingMeta, outputs: Sequence[RawPoolingOutput], encoding: Encoding, kind: str, key: str
 ) -> dict[str, Any]:
-    """A vector for each prompt: `kind` is what each is called, `key` what its numbers are."""
-    return head.listing(
+    """Return a vector per prompt. `kind`: "object" of each entry; `key`: its field with the vector."""
+    return meta.listing(
         [
             {"index": index, "object": kind, key: encoding.in_json(output.outputs.data)}
             for index, output in enumerate(outputs)
@@ -138,17 +132,17 @@ def vectors_answer(
 
 
 def check_binary(encoding: Encoding, count: int) -> None:
-    """Raises RequestError for more vectors than a header can describe."""
+    """Raise RequestError if the metadata of `count` vectors does not fit into a header."""
     if encoding.format == "bytes" and count > MAX_METADATA:
         raise RequestError(
-            "encoding_format", f"bytes describes at most {MAX_METADATA} vectors in a header; use bytes_only or base64"
+            "encoding_format", f"bytes supports at most {MAX_METADATA} vectors; use bytes_only or base64"
         )
 
 
-def binary_answer(
-    head: PoolingHead, outputs: Sequence[RawPoolingOutput], encoding: Encoding
+def binary_response(
+    meta: PoolingMeta, outputs: Sequence[RawPoolingOutput], encoding: Encoding
 ) -> tuple[bytes, dict[str, Any] | None]:
-    """All vectors one after the other, and where each is; None where only the bytes are wanted."""
+    """Return the concatenated vectors and their metadata (None for "bytes_only")."""
     chunks = [encoding.in_bytes(output.outputs.data) for output in outputs]
     if encoding.format == "bytes_only":
         return b"".join(chunks), None
@@ -156,40 +150,48 @@ def binary_answer(
     end = 0
     for index, (chunk, output) in enumerate(zip(chunks, outputs)):
         start, end = end, end + len(chunk)
-        place = {"embed_dtype": encoding.dtype, "endianness": encoding.endianness, "start": start, "end": end}
-        items.append({"index": index} | place | {"shape": output.outputs.data.shape})
-    told = {"id": head.id, "created": head.created, "model": head.model, "data": items, "usage": head.usage}
-    return b"".join(chunks), told
+        items.append(
+            {
+                "index": index,
+                "embed_dtype": encoding.dtype,
+                "endianness": encoding.endianness,
+                "start": start,
+                "end": end,
+                "shape": output.outputs.data.shape,
+            }
+        )
+    metadata = {"id": meta.id, "created": meta.created, "model": meta.model, "data": items, "usage": meta.usage}
+    return b"".join(chunks), metadata
 
 
-def classes_answer(head: PoolingHead, outputs: Sequence[RawPoolingOutput], labels: Sequence[str]) -> dict[str, Any]:
-    """The likeliest label of each prompt, and the probabilities of all."""
+def classes_response(meta: PoolingMeta, outputs: Sequence[RawPoolingOutput], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the most likely label and all probabilities per prompt."""
     data = []
     for index, output in enumerate(outputs):
         probs = output.outputs.data
         best = int(np.argmax(probs))
         label = labels[best] if best < len(labels) else None
         data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
-    return head.listing(data)
+    return meta.listing(data)
 
 
-def scores_answer(head: PoolingHead, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
-    """A score for each pair."""
-    return head.listing(
+def scores_response(meta: PoolingMeta, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
+    """Return a score per pair."""
+    return meta.listing(
         [{"index": index, "object": "score", "score": each.outputs.score} for index, each in enumerate(scores)]
     )
 
 
-def ranking_answer(
-    head: PoolingHead, scores: Sequence[ScoringRequestOutput], documents: Sequence[Any] | None, top_n: int
+def ranking_response(
+    meta: PoolingMeta, scores: Sequence[ScoringRequestOutput], documents: Sequence[Any] | None, top_n: int
 ) -> dict[str, Any]:
-    """The best first. `documents`: as they came; None: they are not repeated."""
+    """Return the `top_n` best documents (0: all), best first. `documents`: None to omit them from the response."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index].outputs.score)
     results: list[dict[str, Any]] = []
     for index in order[: top_n or len(order)]:
-        shown = {} if documents is None else {"document": _document(documents[index])}
-        results.append({"index": index} | shown | {"relevance_score": scores[index].outputs.score})
-    return {"id": head.id, "model": head.model, "usage": head.usage, "results": results}
+        document = {} if documents is None else {"document": _document(documents[index])}
+        results.append({"index": index} | document | {"relevance_score": scores[index].outputs.score})
+    return {"id": meta.id, "model": meta.model, "usage": meta.usage, "results": results}
 
 
 def _document(document: Any) -> dict[str, Any]:
