@@ -1,4 +1,4 @@
-"""Processes that this one starts: what they find, and what became of them."""
+"""Environment and exit status of child processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 import sys
 
 
-def environment() -> dict[str, str]:
-    """This process's environment, with its import path, so that a child finds the same packages."""
+def child_env() -> dict[str, str]:
+    """Return this process's environment with its import path, so that a child imports the same packages."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def fate(status: int) -> str:
-    """What an exit status, as subprocess gives it, says of a process: `was killed by SIGTERM`."""
+def describe_exit(status: int) -> str:
+    """Describe an exit status of subprocess, such as `was killed by SIGTERM`."""
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name

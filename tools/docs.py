@@ -24,9 +24,9 @@ from fastapi.routing import APIRoute
 from pydantic_core import PydanticUndefined
 
 from pagoda import server
+from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.settings import Setting
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
@@ -78,20 +78,20 @@ def pages() -> dict[Path, str]:
 
 def _flags() -> str:
     text = (
-        f"{_WRITTEN}# Flags\n\nA flag is a keyword of `LLM(...)` and `EngineArgs(...)` (`max_num_seqs`), a key of the "
-        "file of `--config` (`max-num-seqs`) and a variable (`PAGODA_MAX_NUM_SEQS`) too. A switch has a `--no-` form. "
-        "A JSON setting can be written in pieces: `--hf-overrides.rope_theta 5e5`.\n\n"
-        "Status: *implemented*; *no effect*: accepted with one warning that says why; *refused*: an error unless the "
-        "value is the default or one of those named. `chat`, `complete` and `bench serve` read flags alone.\n\n"
+        f"{_WRITTEN}# Flags\n\nEvery flag is also a keyword of `LLM(...)` and `EngineArgs(...)` (`max_num_seqs`), a "
+        "key of the `--config` file (`max-num-seqs`) and an environment variable (`PAGODA_MAX_NUM_SEQS`). Switches "
+        "have a `--no-` form. Single keys of a JSON setting can be set: `--hf-overrides.rope_theta 5e5`.\n\n"
+        "Status: *implemented*; *no effect*: accepted with one warning that gives the reason; *refused*: an error for "
+        "any value except the default and the accepted ones. `chat`, `complete` and `bench serve` read flags only.\n\n"
     )
     text += _table(
-        ("argument", "what it is"), ((f"`{name}`", about) for name, about in interface.BY_THE_PARSER.items())
+        ("argument", "description"), ((f"`{name}`", about) for name, about in interface.BY_THE_PARSER.items())
     )
     about = _about_groups()
     for group, known in interface.groups().items():
         text += f"\n## {group}\n\n{about.get(group, '')} Commands: {_users(group, known)}.\n\n"
         text += _table(
-            ("flag", "value", "default", "key and variable", "what it is", "status"), map(_flag_row, known.values())
+            ("flag", "value", "default", "key and variable", "description", "status"), map(_flag_row, known.values())
         )
     return text
 
@@ -121,7 +121,7 @@ def _flag_row(setting: Setting) -> tuple[str, ...]:
     return (
         ", ".join(f"`{flag}`" for flag in setting.flags),
         _kind(setting),
-        default if default == "nothing" else f"`{default}`",
+        default if default == "unset" else f"`{default}`",
         f"`{setting.flag[2:]}` `{setting.variable}`" if elsewhere else "",
         setting.option.help,
         _status(setting),
@@ -129,7 +129,7 @@ def _flag_row(setting: Setting) -> tuple[str, ...]:
 
 
 def _kind(setting: Setting) -> str:
-    names: dict[Any, str] = {int: "integer", float: "number", str: "text"}
+    names: dict[Any, str] = {int: "integer", float: "number", str: "string"}
     if setting.is_switch:
         return "switch"
     if setting.choices:
@@ -137,10 +137,10 @@ def _kind(setting: Setting) -> str:
     if setting.is_json:
         return "JSON object"
     if setting.is_list:
-        return f"one or more: {names[get_args(setting.plain)[0]]}"
+        return f"list: {names[get_args(setting.value_type)[0]]}"
     if setting.option.parse in (human_readable_int, human_readable_int_or_auto):
         return "integer, also `25.6k` or `2K`"
-    return names.get(setting.plain, "text")
+    return names.get(setting.value_type, "string")
 
 
 def _status(setting: Setting) -> str:
@@ -148,27 +148,27 @@ def _status(setting: Setting) -> str:
     old = f"deprecated: use `{option.deprecated}`" if option.deprecated else ""
     if option.status == "implemented":
         return old or "implemented"
-    why = f"*{option.status}*: {option.why}" + (f"; {old}" if old else "")
+    why = f"*{option.status}*: {option.reason}" + (f"; {old}" if old else "")
     accepted = ", ".join(f"`{value}`" for value in option.accepts)
-    return f"{why} (accepted besides the default: {accepted})" if accepted else why
+    return f"{why} (also accepted: {accepted})" if accepted else why
 
 
 def _environment() -> str:
     text = (
-        f"{_WRITTEN}# Environment variables\n\nEvery setting has a variable of its own, `PAGODA_` and its name; "
-        "[flags](flags.md) lists them. Flags and the file of `--config` are stronger. Those below mean something "
-        "besides, or exist elsewhere and are answered here.\n\n"
+        f"{_WRITTEN}# Environment variables\n\nEvery setting has an environment variable, `PAGODA_` and its name; "
+        "[flags](flags.md) lists them. Flags and the `--config` file take precedence. The variables below are "
+        "aliases, have other meanings, or are variables of vLLM without effect here.\n\n"
     )
     for status in STATUSES:
         rows = [_variable_row(variable) for variable in VARIABLES if variable.status == status]
-        head = ("variable", "what it is", *(["why"] if status != "implemented" else []))
+        head = ("variable", "description", *(["reason"] if status != "implemented" else []))
         text += f"## {status.capitalize()}\n\n{_table(head, rows)}\n"
     return text.rstrip("\n") + "\n"
 
 
 def _variable_row(variable: EnvVar) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in (variable.name, *variable.aliases))
-    return (names, variable.help) if variable.status == "implemented" else (names, variable.help, variable.why)
+    return (names, variable.help) if variable.status == "implemented" else (names, variable.help, variable.reason)
 
 
 def _metrics() -> str:

@@ -25,7 +25,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError
-from pagoda.server.child import environment, fate
+from pagoda.server.child import child_env, describe_exit
 from pagoda.server.core_client.client import Listener, Supervisor
 from pagoda.server.ipc_messages import (
     EngineInfo,
@@ -123,7 +123,7 @@ class ProcessClient:
         self._process = subprocess.Popen(
             [*program, f"ipc://{self._folder}/engine"],
             stdin=subprocess.PIPE,
-            env=environment(),
+            env=child_env(),
         )
         self._hand_over(config)
         watched = (self._process, weakref.ref(self))  # not this itself, which could not end before the engine then
@@ -274,7 +274,7 @@ class ProcessClient:
 
     def _obituary(self) -> Failed:
         status = self._process.poll()
-        why = "the engine was shut down" if status is None else f"the engine process {fate(status)}"
+        why = "the engine was shut down" if status is None else f"the engine process {describe_exit(status)}"
         return Failed("EngineDeadError", why)
 
 

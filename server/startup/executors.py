@@ -19,7 +19,7 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import STEP_BYTES, End, RankInfo, receive_frame
-from pagoda.server.child import environment, fate
+from pagoda.server.child import child_env, describe_exit
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -127,7 +127,7 @@ class ProcessExecutor:
                 [*RANK_PROGRAM, str(theirs.fileno()), self._backend],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=environment(),
+                env=child_env(),
             )
         self._processes.append(process)
         return Worker(ours, rank_name(rank, str(rank) if self._gpus else ""), rank, lambda: _fate(process))
@@ -149,7 +149,7 @@ def _fate(process: subprocess.Popen[bytes]) -> str:
         if time.monotonic() > deadline:
             return ""
         time.sleep(_LOOK_SECONDS)
-    return fate(status)
+    return describe_exit(status)
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pagoda.common.config.groups.bench import LatencyConfig
-from pagoda.common.config.settings import Settled
+from pagoda.common.config.settings import ResolvedSettings
 from pagoda.server.cli.bench.offline import (
     add_load_arguments,
     check_fits,
@@ -35,7 +35,7 @@ def add_arguments(parser: FlagParser) -> None:
     add_load_arguments(parser, COMMAND)
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     """See `check_load`."""
     return check_load(args, COMMAND, LatencyConfig)
 
@@ -43,7 +43,7 @@ def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     load, settled = settle_load(args, COMMAND, LatencyConfig)
-    llm = start_llm(EngineArgs.from_settled(settled))
+    llm = start_llm(EngineArgs.from_resolved(settled))
     params = sampling_params(load)
     try:
         check_fits(llm, load)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from pagoda.common.config.env import API_KEY
 from pagoda.common.config.groups.bench import StartupConfig
-from pagoda.common.config.settings import ENGINE_SETTINGS, Settled
+from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings
 from pagoda.common.errors import PagodaError
 from pagoda.server.cli.bench.offline import add_load_arguments, check_load, settle_load, write_results
 from pagoda.server.cli.http_client import ApiClient, ApiError
@@ -43,7 +43,7 @@ def add_arguments(parser: FlagParser) -> None:
     add_load_arguments(parser, COMMAND)
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     """See `check_load`."""
     return check_load(args, COMMAND, StartupConfig, "server")
 
@@ -51,7 +51,7 @@ def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     load, settled = settle_load(args, COMMAND, StartupConfig)
-    EngineArgs.from_settled(settled)  # what cannot be used is told before a server is started with it
+    EngineArgs.from_resolved(settled)  # what cannot be used is told before a server is started with it
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         settings = Path(folder, "settings.yaml")
         settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def engine_settings(settled: Settled) -> dict[str, Any]:
+def engine_settings(settled: ResolvedSettings) -> dict[str, Any]:
     """The engine settings that were said, as `serve --config` reads them."""
     return {
         name.replace("_", "-"): settled.values[name]

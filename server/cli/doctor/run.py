@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, DoctorConfig
+from pagoda.common.config.commands import COMMAND_SETTINGS, DoctorConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.doctor.checks import (
     Check,
@@ -25,7 +25,7 @@ from pagoda.server.cli.doctor.checks import (
     spreading,
 )
 from pagoda.server.redact import Redactor
-from pagoda.server.settings.args import settle_all
+from pagoda.server.settings.args import resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 
 # All checks that `doctor` makes, in their order.
@@ -46,7 +46,7 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line per finding; 1 when something would keep the server from starting."""
-    config: DoctorConfig = build(DoctorConfig, settle_all(args, SETTINGS).values, SETTINGS.values())
+    config: DoctorConfig = build(DoctorConfig, resolve_settings(args, SETTINGS).values, SETTINGS.values())
     hide = Redactor()
     found: list[Finding] = []
     for check in CHECKS:
