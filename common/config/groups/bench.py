@@ -184,8 +184,8 @@ class ServeLoadConfig:
         return self.backend == "openai-chat"
 
 
-def _need(holds: bool, flag: str, message: str) -> None:
-    if not holds:
+def _need(condition: bool, flag: str, message: str) -> None:
+    if not condition:
         raise ConfigError(flag, message)
 
 

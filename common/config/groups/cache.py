@@ -108,8 +108,3 @@ class CacheConfig:
     def has_explicit_size(self) -> bool:
         """True if the size of the KV cache is set, in blocks or in bytes."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
-
-    @property
-    def prefix_caching(self) -> bool:
-        """False only if switched off explicitly."""
-        return self.enable_prefix_caching is not False

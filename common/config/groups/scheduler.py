@@ -64,8 +64,3 @@ class SchedulerConfig:
                 "--long-prefill-token-threshold",
                 f"{self.long_prefill_token_threshold} is negative; use 0 for unlimited",
             )
-
-    @property
-    def chunked_prefill(self) -> bool:
-        """False only if switched off explicitly."""
-        return self.enable_chunked_prefill is not False

@@ -40,7 +40,7 @@ def test_flags_reach_the_configuration() -> None:
         *("--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1G", "--no-async-scheduling", "--seed", "7"),
     )
     assert config.model == ModelConfig(model="m", max_model_len=4000, served_model_name=("a", "b"), seed=7)
-    assert config.cache.prefix_caching is False
+    assert config.cache.enable_prefix_caching is False
     assert config.cache.kv_cache_memory_bytes == 2**30
     assert config.cache.gpu_memory_utilization == 0.5
     assert config.scheduler.async_scheduling is False
