@@ -1,4 +1,4 @@
-"""`python -m pagoda.server.api_server --model MODEL ...`: the older spelling of `pagoda serve MODEL ...`."""
+"""`python -m pagoda.server.api_server --model MODEL ...`: deprecated form of `pagoda serve MODEL ...`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pagoda.server.cli import main as cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Warn, then serve; the exit status."""
-    print("this spelling is deprecated; use pagoda serve MODEL", file=sys.stderr)
+    """Log a deprecation warning, serve, and return the exit status."""
+    print("python -m pagoda.server.api_server is deprecated; use pagoda serve MODEL", file=sys.stderr)
     return cli.main(["serve", *(sys.argv[1:] if argv is None else argv)])
 
 

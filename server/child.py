@@ -1,4 +1,4 @@
-"""Processes that this one starts: what they find, and what became of them."""
+"""Environment and exit status of child processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 import sys
 
 
-def environment() -> dict[str, str]:
-    """This process's environment, with its import path, so that a child finds the same packages."""
+def child_env() -> dict[str, str]:
+    """Return this process's environment with its import path, so that a child imports the same packages."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 

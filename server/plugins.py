@@ -1,18 +1,18 @@
-"""Code that is not ours: found by entry point or by qualified name, loaded where it is asked for.
+"""Plugins: third-party code named by entry points, qualified names or files.
 
 Entry point groups:
 
-    pagoda.general_plugins      functions of the EngineConfig, called at start, in the API process and in the engine's;
-                                --plugins selects some by name
-    pagoda.logits_processors    classes that --logits-processors may name: called with the EngineConfig, they give a
+    pagoda.general_plugins      functions called with the EngineConfig at start-up, in the API and the engine process;
+                                --plugins selects them by name
+    pagoda.logits_processors    classes for --logits-processors: called with the EngineConfig, they return a
                                 common.engine.sampling.LogitsProcessor
-    pagoda.schedulers           classes that --scheduler-cls may name: called as common.engine.scheduler.Scheduler is,
-                                they give a common.engine.core.StepScheduler
-    pagoda.tool_parsers         server.parsers.parser.ToolFormat that --tool-call-parser may name
-    pagoda.reasoning_parsers    server.parsers.parser.ReasoningFormat that --reasoning-parser may name
+    pagoda.schedulers           classes for --scheduler-cls: called like common.engine.scheduler.Scheduler, they return
+                                a common.engine.core.StepScheduler
+    pagoda.tool_parsers         server.parsers.parser.ToolFormat objects for --tool-call-parser
+    pagoda.reasoning_parsers    server.parsers.parser.ReasoningFormat objects for --reasoning-parser
 
 Flags also take qualified names, `package.module.Class`; --tool-parser-plugin and --reasoning-parser-plugin take a
-module or a file. Plugins find --additional-config in the configuration, as `config.extension.additional_config`.
+module or a file. Plugins read --additional-config as `config.extension.additional_config`.
 """
 
 from __future__ import annotations
@@ -47,28 +47,25 @@ logger = logging.getLogger(__name__)
 
 
 def load_general_plugins(config: EngineConfig) -> None:
-    """Import and call every installed general plugin, or those that --plugins names. Raises ConfigError.
-
-    A plugin is called in each process, once; where engine and API share one, that is once.
-    """
-    found = installed(GENERAL)
+    """Import and call every installed general plugin, or those of --plugins, once per process. Raise ConfigError."""
+    plugins = installed(GENERAL)
     selected = config.extension.plugins
-    for name in found if selected is None else selected:
-        if name not in found:
-            raise ConfigError(_PLUGINS, f"no plugin {name!r} is installed; there are: {_listed(found)}")
-        _run(name, _imported(_PLUGINS, name, found[name]), config)
+    for name in plugins if selected is None else selected:
+        if name not in plugins:
+            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {_names(plugins)}")
+        _run(name, _imported(_PLUGINS, name, plugins[name]), config)
 
 
 def _run(name: str, plugin: Any, config: EngineConfig) -> None:
     try:
         plugin(config)
     except Exception as error:
-        raise ConfigError(_PLUGINS, f"plugin {name!r} failed: {_shown(error)}; fix or deselect it") from error
-    logger.info("plugin %s", name)
+        raise ConfigError(_PLUGINS, f"plugin {name!r} failed: {_shown(error)}; drop or fix it") from error
+    logger.info("loaded plugin %s", name)
 
 
 def sampler_options(config: EngineConfig) -> SamplerOptions:
-    """--logprobs-mode and --logits-processors, the latter made. Raises ConfigError."""
+    """Return --logprobs-mode and the constructed --logits-processors. Raise ConfigError."""
     flag = "--logits-processors"
     processors: list[LogitsProcessor] = []
     for name in config.model.logits_processors:
@@ -76,7 +73,7 @@ def sampler_options(config: EngineConfig) -> SamplerOptions:
         try:
             processor = make(config)
         except Exception as error:
-            raise ConfigError(flag, f"{name}: it cannot be made: {_shown(error)}") from error
+            raise ConfigError(flag, f"{name}: its constructor failed: {_shown(error)}") from error
         if not callable(getattr(processor, "apply", None)):
             raise ConfigError(flag, f"{name} has no method apply(logits, token_ids, num_prompt, extra_args)")
         processors.append(processor)
@@ -84,29 +81,29 @@ def sampler_options(config: EngineConfig) -> SamplerOptions:
 
 
 def scheduler_of(config: EngineConfig) -> MakeScheduler:
-    """The engine's own scheduler, or --scheduler-cls, to be called with Limits and KvManager. Raises ConfigError."""
+    """Return the scheduler class, to be called with Limits and KvManager. Raise ConfigError if it is unsuitable."""
     name = config.scheduler.scheduler_cls
     if name is None:
         return Scheduler
     flag = "--scheduler-cls"
-    found = load(flag, name, SCHEDULERS)
-    is_class, missing = inspect.isclass(found), [each for each in _SCHEDULER_METHODS if not hasattr(found, each)]
+    scheduler = load(flag, name, SCHEDULERS)
+    is_class = inspect.isclass(scheduler)
+    missing = [method for method in _SCHEDULER_METHODS if not hasattr(scheduler, method)]
     if missing or not is_class:
-        lack = f"it has no {', '.join(missing)}" if missing else "it is no class"
-        raise ConfigError(flag, f"{name} is no scheduler, {lack}; subclass {Scheduler.__module__}.Scheduler")
-    return partial(found, settings=config.extension.additional_config)
+        problem = f"it has no {', '.join(missing)}" if missing else "it is not a class"
+        raise ConfigError(flag, f"{name} is not a scheduler, {problem}; subclass {Scheduler.__module__}.Scheduler")
+    return partial(scheduler, settings=config.extension.additional_config)
 
 
 def load(flag: str, name: str, group: str | None = None) -> Any:
-    """What a qualified name or, in `group`, an entry point's name stands for. Raises ConfigError naming `flag`."""
+    """Import a qualified name or an entry point of `group`. Raise ConfigError naming `flag`."""
     if group is not None and "." not in name and ":" not in name:
-        found = installed(group)
-        if name not in found:
-            known = _listed(found)
+        points = installed(group)
+        if name not in points:
             raise ConfigError(
-                flag, f"no {group} entry point {name!r}; there are: {known}; or write package.module.Name"
+                flag, f"no {group} entry point {name!r}; installed: {_names(points)}; or use package.module.Name"
             )
-        return _imported(flag, name, found[name])
+        return _imported(flag, name, points[name])
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:
@@ -114,26 +111,26 @@ def load(flag: str, name: str, group: str | None = None) -> Any:
 
 
 def table(flag: str, source: str, name: str) -> dict[str, Any]:
-    """The dictionary `name` of a module, by the module's name or its file; no source: empty. Raises ConfigError."""
+    """Return the dictionary `name` of a module, given by name or file; empty without a source. Raise ConfigError."""
     if not source:
         return {}
     try:
         module = _file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ConfigError(flag, f"{source} cannot be imported: {_shown(error)}") from error
-    found = getattr(module, name, None)
-    if not isinstance(found, dict):
-        raise ConfigError(flag, f"{source} has no dictionary {name}; map names to formats in one")
-    return found
+    formats = getattr(module, name, None)
+    if not isinstance(formats, dict):
+        raise ConfigError(flag, f"{source} defines no dictionary {name}; map format names to formats in one")
+    return formats
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group, by name."""
+    """Return the entry points of a group by name."""
     return {point.name: point for point in entry_points(group=group)}
 
 
 def _file(path: Path) -> ModuleType:
-    """The module that a file holds, run once however often it is asked for."""
+    """Import a file as a module, once."""
     name = "pagoda_plugin_" + re.sub(r"\W", "_", str(path.resolve()))
     if name in sys.modules:
         return sys.modules[name]
@@ -157,8 +154,8 @@ def _imported(flag: str, name: str, point: EntryPoint) -> Any:
         raise ConfigError(flag, f"plugin {name!r} ({point.value}) cannot be imported: {_shown(error)}") from error
 
 
-def _listed(found: dict[str, EntryPoint]) -> str:
-    return ", ".join(sorted(found)) or "none"
+def _names(points: dict[str, EntryPoint]) -> str:
+    return ", ".join(sorted(points)) or "none"
 
 
 def _shown(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Text that leaves the machine, without what is nobody's business: keys, passwords, names, the home folder."""
+"""Redaction of text that leaves the machine: API keys, passwords, user names and home directories."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _CREDENTIALS: Final = re.compile(r"(?<=://)[^/\s@]+@")
 _QUERY: Final = re.compile(r"(\w+://[^\s?#]*)[?#]\S+")
 _TOKEN: Final = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{6,}")
 _HOME: Final = re.compile(r"/(home|Users)/[^/\s:,;'\"]+")
-_EVERYBODY: Final = frozenset({"root", "user", "nobody", "daemon", "ubuntu", "pagoda", "vllm"})
-_SHORTEST_SECRET: Final = 6
+_GENERIC_USERS: Final = frozenset({"root", "user", "nobody", "daemon", "ubuntu", "pagoda", "vllm"})
+_MIN_SECRET_LENGTH: Final = 6
 
 
 class Redactor:
-    """Hides secrets in text: those that look like one, and the values of secret variables wherever they turn up."""
+    """Replaces secrets in text: known token formats, and the values of secret environment variables."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         source = os.environ if environ is None else environ
-        secrets = {value for name, value in source.items() if is_secret(name) and len(value) >= _SHORTEST_SECRET}
+        secrets = {value for name, value in source.items() if is_secret(name) and len(value) >= _MIN_SECRET_LENGTH}
         self._secrets = sorted(secrets, key=len, reverse=True)
-        names = {source.get("USER", ""), source.get("LOGNAME", ""), _user()} - _EVERYBODY
+        names = {source.get("USER", ""), source.get("LOGNAME", ""), _user()} - _GENERIC_USERS
         self._names = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in sorted(names) if len(name) > 2]
         self._home = source.get("HOME", "").rstrip("/")
 
     def __call__(self, text: str) -> str:
-        """The text without them."""
+        """Return the redacted text."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         text = _QUERY.sub(rf"\1?{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", text))

@@ -18,12 +18,12 @@ import interface
 import pytest
 
 import pagoda
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import Setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.main import MODULES, main
-from pagoda.server.settings.args import settle_all
+from pagoda.server.settings.args import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,7 +126,7 @@ def refusal(setting: Setting, value: Any) -> None:
 def test_what_the_parser_itself_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(interface.PARSER_ARGUMENTS) - {row["flag"] for row in FLAGS} == {"--explain-config"}
     args = PARSERS["serve"].parse_args(["org/name"])
-    assert settle_all(args, COMMAND_SETTINGS["serve"]).values["model"] == "org/name"
+    assert resolve_settings(args, COMMAND_SETTINGS["serve"]).values["model"] == "org/name"
     assert main(["-v"]) == 0
     assert capsys.readouterr().out == f"{pagoda.__version__}\n"
     for row in FLAGS:
@@ -162,9 +162,9 @@ def test_no_two_rows_bear_one_name() -> None:
 def rows_with_status() -> Iterator[tuple[str, str, str]]:
     """Name, status and why of every row there is, ours included."""
     for setting in SETTINGS:
-        yield setting.flag, setting.option.status, setting.option.why
+        yield setting.flag, setting.option.status, setting.option.reason
     for variable in VARIABLES:
-        yield variable.name, variable.status, variable.why
+        yield variable.name, variable.status, variable.reason
     for name, command in [*COMMANDS.items(), *MODULES.items()]:
         if command.commands is None:
             yield name, command.status, command.refused
@@ -268,4 +268,4 @@ def settled(line: str) -> tuple[str, ...]:
     words = shlex.split(line)
     name = " ".join(words[:2]) if words[0] == "bench" else words[0]
     args = PARSERS[name].parse_args(words[len(name.split()) :])
-    return settle_all(args, COMMAND_SETTINGS[name]).notes
+    return resolve_settings(args, COMMAND_SETTINGS[name]).notes

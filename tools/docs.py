@@ -26,9 +26,9 @@ from pydantic_core import PydanticUndefined
 
 import pagoda
 from pagoda import server
+from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, WITH_ENGINE
 from pagoda.common.config.settings import Setting
 from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
@@ -120,7 +120,7 @@ def _flag_row(setting: Setting) -> tuple[str, ...]:
     return (
         ", ".join(f"`{flag}`" for flag in setting.flags),
         _kind(setting),
-        default if default == "nothing" else f"`{default}`",
+        default if default == "unset" else f"`{default}`",
         f"`{setting.flag[2:]}` `{setting.variable}`" if has_variable else "",
         setting.option.help,
         _status(setting),
@@ -128,7 +128,7 @@ def _flag_row(setting: Setting) -> tuple[str, ...]:
 
 
 def _kind(setting: Setting) -> str:
-    names: dict[Any, str] = {int: "integer", float: "number", str: "text"}
+    names: dict[Any, str] = {int: "integer", float: "number", str: "string"}
     if setting.is_switch:
         return "switch"
     if setting.choices:
@@ -136,10 +136,10 @@ def _kind(setting: Setting) -> str:
     if setting.is_json:
         return "JSON object"
     if setting.is_list:
-        return f"one or more: {names[get_args(setting.plain)[0]]}"
+        return f"list: {names[get_args(setting.value_type)[0]]}"
     if setting.option.parse in (human_readable_int, human_readable_int_or_auto):
         return "integer, also `25.6k` or `2K`"
-    return names.get(setting.plain, "text")
+    return names.get(setting.value_type, "string")
 
 
 def _status(setting: Setting) -> str:
@@ -147,7 +147,7 @@ def _status(setting: Setting) -> str:
     deprecated = f"deprecated: use `{option.deprecated}`" if option.deprecated else ""
     if option.status == "implemented":
         return deprecated or "implemented"
-    why = f"*{option.status}*: {option.why}" + (f"; {deprecated}" if deprecated else "")
+    why = f"*{option.status}*: {option.reason}" + (f"; {deprecated}" if deprecated else "")
     accepted = ", ".join(f"`{value}`" for value in option.accepts)
     return f"{why} (also accepted: {accepted})" if accepted else why
 
@@ -167,7 +167,7 @@ def _environment() -> str:
 
 def _variable_row(variable: EnvVar) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in (variable.name, *variable.aliases))
-    return (names, variable.help) if variable.status == "implemented" else (names, variable.help, variable.why)
+    return (names, variable.help) if variable.status == "implemented" else (names, variable.help, variable.reason)
 
 
 def _metrics() -> str:

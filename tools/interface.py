@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from pagoda import server
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import Setting
 from pagoda.server.cli.main import COMMANDS, MODULES, Command
 from pagoda.server.http.fields.base import RequestBody
@@ -21,9 +21,9 @@ ROWS: Final = Path(__file__).resolve().parents[1] / "tests" / "data" / "interfac
 PARSER_ARGUMENTS: Final = {
     "model_tag": "`MODEL`: the model of `serve`, before or after the flags.",
     "--config": "YAML file of settings; see [configuration](../guides/configuration.md).",
-    "--help": "Help: `--help=listgroup`, a group, a flag, or a search word.",
-    "-v": "Print the version of pagoda.",
-    "--explain-config": "Print every setting with its source and reason, without starting.",
+    "--help": "Show help: `--help=listgroup`, `--help=GROUP`, `--help=FLAG` or `--help=WORD`.",
+    "-v": "Show the version; for `pagoda` without a command.",
+    "--explain-config": "Print the resolved value, source and reason of every setting, without starting the engine.",
 }
 """Command-line arguments that are not settings."""
 

@@ -54,7 +54,7 @@ def check(spec: ModelSpec, **options: Any) -> int | None:
     """The number of KV blocks, None unless settings state it. Raises ConfigError where `create` would, or for none."""
     backend = create(spec, **options)
     backend.close()
-    return backend.plan_memory(weights=0).num_blocks if backend.cache_config.is_size_stated else None
+    return backend.plan_memory(weights=0).num_blocks if backend.cache_config.has_explicit_size else None
 
 
 class ReferenceBackend:

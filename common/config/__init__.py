@@ -1,1 +1,1 @@
-"""What can be set, each default once."""
+"""Declaration of all settings, their defaults and environment variables."""

@@ -1,10 +1,12 @@
-"""The engine's whole configuration, and the limits that hold once model and platform are known."""
+"""The engine's configuration as the user set it, and the limits resolved from it, the model and the platform."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
-from pagoda.common.config.fields import ExtensionConfig
+from pagoda.common.config.fields import comma_separated, json_object, option
 from pagoda.common.config.groups.attention import AttentionConfig
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
@@ -16,10 +18,55 @@ from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError
 
+_NO_TRANSFER: Final = "prefill/decode disaggregation is not in this version; drop it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtensionConfig:
+    """Speculative decoding, KV transfer, profiling and plugins."""
+
+    speculative_config: Mapping[str, Any] = option(
+        {},
+        "Speculative decoding settings as JSON.",
+        parse=json_object,
+        refused="speculative decoding is not in this version; drop it",
+    )
+    kv_transfer_config: Mapping[str, Any] = option(
+        {}, "Settings of KV cache transfer between engines as JSON.", parse=json_object, refused=_NO_TRANSFER
+    )
+    kv_events_config: Mapping[str, Any] = option(
+        {},
+        "Settings of KV cache event publishing as JSON.",
+        parse=json_object,
+        refused="KV cache events are not published; read /metrics",
+    )
+    ec_transfer_config: Mapping[str, Any] = option(
+        {}, "Settings of encoder cache transfer between engines as JSON.", parse=json_object, refused=_NO_TRANSFER
+    )
+    profiler_config: Mapping[str, Any] = option(
+        {}, "Profiler settings as JSON.", parse=json_object, refused="there is no built-in profiler; use py-spy"
+    )
+    additional_config: Mapping[str, Any] = option(
+        {}, "Additional configuration for plugins as JSON; the engine does not read it.", parse=json_object
+    )
+    plugins: tuple[str, ...] | None = option(
+        None, "Comma-separated names of the installed plugins to load; default: all.", parse=comma_separated
+    )
+    aggregate_engine_logging: bool = option(
+        False,
+        "Log aggregate statistics of all data-parallel engines instead of one line per engine.",
+        no_effect="one engine drives all replicas, so its statistics are already aggregated",
+    )
+    tokens_only: bool = option(
+        False,
+        "Serve token ids only; same as --skip-tokenizer-init.",
+        maps_to=lambda on: {"skip_tokenizer_init": bool(on)},
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the user asked for."""
+    """All engine settings as the user set them; None and "auto" values are resolved later."""
 
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
@@ -39,30 +86,33 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the engine runs with: every None of the configuration resolved. All in tokens, sequences or blocks."""
+    """Resolved limits that the engine runs with."""
 
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
+    max_model_len: int  # tokens of a sequence
+    max_num_batched_tokens: int  # tokens per step
+    max_num_seqs: int  # sequences per step
+    block_size: int  # tokens per KV block
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: int = 0  # tokens of one prompt per step; 0: unlimited
     policy: str = "fcfs"
     async_scheduling: bool = True
 
     def check(self) -> None:
-        """Raise ConfigError for limits that would starve someone or promise what does not happen."""
+        """Raise ConfigError if the limits contradict each other or could starve a request."""
         tokens = self.max_num_batched_tokens
         if self.policy not in ("fcfs", "priority"):
-            raise ConfigError("--scheduling-policy", f"{self.policy} is not known; use fcfs or priority")
+            raise ConfigError("--scheduling-policy", f"{self.policy} is unknown; use fcfs or priority")
         if tokens < self.max_num_seqs:
             raise ConfigError("--max-num-batched-tokens", f"{tokens} is below --max-num-seqs {self.max_num_seqs}")
         if self.chunked_prefill:
             return
         if tokens < self.max_model_len:
             raise ConfigError(
-                "--max-num-batched-tokens", f"{tokens} cannot hold a whole prompt of {self.max_model_len}"
+                "--max-num-batched-tokens",
+                f"{tokens} is below --max-model-len {self.max_model_len}, which needs --enable-chunked-prefill",
             )
         if self.long_prefill_token_threshold:
-            raise ConfigError("--long-prefill-token-threshold", "splits prompts, which needs --enable-chunked-prefill")
+            raise ConfigError(
+                "--long-prefill-token-threshold", "splits prompts over steps; it needs --enable-chunked-prefill"
+            )

@@ -1,8 +1,7 @@
-"""The one table of environment variables, and the one place where they are read.
+"""Environment variables: names, descriptions and support status. All reading of variables starts here.
 
-PAGODA_X is ours; VLLM_X answers as well where it means something here. Besides these, PAGODA_<SETTING> sets the setting
-of that name: PAGODA_MAX_MODEL_LEN=4096. Nothing reads a variable deeper inside: it becomes a setting, or its value is
-handed down.
+VLLM_X is an alias of PAGODA_X where it has a meaning. PAGODA_<SETTING> sets any setting: PAGODA_MAX_MODEL_LEN=4096.
+Other modules read no variables: a variable becomes a setting, or its value is passed to them.
 """
 
 from __future__ import annotations
@@ -17,228 +16,255 @@ from typing import Any, Final
 from pagoda.common.config.fields import Status
 from pagoda.common.errors import ConfigError
 
-# One environment variable = one row: its names, what it means, and what becomes of it here.
-
 OFF: Final = ("", "0", "false", "no", "off")
-"""Texts that switch a variable off, in small letters."""
+"""Values that switch a variable off, in lower case."""
 
 _SECRET: Final = ("KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS")
 
 
 @dataclass(frozen=True, slots=True)
 class EnvVar:
-    """A variable and the other names it answers to.
-
-    `becomes`: its text -> the settings it stands for, of which flags and files are stronger; ValueError when it cannot
-    be read. `why`: why it has no effect or is refused, and what to do instead. `accepts`: values of a refused variable
-    that ask for nothing. `shared`: other programs read it as well, so that nobody is told when it has no effect here.
-    """
+    """An environment variable, its aliases and its support status."""
 
     name: str
     help: str
     aliases: tuple[str, ...] = ()
     status: Status = "implemented"
-    why: str = ""
-    accepts: tuple[str, ...] = OFF
-    shared: bool = False
-    becomes: Callable[[str], Mapping[str, Any]] | None = None
+    reason: str = ""  # why it has no effect or is refused, with the remedy
+    accepts: tuple[str, ...] = OFF  # values that are accepted although the variable is refused
+    shared: bool = False  # other programs read it too, so it is not warned about
+    maps_to: Callable[[str], Mapping[str, Any]] | None = None  # text -> settings; raises ValueError
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every spelling, its own first."""
+        """The name and its aliases."""
         return (self.name, *self.aliases)
 
     def read(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """Its value, under the first name that is set and not empty."""
+        """Return the value of the first name that is set and not empty."""
         source = os.environ if environ is None else environ
         name = self.spelling(source)
         return source[name] if name else None
 
     def is_on(self, environ: Mapping[str, str] | None = None) -> bool:
-        """True when it is set to anything but OFF."""
+        """True if set to a value that is not in OFF."""
         return (self.read(environ) or "").strip().lower() not in OFF
 
     def spelling(self, environ: Mapping[str, str]) -> str:
-        """The name it is set under; empty when it is not."""
+        """Return the name under which it is set; empty if it is not set."""
         return next((name for name in self.names if environ.get(name)), "")
 
     def settings(self, environ: Mapping[str, str]) -> Mapping[str, Any]:
-        """The settings that it stands for as it is set. Raises ConfigError naming the variable."""
+        """Return the settings that the variable maps to. Raise ConfigError naming the variable."""
         text = self.read(environ)
-        if text is None or self.becomes is None:
+        if text is None or self.maps_to is None:
             return {}
         try:
-            return self.becomes(text)
+            return self.maps_to(text)
         except ValueError as error:
             raise ConfigError(self.spelling(environ), f"{shown(self.spelling(environ), text)}: {error}") from None
 
     def note(self, environ: Mapping[str, str]) -> str | None:
-        """What the user should hear about it as it is set, or None. Raises ConfigError when it is refused."""
+        """Return the warning to log if the variable is set without effect. Raise ConfigError if it is refused."""
         name = self.spelling(environ)
         if not name or self.status == "implemented":
             return None
         if self.status == "no effect":
-            return None if self.shared else f"{name} has no effect: {self.why}"
+            return None if self.shared else f"{name} has no effect: {self.reason}"
         if environ[name].strip().lower() in self.accepts:
             return None
-        raise ConfigError(name, f"{shown(name, environ[name])} is not supported: {self.why}")
+        raise ConfigError(name, f"{shown(name, environ[name])} is not supported: {self.reason}")
 
 
 def is_secret(name: str) -> bool:
-    """True for a variable or setting whose value nobody should see."""
+    """True if values of this variable or setting must not be logged or printed."""
     return any(word.endswith(_SECRET) for word in name.upper().replace("-", "_").split("_"))
 
 
 def shown(name: str, value: str) -> str:
-    """A value for a message: quoted, or hidden when it is secret."""
+    """Return a value for a message: quoted, or hidden if it is secret."""
     return "(hidden)" if is_secret(name) else repr(value)
 
 
-# Variables of vLLM and its surroundings that mean nothing here or cannot be had, each with its reason.
-
-_NOTHING_TO_BUILD: Final = "pagoda is plain Python; nothing is compiled when it is installed"
-_NOTHING_SENT: Final = "no usage data is ever collected or sent"
-_ONE_NODE: Final = "this version runs on one node, and its processes talk over Unix sockets"
-_NO_RANKS: Final = "one process drives all devices of a host, by XLA; there are no ranks and no NCCL"
-_ONE_KERNEL: Final = "--attention-backend alone names the attention kernel"
-_NO_GPU: Final = "no backend of this version runs on a GPU"
-_NO_RAY: Final = "there are no Ray workers"
-_NO_OPENVINO: Final = "there is no OpenVINO backend; the CPU backend is called reference"
-_TEXT_ONLY: Final = "prompts are text or token ids; no media are fetched"
-_NO_KV_SCALES: Final = "there is no float8 KV cache to scale"
-_NO_TENSORIZER: Final = "tensorizer checkpoints are not read; use safetensors"
-_ONE_ENGINE: Final = "one engine drives every copy of the model; use --data-parallel-size"
-
-
-def _unused(name: str, help: str, why: str, *, shared: bool = False) -> EnvVar:
-    return EnvVar(name, help, status="no effect", why=why, shared=shared)
+_NO_BUILD: Final = "pagoda is pure Python and has no build step"
+_NO_USAGE_DATA: Final = "no usage data is collected or sent"
+_UNIX_SOCKETS: Final = "processes communicate over Unix sockets"
+_NO_DP_RANKS: Final = "one engine drives all data-parallel replicas; there are no data-parallel ranks"
+_ONE_ENGINE: Final = "one engine drives all data-parallel replicas; use --data-parallel-size"
+_BY_CUDA: Final = "it is read by the CUDA libraries, not by pagoda"
+_ATTENTION_FLAG: Final = "the attention kernel is set by --attention-backend only"
+_NO_COMPILED_DAG: Final = "Ray only starts the ranks; it does not run the steps"
+_ONE_ACTOR_PER_GPU: Final = "ranks under Ray are one actor with one GPU each"
+_NO_OPENVINO: Final = "there is no OpenVINO backend; use --backend reference for CPUs"
+_TEXT_ONLY: Final = "the supported models take text only"
+_NO_SCALE_CONSTANTS: Final = "KV cache scales are calibrated by --calculate-kv-scales"
+_NO_TENSORIZER: Final = "tensorizer checkpoints are not supported; use safetensors"
 
 
-def _refused(name: str, help: str, why: str, accepts: tuple[str, ...] = OFF) -> EnvVar:
-    return EnvVar(name, help, status="refused", why=why, accepts=accepts)
+def _no_effect(name: str, help: str, reason: str, *, shared: bool = False) -> EnvVar:
+    return EnvVar(name, help, status="no effect", reason=reason, shared=shared)
+
+
+def _refused(name: str, help: str, reason: str, accepts: tuple[str, ...] = OFF) -> EnvVar:
+    return EnvVar(name, help, status="refused", reason=reason, accepts=accepts)
 
 
 _BUILD: Final = (
-    _unused("VLLM_TARGET_DEVICE", "Device to build for.", f"{_NOTHING_TO_BUILD}; --backend names the device"),
-    _unused("MAX_JOBS", "Compile jobs at once.", _NOTHING_TO_BUILD, shared=True),
-    _unused("NVCC_THREADS", "Threads of nvcc.", _NOTHING_TO_BUILD, shared=True),
-    _unused("VLLM_USE_PRECOMPILED", "Install prebuilt binaries.", _NOTHING_TO_BUILD),
-    _unused("VLLM_TEST_USE_PRECOMPILED_NIGHTLY_WHEEL", "Install the nightly binaries.", _NOTHING_TO_BUILD),
-    _unused("CMAKE_BUILD_TYPE", "Kind of build.", _NOTHING_TO_BUILD, shared=True),
-    _unused("VERBOSE", "A noisier installation.", _NOTHING_TO_BUILD, shared=True),
-    _unused("CUDA_HOME", "Folder of the CUDA toolkit.", _NOTHING_TO_BUILD, shared=True),
+    _no_effect("VLLM_TARGET_DEVICE", "Target device of the build.", f"{_NO_BUILD}; use --backend at run time"),
+    _no_effect("MAX_JOBS", "Maximum number of parallel compile jobs.", _NO_BUILD, shared=True),
+    _no_effect("NVCC_THREADS", "Number of nvcc threads.", _NO_BUILD, shared=True),
+    _no_effect("VLLM_USE_PRECOMPILED", "Use precompiled binaries for the build.", _NO_BUILD),
+    _no_effect("VLLM_TEST_USE_PRECOMPILED_NIGHTLY_WHEEL", "Use precompiled nightly binaries.", _NO_BUILD),
+    _no_effect("CMAKE_BUILD_TYPE", "CMake build type.", _NO_BUILD, shared=True),
+    _no_effect("VERBOSE", "Verbose build output.", _NO_BUILD, shared=True),
+    _no_effect("CUDA_HOME", "Directory of the CUDA toolkit.", _NO_BUILD, shared=True),
 )
 _PATHS: Final = (
-    _unused("VLLM_CONFIG_ROOT", "Folder of configuration files.", "no file is looked for; name one with --config"),
-    _unused("VLLM_CACHE_ROOT", "Folder of caches.", "only downloads are kept; --download-dir or HF_HOME says where"),
-    _unused("VLLM_ASSETS_CACHE", "Folder of downloaded assets.", "no assets are downloaded"),
-    _unused("VLLM_TORCH_PROFILER_DIR", "Folder of profiles.", "there is no built-in profiler; use py-spy"),
+    _no_effect(
+        "VLLM_CONFIG_ROOT", "Directory of configuration files.", "no default file is read; name one with --config"
+    ),
+    _no_effect(
+        "VLLM_CACHE_ROOT",
+        "Root directory of caches.",
+        "use --download-dir or HF_HOME, and --xla-cache-path for programs",
+    ),
+    _no_effect("VLLM_ASSETS_CACHE", "Directory of downloaded assets.", "no assets are downloaded"),
+    _no_effect("VLLM_TORCH_PROFILER_DIR", "Output directory of torch profiles.", "no built-in profiler; use py-spy"),
 )
 _DISTRIBUTED: Final = (
-    _unused("VLLM_HOST_IP", "This node's internal address.", f"{_ONE_NODE}; --host is the server's address"),
-    _unused("VLLM_PORT", "Port of internal traffic.", f"{_ONE_NODE}; --port is the server's port"),
-    _unused("VLLM_RINGBUFFER_WARNING_INTERVAL", "How often a full ring buffer is told.", "there is no ring buffer"),
-    _unused("VLLM_NCCL_SO_PATH", "Library of NCCL.", _NO_RANKS),
-    _unused(
+    _no_effect(
+        "VLLM_HOST_IP", "IP address of this node for internal communication.", f"{_UNIX_SOCKETS}; use --master-addr"
+    ),
+    _no_effect("VLLM_PORT", "Port for internal communication.", f"{_UNIX_SOCKETS}; use --master-port or --port"),
+    _no_effect(
+        "VLLM_RINGBUFFER_WARNING_INTERVAL", "Interval of warnings about a full ring buffer.", "there is no ring buffer"
+    ),
+    _no_effect("VLLM_NCCL_SO_PATH", "Path of the NCCL library.", "PyTorch's NCCL is used"),
+    _no_effect(
         "LD_LIBRARY_PATH",
-        "Where libraries are.",
-        "the system's loader reads it, pagoda does not",
+        "Search path of shared libraries.",
+        "it is read by the dynamic linker, not by pagoda",
         shared=True,
     ),
-    _unused("LOCAL_RANK", "Rank of a process on its node.", _NO_RANKS, shared=True),
-    _unused("CUDA_VISIBLE_DEVICES", "GPUs that a process may use.", _NO_GPU, shared=True),
-    _unused("VLLM_PP_LAYER_PARTITION", "Layers of each pipeline stage.", "this version has no pipeline stages"),
-    _unused("VLLM_SKIP_P2P_CHECK", "Trust that GPUs reach each other.", _NO_RANKS),
-    _unused("VLLM_CUDART_SO_PATH", "Library of the CUDA runtime.", _NO_GPU),
+    _no_effect(
+        "LOCAL_RANK", "Rank of a process on its node.", "the engine starts its ranks and numbers them", shared=True
+    ),
+    _no_effect("CUDA_VISIBLE_DEVICES", "GPUs visible to the process.", _BY_CUDA, shared=True),
+    _no_effect("VLLM_PP_LAYER_PARTITION", "Layers per pipeline stage.", "there is no pipeline parallelism"),
+    _no_effect("VLLM_SKIP_P2P_CHECK", "Skip the GPU peer-to-peer check.", "there is no such check"),
+    _no_effect("VLLM_CUDART_SO_PATH", "Path of the CUDA runtime library.", "PyTorch's CUDA runtime is used"),
     _refused("VLLM_DP_RANK", "Data-parallel rank of this process.", _ONE_ENGINE, ("", "0")),
-    _refused("VLLM_DP_SIZE", "Data-parallel ranks.", _ONE_ENGINE, ("", "1")),
-    _unused("VLLM_DP_MASTER_IP", "Address of the first data-parallel rank.", _NO_RANKS),
-    _unused("VLLM_DP_MASTER_PORT", "Port of the first data-parallel rank.", _NO_RANKS),
-    _unused("VLLM_USE_RAY_SPMD_WORKER", "Run Ray workers in lockstep.", _NO_RAY),
-    _unused("VLLM_USE_RAY_COMPILED_DAG", "Use Ray's compiled graph.", _NO_RAY),
-    _unused("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", "NCCL in Ray's compiled graph.", _NO_RAY),
-    _unused("VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM", "Overlap in Ray's compiled graph.", _NO_RAY),
-    _unused("VLLM_RAY_PER_WORKER_GPUS", "GPUs of each Ray worker.", _NO_RAY),
-    _unused("VLLM_RAY_BUNDLE_INDICES", "Ray bundle of each worker.", _NO_RAY),
-    _unused("VLLM_RAY_DP_PACK_STRATEGY", "How Ray places data-parallel ranks.", _NO_RAY),
+    _refused("VLLM_DP_SIZE", "Data-parallel size.", _ONE_ENGINE, ("", "1")),
+    _no_effect("VLLM_DP_MASTER_IP", "IP address of the data-parallel master.", _NO_DP_RANKS),
+    _no_effect("VLLM_DP_MASTER_PORT", "Port of the data-parallel master.", _NO_DP_RANKS),
+    _no_effect("VLLM_USE_RAY_SPMD_WORKER", "Use Ray SPMD workers.", _NO_COMPILED_DAG),
+    _no_effect("VLLM_USE_RAY_COMPILED_DAG", "Use Ray Compiled Graphs.", _NO_COMPILED_DAG),
+    _no_effect("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", "Use NCCL in Ray Compiled Graphs.", _NO_COMPILED_DAG),
+    _no_effect(
+        "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM", "Overlap communication in Ray Compiled Graphs.", _NO_COMPILED_DAG
+    ),
+    _no_effect("VLLM_RAY_PER_WORKER_GPUS", "Number of GPUs per Ray worker.", _ONE_ACTOR_PER_GPU),
+    _no_effect("VLLM_RAY_BUNDLE_INDICES", "Placement group bundle of each Ray worker.", _ONE_ACTOR_PER_GPU),
+    _no_effect("VLLM_RAY_DP_PACK_STRATEGY", "Placement of data-parallel ranks by Ray.", _NO_DP_RANKS),
 )
 _MODEL: Final = (
     _refused(
         "VLLM_USE_MODELSCOPE",
-        "Fetch models from ModelScope.",
-        "models come from the Hugging Face hub; download the model yourself and give its folder",
+        "Download models from ModelScope.",
+        "models come from the Hugging Face Hub; download the model yourself and pass its directory",
     ),
-    _unused("S3_ACCESS_KEY_ID", "Key of an S3 store.", _NO_TENSORIZER, shared=True),
-    _unused("S3_SECRET_ACCESS_KEY", "Secret of an S3 store.", _NO_TENSORIZER, shared=True),
-    _unused("S3_ENDPOINT_URL", "Address of an S3 store.", _NO_TENSORIZER, shared=True),
-    _unused("VLLM_CI_USE_S3", "Fetch the models of tests from S3.", "the tests make their models themselves"),
-    _unused("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "Change adapters while serving.", "adapters are not in this version"),
+    _no_effect("S3_ACCESS_KEY_ID", "S3 access key id, for tensorizer.", _NO_TENSORIZER, shared=True),
+    _no_effect("S3_SECRET_ACCESS_KEY", "S3 secret access key, for tensorizer.", _NO_TENSORIZER, shared=True),
+    _no_effect("S3_ENDPOINT_URL", "S3 endpoint URL, for tensorizer.", _NO_TENSORIZER, shared=True),
+    _no_effect("VLLM_CI_USE_S3", "Download test models from S3.", "the tests generate their models"),
+    _no_effect(
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "Allow loading LoRA adapters at run time.", "LoRA is not in this version"
+    ),
 )
 _USAGE: Final = (
-    _unused("VLLM_USAGE_STATS_SERVER", "Where usage data goes.", _NOTHING_SENT),
-    _unused("VLLM_NO_USAGE_STATS", "Send no usage data.", _NOTHING_SENT),
-    _unused("VLLM_DO_NOT_TRACK", "Send no usage data.", _NOTHING_SENT),
-    _unused("VLLM_USAGE_SOURCE", "Who uses it.", _NOTHING_SENT),
+    _no_effect("VLLM_USAGE_STATS_SERVER", "URL that usage data is sent to.", _NO_USAGE_DATA),
+    _no_effect("VLLM_NO_USAGE_STATS", "Disable usage data collection.", _NO_USAGE_DATA),
+    _no_effect("VLLM_DO_NOT_TRACK", "Disable usage data collection.", _NO_USAGE_DATA),
+    _no_effect("VLLM_USAGE_SOURCE", "Source reported in usage data.", _NO_USAGE_DATA),
 )
 _LOGS: Final = (
-    _unused("VLLM_TRACE_FUNCTION", "Log every function call.", "run python -m trace, or py-spy, for that"),
-    _unused(
+    _no_effect("VLLM_TRACE_FUNCTION", "Trace function calls.", "use `python -m trace` or py-spy"),
+    _no_effect(
         "VLLM_NO_DEPRECATION_WARNING",
-        "Do not speak of deprecated flags.",
-        "each deprecated flag is named once, at start; use the flag that its line names",
+        "Disable deprecation warnings.",
+        "each deprecated flag is warned about once, at start-up; use the flag named in the warning",
     ),
 )
 _KERNELS: Final = (
-    _unused("VLLM_USE_TRITON_FLASH_ATTN", "Attention in Triton.", _ONE_KERNEL),
-    _unused("VLLM_FLASH_ATTN_VERSION", "Version of flash attention.", _ONE_KERNEL),
-    _unused("VLLM_FLASHINFER_FORCE_TENSOR_CORES", "Tensor cores in FlashInfer.", _ONE_KERNEL),
-    _unused("VLLM_MLA_DISABLE", "No latent attention.", "no model served here has latent attention"),
-    _unused("VLLM_USE_FLASHINFER_SAMPLER", "Sample with FlashInfer.", "sampling has one definition on every backend"),
-    _unused("VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE", "Whole graphs in Dynamo.", "nothing is compiled by Dynamo"),
-    _unused("VLLM_FUSED_MOE_CHUNK_SIZE", "Tokens per pass of fused experts.", "experts take a whole step at once"),
-    _unused("VLLM_ENABLE_MOE_ALIGN_BLOCK_SIZE_TRITON", "Sort tokens by expert in Triton.", _NO_GPU),
-    _unused("VLLM_TEST_FORCE_FP8_MARLIN", "FP8 with Marlin.", "no Marlin kernels are used"),
-    _unused("VLLM_MARLIN_USE_ATOMIC_ADD", "Atomic sums in Marlin.", "no Marlin kernels are used"),
-    _unused("VLLM_USE_TRITON_AWQ", "AWQ in Triton.", "AWQ checkpoints are not read; serve a GGUF file of the model"),
-    _unused("VLLM_DISABLED_KERNELS", "Kernels to leave out.", "there is one kernel for each job"),
-    _unused("VLLM_ROCM_FP8_PADDING", "Padded FP8 weights on ROCm.", "there is no ROCm backend"),
-    _unused("Q_SCALE_CONSTANT", "Divisor for scales of queries.", _NO_KV_SCALES),
-    _unused("K_SCALE_CONSTANT", "Divisor for scales of keys.", _NO_KV_SCALES),
-    _unused("V_SCALE_CONSTANT", "Divisor for scales of values.", _NO_KV_SCALES),
+    _no_effect("VLLM_USE_TRITON_FLASH_ATTN", "Use Triton FlashAttention.", _ATTENTION_FLAG),
+    _no_effect("VLLM_FLASH_ATTN_VERSION", "FlashAttention version.", _ATTENTION_FLAG),
+    _no_effect("VLLM_FLASHINFER_FORCE_TENSOR_CORES", "Force tensor cores in FlashInfer.", _ATTENTION_FLAG),
+    _no_effect(
+        "VLLM_MLA_DISABLE", "Disable multi-head latent attention (MLA).", "no supported model uses latent attention"
+    ),
+    _no_effect("VLLM_USE_FLASHINFER_SAMPLER", "Use the FlashInfer sampler.", "sampling is the same on every backend"),
+    _no_effect("VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE", "Capture full graphs in Dynamo.", "torch.compile is not used"),
+    _no_effect("VLLM_FUSED_MOE_CHUNK_SIZE", "Tokens per chunk of fused MoE.", "MoE layers are not chunked"),
+    _no_effect(
+        "VLLM_ENABLE_MOE_ALIGN_BLOCK_SIZE_TRITON", "Use Triton for MoE token alignment.", "there is one implementation"
+    ),
+    _no_effect("VLLM_TEST_FORCE_FP8_MARLIN", "Force Marlin kernels for FP8.", "Marlin kernels are not used"),
+    _no_effect("VLLM_MARLIN_USE_ATOMIC_ADD", "Use atomic add in Marlin kernels.", "Marlin kernels are not used"),
+    _no_effect(
+        "VLLM_USE_TRITON_AWQ", "Use Triton AWQ kernels.", "AWQ is not supported; serve a GGUF file of the model"
+    ),
+    _no_effect("VLLM_DISABLED_KERNELS", "Quantisation kernels to disable.", "there is one kernel per operation"),
+    _no_effect("VLLM_ROCM_FP8_PADDING", "Pad FP8 weights on ROCm.", "there is no ROCm backend"),
+    _no_effect("Q_SCALE_CONSTANT", "Divisor of the query scale.", _NO_SCALE_CONSTANTS),
+    _no_effect("K_SCALE_CONSTANT", "Divisor of the key scale.", _NO_SCALE_CONSTANTS),
+    _no_effect("V_SCALE_CONSTANT", "Divisor of the value scale.", _NO_SCALE_CONSTANTS),
 )
 _PLATFORMS: Final = (
-    _unused("VLLM_CPU_MOE_PREPACK", "Pack the experts' weights.", "the CPU backend always packs what it gains from"),
-    _unused("VLLM_OPENVINO_DEVICE", "OpenVINO's device.", _NO_OPENVINO),
-    _unused("VLLM_OPENVINO_KVCACHE_SPACE", "GiB of OpenVINO's KV cache.", _NO_OPENVINO),
-    _unused("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", "Numbers of OpenVINO's KV cache.", _NO_OPENVINO),
-    _unused("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", "Compressed weights in OpenVINO.", _NO_OPENVINO),
-    _unused("VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH", "Read Gaudi's cache in one piece.", "there is no Gaudi backend"),
-    _unused("VLLM_TPU_DISABLE_TOPK_TOPP_OPTIMIZATION", "Plain top-k and top-p on TPUs.", "they are exact in any case"),
+    _no_effect("VLLM_CPU_MOE_PREPACK", "Prepack MoE weights on CPUs.", "the CPU backend prepacks weights itself"),
+    _no_effect("VLLM_OPENVINO_DEVICE", "OpenVINO device.", _NO_OPENVINO),
+    _no_effect("VLLM_OPENVINO_KVCACHE_SPACE", "KV cache size of OpenVINO, in GiB.", _NO_OPENVINO),
+    _no_effect("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", "KV cache data type of OpenVINO.", _NO_OPENVINO),
+    _no_effect("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", "Compress weights in OpenVINO.", _NO_OPENVINO),
+    _no_effect(
+        "VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH", "Contiguous KV cache fetch on Gaudi.", "there is no Gaudi backend"
+    ),
+    _no_effect(
+        "VLLM_TPU_DISABLE_TOPK_TOPP_OPTIMIZATION",
+        "Disable approximate top-k and top-p on TPUs.",
+        "top-k and top-p are always exact",
+    ),
 )
 _ENGINE: Final = (
-    _unused("VLLM_USE_V1", "Choose the V1 engine.", "there is one engine, and it works like V1"),
-    _unused(
+    _no_effect("VLLM_USE_V1", "Use the V1 engine.", "there is one engine, which follows V1"),
+    _no_effect(
         "VLLM_ENABLE_V1_MULTIPROCESSING",
-        "Run the engine of LLM in a process of its own.",
-        "LLM runs its engine in the caller's process, serve in a process of its own; "
-        "--disable-frontend-multiprocessing changes the latter",
+        "Run the engine of LLM in a separate process.",
+        "LLM runs its engine in the caller's process, serve in a separate one (see --disable-frontend-multiprocessing)",
     ),
-    _unused("VLLM_WORKER_MULTIPROC_METHOD", "How workers start.", "the engine is a new process, never a fork"),
-    _unused("VLLM_LOGITS_PROCESSOR_THREADS", "Threads of logits processors.", "they run within the step"),
-    _unused("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "Requests per task of output.", "a step's outputs are handled in one go"),
-    _unused("VLLM_V0_USE_OUTLINES_CACHE", "Keep outlines' cache on disk.", "outlines is not used"),
+    _no_effect(
+        "VLLM_WORKER_MULTIPROC_METHOD", "Start method of worker processes.", "processes are always started, not forked"
+    ),
+    _no_effect(
+        "VLLM_LOGITS_PROCESSOR_THREADS", "Threads of logits processors.", "logits processors run inside the step"
+    ),
+    _no_effect(
+        "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE",
+        "Requests per output processing task.",
+        "all outputs of a step are processed in one task",
+    ),
+    _no_effect("VLLM_V0_USE_OUTLINES_CACHE", "Use the outlines disk cache.", "outlines is not used"),
 )
 _MEDIA: Final = (
-    _unused("VLLM_IMAGE_FETCH_TIMEOUT", "Seconds that fetching an image may take.", _TEXT_ONLY),
-    _unused("VLLM_VIDEO_FETCH_TIMEOUT", "Seconds that fetching a video may take.", _TEXT_ONLY),
-    _unused("VLLM_AUDIO_FETCH_TIMEOUT", "Seconds that fetching a sound may take.", _TEXT_ONLY),
-    _unused("VLLM_MM_INPUT_CACHE_GIB", "GiB of processed media kept.", _TEXT_ONLY),
+    _no_effect("VLLM_IMAGE_FETCH_TIMEOUT", "Timeout for fetching an image, in seconds.", _TEXT_ONLY),
+    _no_effect("VLLM_VIDEO_FETCH_TIMEOUT", "Timeout for fetching a video, in seconds.", _TEXT_ONLY),
+    _no_effect("VLLM_AUDIO_FETCH_TIMEOUT", "Timeout for fetching audio, in seconds.", _TEXT_ONLY),
+    _no_effect("VLLM_MM_INPUT_CACHE_GIB", "Size of the multimodal input cache, in GiB.", _TEXT_ONLY),
 )
 _OWN: Final = (
-    _unused("PAGODA_TEST_MODEL", "Checkpoint for the project's tests.", "only those tests read it", shared=True),
+    _no_effect("PAGODA_TEST_MODEL", "Checkpoint for pagoda's test suite.", "only the tests read it", shared=True),
 )
 
-UNUSED: Final = (
+_WITHOUT_EFFECT: Final = (
     *(*_BUILD, *_PATHS, *_DISTRIBUTED, *_MODEL, *_USAGE, *_LOGS),
     *(*_KERNELS, *_PLATFORMS, *_ENGINE, *_MEDIA, *_OWN),
 )
@@ -264,7 +290,7 @@ def _number(text: str) -> float:
 def _kv_cache(text: str) -> Mapping[str, Any]:
     gib = _number(text)
     if not 0 <= gib < 2**20:
-        raise ValueError("not a number of GiB")
+        raise ValueError("not a size in GiB")
     return {"kv_cache_memory_bytes": int(gib * 2**30)} if gib else {}
 
 
@@ -272,66 +298,79 @@ def _interval(text: str) -> Mapping[str, Any]:
     return {"log_stats_interval": text} if _number(text) > 0 else {}
 
 
-def _ours(name: str, help: str, setting: str = "", becomes: Callable[[str], Mapping[str, Any]] | None = None) -> EnvVar:
-    """PAGODA_<name>, VLLM_<name> as its alias."""
-    return EnvVar(f"PAGODA_{name}", help, (f"VLLM_{name}",), becomes=becomes or _sets(setting))
+def _ours(name: str, help: str, setting: str = "", maps_to: Callable[[str], Mapping[str, Any]] | None = None) -> EnvVar:
+    """Return PAGODA_<name> with the alias VLLM_<name>."""
+    return EnvVar(f"PAGODA_{name}", help, (f"VLLM_{name}",), maps_to=maps_to or _sets(setting))
 
 
 API_KEY: Final = _ours(
-    "API_KEY", "Key that clients of `serve` must present.", becomes=lambda text: {"api_key": (text,)}
+    "API_KEY", "API key that clients of `serve` must present.", maps_to=lambda text: {"api_key": (text,)}
 )
-CLIENT_API_KEY: Final = EnvVar("OPENAI_API_KEY", "Key that `chat` and `complete` present.", shared=True)
+CLIENT_API_KEY: Final = EnvVar("OPENAI_API_KEY", "API key that `chat`, `complete` and `bench serve` send.", shared=True)
 HF_TOKEN: Final = EnvVar(
     "HF_TOKEN",
-    "Token for gated hub repositories.",
+    "Access token for gated Hugging Face Hub repositories.",
     ("HUGGING_FACE_HUB_TOKEN",),
     shared=True,
-    becomes=_sets("hf_token"),
+    maps_to=_sets("hf_token"),
 )
-HF_HUB_OFFLINE: Final = EnvVar("HF_HUB_OFFLINE", "1: models come from earlier downloads only.", shared=True)
+HF_HUB_OFFLINE: Final = EnvVar("HF_HUB_OFFLINE", "1: use downloaded models only.", shared=True)
 ALLOW_LONG_MAX_MODEL_LEN: Final = _ours(
-    "ALLOW_LONG_MAX_MODEL_LEN", "1: --max-model-len may exceed the model's positions.", "allow_long_max_model_len"
+    "ALLOW_LONG_MAX_MODEL_LEN",
+    "1: allow --max-model-len to exceed the model's maximum; output quality may degrade beyond it.",
+    "allow_long_max_model_len",
 )
-TEST_FORCE_LOAD_FORMAT: Final = _ours("TEST_FORCE_LOAD_FORMAT", "Load format where none is named.", "load_format")
-XLA_CACHE_PATH: Final = _ours("XLA_CACHE_PATH", "Folder of compiled XLA programs.", "xla_cache_path")
+TEST_FORCE_LOAD_FORMAT: Final = _ours(
+    "TEST_FORCE_LOAD_FORMAT", "Load format if --load-format is not given; for tests.", "load_format"
+)
+XLA_CACHE_PATH: Final = _ours(
+    "XLA_CACHE_PATH", "Directory of jax_tpu's persistent compilation cache.", "xla_cache_path"
+)
 XLA_CHECK_RECOMPILATION: Final = _ours(
-    "XLA_CHECK_RECOMPILATION", "1: a program that is compiled while serving is an error.", "xla_check_recompilation"
+    "XLA_CHECK_RECOMPILATION",
+    "1: raise an error if jax_tpu compiles a program after start-up.",
+    "xla_check_recompilation",
 )
 TORCH_CUDA_DEVICE: Final = EnvVar(
-    "PAGODA_TORCH_CUDA_DEVICE", "cpu: --backend torch_cuda runs on a CPU, with each kernel's definition; for tests."
+    "PAGODA_TORCH_CUDA_DEVICE",
+    "cpu: run --backend torch_cuda on a CPU, with the PyTorch reference of each kernel; for tests.",
 )
-PLUGINS: Final = _ours("PLUGINS", "Names of plugins to load, between commas; default: all.", "plugins")
-ATTENTION_BACKEND: Final = _ours("ATTENTION_BACKEND", "Attention kernel.", "attention_backend")
-CPU_KVCACHE_SPACE: Final = _ours("CPU_KVCACHE_SPACE", "GiB of KV cache; 0: the default.", becomes=_kv_cache)
+PLUGINS: Final = _ours("PLUGINS", "Comma-separated names of the plugins to load; default: all.", "plugins")
+ATTENTION_BACKEND: Final = _ours("ATTENTION_BACKEND", "Attention kernel; see --attention-backend.", "attention_backend")
+CPU_KVCACHE_SPACE: Final = _ours("CPU_KVCACHE_SPACE", "Size of the KV cache, in GiB; 0: default.", maps_to=_kv_cache)
 CPU_OMP_THREADS_BIND: Final = _ours(
-    "CPU_OMP_THREADS_BIND", "Cores that the CPU backend's threads are pinned to: 0-3,8.", "cpu_omp_threads_bind"
+    "CPU_OMP_THREADS_BIND",
+    "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8.",
+    "cpu_omp_threads_bind",
 )
-OMP_NUM_THREADS: Final = EnvVar("OMP_NUM_THREADS", "Threads that the CPU backend computes with.", shared=True)
-CONFIGURE_LOGGING: Final = _ours("CONFIGURE_LOGGING", "0: leave logging to the program around.", "configure_logging")
+OMP_NUM_THREADS: Final = EnvVar("OMP_NUM_THREADS", "Number of compute threads of the CPU backend.", shared=True)
+CONFIGURE_LOGGING: Final = _ours("CONFIGURE_LOGGING", "0: do not configure Python logging.", "configure_logging")
 LOGGING_CONFIG_PATH: Final = _ours("LOGGING_CONFIG_PATH", "JSON file for logging.config.dictConfig.", "log_config_file")
-LOGGING_LEVEL: Final = _ours("LOGGING_LEVEL", "How much is logged: DEBUG to CRITICAL.", "log_level")
-LOGGING_PREFIX: Final = _ours("LOGGING_PREFIX", "Text in front of each log line.", "log_prefix")
+LOGGING_LEVEL: Final = _ours("LOGGING_LEVEL", "Log level: DEBUG, INFO, WARNING, ERROR or CRITICAL.", "log_level")
+LOGGING_PREFIX: Final = _ours("LOGGING_PREFIX", "Prefix of each log line.", "log_prefix")
 LOG_STATS_INTERVAL: Final = EnvVar(
     "PAGODA_LOG_STATS_INTERVAL",
-    "Seconds between two lines of statistics, which tell batch sizes too.",
+    "Interval between engine statistics log lines (with batch sizes), in seconds.",
     ("VLLM_LOG_STATS_INTERVAL", "VLLM_LOG_BATCHSIZE_INTERVAL"),
-    becomes=_interval,
+    maps_to=_interval,
 )
-RPC_BASE_PATH: Final = _ours("RPC_BASE_PATH", "Folder of the engine's sockets.", "rpc_base_path")
-RPC_TIMEOUT: Final = _ours("RPC_TIMEOUT", "Milliseconds that the engine may be silent.", "rpc_timeout")
+RPC_BASE_PATH: Final = _ours("RPC_BASE_PATH", "Directory of the engine's Unix sockets.", "rpc_base_path")
+RPC_TIMEOUT: Final = _ours(
+    "RPC_TIMEOUT", "Milliseconds without a heartbeat after which the engine is considered dead.", "rpc_timeout"
+)
 ENGINE_ITERATION_TIMEOUT_S: Final = _ours(
-    "ENGINE_ITERATION_TIMEOUT_S", "Seconds that one step may take.", "engine_iteration_timeout_s"
+    "ENGINE_ITERATION_TIMEOUT_S", "Maximum duration of one step, in seconds.", "engine_iteration_timeout_s"
 )
 KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
-    "KEEP_ALIVE_ON_ENGINE_DEATH", "1: `serve` stays up when its engine dies.", "keep_alive_on_engine_death"
+    "KEEP_ALIVE_ON_ENGINE_DEATH",
+    "1: keep the server running after the engine dies; every request then gets HTTP 503.",
+    "keep_alive_on_engine_death",
 )
 HTTP_TIMEOUT_KEEP_ALIVE: Final = _ours(
-    "HTTP_TIMEOUT_KEEP_ALIVE",
-    "Seconds that a connection of `serve` stays open without a request.",
-    "timeout_keep_alive",
+    "HTTP_TIMEOUT_KEEP_ALIVE", "Timeout of idle keep-alive connections, in seconds.", "timeout_keep_alive"
 )
 SERVER_DEV_MODE: Final = _ours(
-    "SERVER_DEV_MODE", "1: answer /sleep, /pause, /server_info and their like.", "server_dev_mode"
+    "SERVER_DEV_MODE", "1: serve development endpoints such as /sleep, /pause and /server_info.", "server_dev_mode"
 )
 
 VARIABLES: Final = (
@@ -341,38 +380,40 @@ VARIABLES: Final = (
     *(CONFIGURE_LOGGING, LOGGING_CONFIG_PATH, LOGGING_LEVEL, LOGGING_PREFIX, LOG_STATS_INTERVAL),
     *(RPC_BASE_PATH, RPC_TIMEOUT, ENGINE_ITERATION_TIMEOUT_S, KEEP_ALIVE_ON_ENGINE_DEATH, SERVER_DEV_MODE),
     HTTP_TIMEOUT_KEEP_ALIVE,
-    *UNUSED,
+    *_WITHOUT_EFFECT,
 )
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """True for what Kubernetes puts into the environment about a service that happens to have our name."""
+    """True for a variable that Kubernetes sets for a service named `pagoda` or `vllm`."""
     return bool(_SERVICE.fullmatch(name) or (name.endswith("_PORT") and _SERVICE_LINK.fullmatch(value)))
 
 
 def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()) -> tuple[str, ...]:
-    """A line for each variable that has no effect, or that nobody knows. `settings`: names of PAGODA_<SETTING>.
+    """Return one warning per variable that is unknown or has no effect; values are omitted, as they may be secret.
 
-    Raises ConfigError for a variable that is refused. Values are not told: they may be secret.
+    `settings`: names for which PAGODA_<SETTING> is known. Raise ConfigError for a refused variable.
     """
     source = os.environ if environ is None else environ
-    ours = {name: value for name, value in source.items() if name.startswith(PREFIXES)}
-    links = sorted(name for name, value in ours.items() if is_service_link(name, value))
-    rest = {name: value for name, value in source.items() if name not in links}
-    found = [note for variable in VARIABLES if (note := variable.note(rest)) is not None]
+    prefixed = {name: value for name, value in source.items() if name.startswith(PREFIXES)}
+    links = sorted(name for name, value in prefixed.items() if is_service_link(name, value))
+    others = {name: value for name, value in source.items() if name not in links}
+    lines = [note for variable in VARIABLES if (note := variable.note(others)) is not None]
     known = {name for variable in VARIABLES for name in variable.names} | {
         f"PAGODA_{name.upper()}" for name in settings
     }
-    found += [_unknown(name, known) for name in sorted(ours) if name in rest and name not in known and ours[name]]
+    lines += [
+        _unknown(name, known) for name in sorted(prefixed) if name in others and name not in known and prefixed[name]
+    ]
     if links:
-        found.append(
-            f"not read, because Kubernetes says it about services: {', '.join(links)}; "
-            "enableServiceLinks: false in the pod keeps it out"
+        lines.append(
+            f"ignored Kubernetes service variables: {', '.join(links)}; "
+            "set enableServiceLinks: false in the pod to remove them"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     stems = {each.partition("_")[2]: each for each in sorted(known, reverse=True) if each.startswith(PREFIXES)}
     near = difflib.get_close_matches(name.partition("_")[2], list(stems), n=1)
-    return f"{name} is no variable that pagoda reads" + (f"; did you mean {stems[near[0]]}?" if near else "")
+    return f"unknown environment variable {name}" + (f"; did you mean {stems[near[0]]}?" if near else "")

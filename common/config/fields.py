@@ -1,4 +1,4 @@
-"""One configuration field = one flag: default, help, choices, parser and what becomes of it live in the field."""
+"""Declaration of a configuration field with its flag: help, choices, parser and support status."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Final, Literal, NoReturn
 
 Status = Literal["implemented", "no effect", "refused"]
 
-Becomes = Callable[[Any], Mapping[str, Any]]
-"""A deprecated setting's value -> the settings that replace it."""
+MapsTo = Callable[[Any], Mapping[str, Any]]
+"""Maps a deprecated setting's value to the settings that replace it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a configuration field says about its flag. See `option`."""
+    """Command-line metadata of a configuration field. See `option`."""
 
     help: str
     flag: str | None
@@ -24,10 +24,10 @@ class Option:
     choices: tuple[str, ...] | None
     parse: Callable[[str], Any] | None
     status: Status
-    why: str
+    reason: str  # why it has no effect or is refused; empty if implemented
     accepts: tuple[Any, ...]
     deprecated: str | None
-    becomes: Becomes | None
+    maps_to: MapsTo | None
     optional_value: Any
 
 
@@ -43,39 +43,39 @@ def option(
     refused: str | None = None,
     accepts: Sequence[Any] = (),
     deprecated: str | None = None,
-    becomes: Becomes | None = None,
+    maps_to: MapsTo | None = None,
     optional_value: Any = None,
 ) -> Any:
-    """A dataclass field with its command line attached.
+    """Return a dataclass field with its command-line metadata.
 
-    `flag`: the flag's name when it is not the field's own (`cache_dtype` is `--kv-cache-dtype`).
-    `parse`: turns the flag's text into the value; the default follows from the field's type.
-    `no_effect`: why the setting changes nothing here; a value other than the default is accepted with one warning.
-    `refused`: why another value than the default or one of `accepts` cannot be had, and what to do instead.
-    `deprecated`: what to use instead, said in a warning; `becomes` turns the value into those settings.
-    `optional_value`: the value of the flag without a word after it.
+    `flag`: flag name if it differs from the field's (`cache_dtype` is `--kv-cache-dtype`).
+    `parse`: converts the flag's text; by default derived from the field's type.
+    `no_effect`: why the setting changes nothing; a non-default value logs one warning.
+    `refused`: why values other than the default and `accepts` are errors, and the remedy.
+    `deprecated`: the replacement named in a warning; `maps_to` converts the value to the replacing settings.
+    `optional_value`: value of the flag when given without an argument.
     """
     assert not (no_effect and refused), "a setting is refused or has no effect, not both"
     status: Status = "refused" if refused else "no effect" if no_effect else "implemented"
-    about = Option(
+    metadata = Option(
         help=help,
         flag=flag,
         aliases=tuple(aliases),
         choices=None if choices is None else tuple(choices),
         parse=parse,
         status=status,
-        why=refused or no_effect or "",
+        reason=refused or no_effect or "",
         accepts=tuple(accepts),
         deprecated=deprecated,
-        becomes=becomes,
+        maps_to=maps_to,
         optional_value=optional_value,
     )
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata={"option": about})
-    return field(default=default, metadata={"option": about})
+        return field(default_factory=lambda: type(default)(default), metadata={"option": metadata})
+    return field(default=default, metadata={"option": metadata})
 
 
-# Values as people write them on a command line: numbers with a suffix, JSON.
+# Parsers of flag values.
 
 _DECIMAL: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -83,13 +83,16 @@ _SUFFIXED: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMgGtT])")
 
 
 def human_readable_int(text: str) -> int:
-    """1k = 1000, 1K = 1024, 25.6k = 25600. Raises ValueError, also for a fraction before a binary suffix."""
+    """Parse an integer with an optional suffix: 1k = 1000, 1K = 1024, 25.6k = 25600.
+
+    Raise ValueError for anything else, including a fraction with a binary suffix.
+    """
     match = _SUFFIXED.fullmatch(text.strip())
     if match is None:
         try:
             return int(text)
         except ValueError:
-            raise ValueError("not a whole number; write it like 4096, 4k (4000) or 4K (4096)") from None
+            raise ValueError("not an integer; write it like 4096, 4k (4000) or 4K (4096)") from None
     number, suffix = match.groups()
     if suffix in _BINARY and "." in number:
         raise ValueError(f"a fraction needs a decimal suffix; did you mean {number}{suffix.lower()}?")
@@ -99,84 +102,43 @@ def human_readable_int(text: str) -> int:
 
 
 def human_readable_int_or_auto(text: str) -> int | None:
-    """Like human_readable_int; `auto` and -1 give None."""
+    """Like human_readable_int; return None for `auto` and -1."""
     if text.strip().lower() in {"auto", "-1"}:
         return None
     return human_readable_int(text)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError on anything else."""
+    """Parse a JSON object. Raise ValueError for anything else."""
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=_reject_constant)
     except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError('a JSON object is needed, such as {"key": 1}')
-    return found
+        raise ValueError(f"invalid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError('must be a JSON object, such as {"key": 1}')
+    return value
 
 
 def json_or_text(text: str) -> Any:
-    """JSON where the text reads as JSON, else the text itself."""
+    """Return the parsed JSON value, or the text if it is not valid JSON."""
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_reject_constant)
     except ValueError:
         return text
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+def _reject_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not allowed in JSON")
 
 
-# The name that was probably meant.
+def comma_separated(text: str) -> tuple[str, ...]:
+    """Split at commas; drop white space and empty items."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the end of an error, or nothing when no name is close."""
-    import difflib  # only errors need it
+    """Return `; did you mean X?` for the closest known name, or an empty string if none is close."""
+    import difflib  # needed for errors only
 
     match = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {match[0]}?" if match else ""
-
-
-# Settings handed over whole, as JSON, to parts of the engine that stand beside the usual path.
-
-_NO_TRANSFER: Final = "prefill and decode run in one engine here; drop it"
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Names between commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtensionConfig:
-    """Speculation, transfer, profiling, and settings that only a plugin knows."""
-
-    speculative_config: Mapping[str, Any] = option(
-        {}, "Speculative decoding as JSON.", parse=json_object, refused="speculation is not in this version; drop it"
-    )
-    kv_transfer_config: Mapping[str, Any] = option(
-        {}, "KV transfer between engines as JSON.", parse=json_object, refused=_NO_TRANSFER
-    )
-    kv_events_config: Mapping[str, Any] = option(
-        {}, "Events of the KV cache as JSON.", parse=json_object, refused="KV events are not sent; read /metrics"
-    )
-    ec_transfer_config: Mapping[str, Any] = option(
-        {}, "Encoder cache transfer as JSON.", parse=json_object, refused=_NO_TRANSFER
-    )
-    profiler_config: Mapping[str, Any] = option(
-        {}, "Settings of the profiler as JSON.", parse=json_object, refused="there is no built-in profiler; use py-spy"
-    )
-    additional_config: Mapping[str, Any] = option(
-        {}, "JSON that plugins find in the configuration; the engine itself reads nothing in it.", parse=json_object
-    )
-    plugins: tuple[str, ...] | None = option(
-        None, "Names of installed plugins to load; default: all of them.", parse=names
-    )
-    aggregate_engine_logging: bool = option(
-        False, "One log line for all engines.", no_effect="there is one engine, so its line is the sum"
-    )
-    tokens_only: bool = option(
-        False, "Serve token ids only; as --skip-tokenizer-init.", becomes=lambda on: {"skip_tokenizer_init": bool(on)}
-    )

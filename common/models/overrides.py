@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from pagoda.common.config.settings import merged
+from pagoda.common.config.settings import merge_json
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import ModelSpec
 
@@ -33,7 +33,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(base.get(key), Mapping) and isinstance(changes.get(key), Mapping):
             base[key] = _without_old_kind(base[key], changes[key])
-    return merged(base, changes)
+    return merge_json(base, changes)
 
 
 def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

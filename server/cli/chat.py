@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from pagoda.common.config.commands import OWN_SETTINGS, ChatConfig, ClientConfig
 from pagoda.common.config.env import CLIENT_API_KEY
-from pagoda.common.config.groups.commands import OWN_SETTINGS, ChatConfig, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.http_client import ApiClient, ApiError
-from pagoda.server.settings.args import settle_flags
+from pagoda.server.settings.args import resolve_flags
 from pagoda.server.settings.flags import FlagParser, add_settings
 
 
@@ -76,7 +76,7 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the end of the input, or once with --quick. Returns 0. Raises ApiError."""
-    values = settle_flags(args, SETTINGS)
+    values = resolve_flags(args, SETTINGS)
     config: ClientConfig = build(ClientConfig, values, SETTINGS.values())
     chat: ChatConfig = build(ChatConfig, values, SETTINGS.values())
     client, model = connect(config)

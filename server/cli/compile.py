@@ -13,14 +13,14 @@ from typing import Final
 
 from pagoda.backends.modules import CompileTarget
 from pagoda.backends.registry import load_compiler
+from pagoda.common.config.commands import COMMAND_SETTINGS, CompileConfig
 from pagoda.common.config.defaults import Platform
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, CompileConfig
-from pagoda.common.config.settings import Settled, build
+from pagoda.common.config.settings import ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.bench.offline import write_results
 from pagoda.server.plugins import sampler_options
-from pagoda.server.settings.args import EngineArgs, add_config_file, settle_all
+from pagoda.server.settings.args import EngineArgs, add_config_file, resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 from pagoda.server.settings.resolve import Resolved, resolve
 
@@ -36,7 +36,7 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile and print the report. Returns 0. Raises ConfigError if the model or topology cannot be compiled."""
-    settled = settle_all(args, SETTINGS)
+    settled = resolve_settings(args, SETTINGS)
     config: CompileConfig = build(CompileConfig, settled.values, SETTINGS.values())
     if config.topology is None:
         raise ConfigError("--topology", "required: the chips to compile for, such as v6e:1x1")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         mode=sampler_options(resolved.config).logprobs_mode,
         largest=config.budget_only,
         stated=("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settled.sources,
-        quantization=resolved.config.model.quantized_here,
+        quantization=resolved.config.model.runtime_quantization,
     )
     print(report)
     write_results(config.output_json, report.as_json())
@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def resolve_for(settled: Settled, config: CompileConfig, target: CompileTarget, tensor: int) -> Resolved:
+def resolve_for(settled: ResolvedSettings, config: CompileConfig, target: CompileTarget, tensor: int) -> Resolved:
     """Resolve the model and its limits for the target. Raises ConfigError or ModelError."""
     values = {**settled.values, "tensor_parallel_size": tensor}
-    engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
+    engine = EngineArgs.from_resolved(replace(settled, values=values)).create_engine_config()
     if engine.model.backend not in ("auto", _BACKEND):
         raise ConfigError("--backend", f"{engine.model.backend} has no ahead-of-time compilation; drop it")
     engine = replace(engine, model=replace(engine.model, backend=_BACKEND))

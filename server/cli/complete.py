@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterator
 from typing import Final
 
-from pagoda.common.config.groups.commands import OWN_SETTINGS, ClientConfig
+from pagoda.common.config.commands import OWN_SETTINGS, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.chat import TerminalReply, connect, input_lines, show
 from pagoda.server.cli.http_client import ApiClient
-from pagoda.server.settings.args import settle_flags
+from pagoda.server.settings.args import resolve_flags
 from pagoda.server.settings.flags import FlagParser, add_settings
 
 SETTINGS: Final = OWN_SETTINGS["complete"]
@@ -22,7 +22,7 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Complete each line of the input, or the text of --quick. Returns 0. Raises ApiError."""
-    config: ClientConfig = build(ClientConfig, settle_flags(args, SETTINGS), SETTINGS.values())
+    config: ClientConfig = build(ClientConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
     client, model = connect(config)
     for line in input_lines(config):
         show(_completion(client, model, line, config.max_tokens))

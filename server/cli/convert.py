@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagoda.backends.registry import load_converter
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, ConvertConfig
-from pagoda.common.config.settings import ENGINE_SETTINGS, Settled, build
+from pagoda.common.config.commands import COMMAND_SETTINGS, ConvertConfig
+from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.processing.inputs import open_tokenizer
-from pagoda.server.settings.args import EngineArgs, settle_all
+from pagoda.server.settings.args import EngineArgs, resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 from pagoda.server.settings.resolve import Resolved, resolve
 from pagoda.server.startup.parameters import read_weights
@@ -38,7 +38,9 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and print a summary. Returns 0. Raises ConfigError or ModelError."""
-    settled = settle_all(argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS)
+    settled = resolve_settings(
+        argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS
+    )
     config: ConvertConfig = build(ConvertConfig, settled.values, SETTINGS.values())
     with _output_folder(Path(args.out)) as folder:
         resolved = _resolved(args.model_tag, settled)
@@ -66,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resolved(model: str, settled: Settled) -> Resolved:
+def _resolved(model: str, settled: ResolvedSettings) -> Resolved:
     """Resolve the model to convert. Raises ConfigError or ModelError."""
     defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
     given = {name: value for name, value in settled.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
     values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
-    engine = EngineArgs.from_settled(replace(settled, values=values)).create_engine_config()
+    engine = EngineArgs.from_resolved(replace(settled, values=values)).create_engine_config()
     resolved = resolve(engine, "llm", settled.sources, weights=True)
     if isinstance(resolved.checkpoint, ShardedCheckpoint):
         raise ConfigError("MODEL", f"{model} is already converted and loads on any number of devices; serve it")

@@ -1,4 +1,4 @@
-"""The `pagoda` command. A sub-command's module is imported when it is called, so that help and errors come at once."""
+"""The `pagoda` command. Modules of sub-commands are imported on use, so that help and errors are fast."""
 
 from __future__ import annotations
 
@@ -22,93 +22,91 @@ _STACK_FLAG: Final = "--log-error-stack"
 
 
 class CommandModule(Protocol):
-    """What the module of a sub-command offers; one that builds an engine also a `check` (settings.explain.Check)."""
+    """The module of a sub-command; if it builds an engine it also has a `check` (settings.explain.ConfigCheck)."""
 
     def add_arguments(self, parser: FlagParser) -> None:
-        """Add its flags."""
+        """Add the command's flags."""
         ...
 
     def run(self, args: object) -> int:
-        """Do it; the exit status."""
+        """Run the command and return the exit status."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A sub-command: the module that does it, or more sub-commands.
-
-    `refused`: why there is none, and what to do instead. `deprecated`: what to use instead. `usage`: which defaults its
-    engine gets.
-    """
+    """A sub-command: a module, or further sub-commands."""
 
     help: str
     module: str = ""
     commands: Mapping[str, Command] | None = None
-    refused: str = ""
-    deprecated: str = ""
-    usage: Usage = "llm"
+    refused: str = ""  # why it is not supported, with the remedy
+    deprecated: str = ""  # its replacement
+    usage: Usage = "llm"  # selects the engine's defaults
 
     @property
     def status(self) -> Status:
-        """What becomes of it here."""
+        """Refused if the command or all its sub-commands are."""
         inner = [each.status for each in (self.commands or {}).values()]
         return "refused" if self.refused or (inner and set(inner) == {"refused"}) else "implemented"
 
 
-_NO_SWEEP: Final = (
-    "a shell loop does it: for n in 1 4 16; do pagoda bench serve --max-concurrency $n --save-result; done"
-)
-_NO_PLOTS: Final = "plot the JSON files of `bench serve --save-result` with the tool of your choice"
+_NO_SWEEP: Final = "use a shell loop: for n in 1 4 16; do pagoda bench serve --max-concurrency $n --save-result; done"
+_NO_PLOTS: Final = "plot the JSON files of `bench serve --save-result` with another tool"
 
 SWEEP: Final = {
-    "serve": Command("Measure a server over combinations of settings.", refused=_NO_SWEEP),
-    "serve_sla": Command("Find the load that still meets a target.", refused=_NO_SWEEP),
-    "plot": Command("Plot a sweep.", refused=_NO_PLOTS),
-    "plot_pareto": Command("Plot the best trade-offs of a sweep.", refused=_NO_PLOTS),
+    "serve": Command("Benchmark a server over combinations of settings.", refused=_NO_SWEEP),
+    "serve_sla": Command("Find the highest load that meets an SLA.", refused=_NO_SWEEP),
+    "plot": Command("Plot the results of a sweep.", refused=_NO_PLOTS),
+    "plot_pareto": Command("Plot the Pareto frontier of a sweep.", refused=_NO_PLOTS),
 }
 BENCH: Final = {
-    "latency": Command("Time batches of requests, end to end.", "pagoda.server.cli.bench.latency"),
-    "serve": Command("Load a running server; measure throughput and latency.", "pagoda.server.cli.bench.serve"),
-    "throughput": Command("Measure tokens per second over many requests.", "pagoda.server.cli.bench.throughput"),
+    "latency": Command("Benchmark the latency of one batch of requests.", "pagoda.server.cli.bench.latency"),
+    "serve": Command("Benchmark throughput and latency of a running server.", "pagoda.server.cli.bench.serve"),
+    "throughput": Command("Benchmark offline throughput.", "pagoda.server.cli.bench.throughput"),
     "startup": Command(
-        "Time a server from its command to its first token.", "pagoda.server.cli.bench.startup", usage="server"
+        "Benchmark server start-up, from the command to the first token.",
+        "pagoda.server.cli.bench.startup",
+        usage="server",
     ),
-    "sweep": Command("Repeat `bench serve` over settings.", commands=SWEEP),
+    "sweep": Command("Run `bench serve` over combinations of settings.", commands=SWEEP),
 }
 COMMANDS: Final = {
-    "serve": Command("Start the OpenAI-compatible HTTP server for a model.", "pagoda.server.cli.serve", usage="server"),
+    "serve": Command("Start the OpenAI-compatible API server.", "pagoda.server.cli.serve", usage="server"),
     "chat": Command("Chat with a running server.", "pagoda.server.cli.chat"),
-    "complete": Command("Complete text with a running server.", "pagoda.server.cli.complete"),
-    "bench": Command("Measure an engine.", commands=BENCH),
-    "run-batch": Command("Answer a file of requests.", "pagoda.server.cli.batch.run", usage="server"),
+    "complete": Command("Complete a prompt with a running server.", "pagoda.server.cli.complete"),
+    "bench": Command("Run benchmarks.", commands=BENCH),
+    "run-batch": Command("Run a file of batch requests.", "pagoda.server.cli.batch.run", usage="server"),
     "compile": Command(
-        "Compile a model's programs for a TPU, here and without one; say what they cost and what fits.",
+        "Compile a model's TPU programs ahead of time, without a TPU; report their cost and memory use.",
         "pagoda.server.cli.compile",
         usage="server",
     ),
     "convert": Command(
-        "Lay a model's weights out as the TPU backend holds them, for --load-format sharded_state.",
+        "Convert a model's weights to the TPU backend's sharded format, for --load-format sharded_state.",
         "pagoda.server.cli.convert",
     ),
-    "doctor": Command("Check this machine, and say what to fix.", "pagoda.server.cli.doctor.run"),
-    "collect-env": Command("Print what a bug report should say about this machine.", "pagoda.server.cli.collect_env"),
+    "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.doctor.run"),
+    "collect-env": Command(
+        "Print information about the environment, for bug reports.", "pagoda.server.cli.collect_env"
+    ),
 }
 MODULES: Final = {
     "python -m vllm.entrypoints.openai.api_server": Command(
-        "The server as a module; here python -m pagoda.server.api_server.",
+        "API server module; in pagoda: python -m pagoda.server.api_server.",
         "pagoda.server.api_server",
         deprecated="pagoda serve MODEL",
     ),
     "vllm/entrypoints/api_server.py": Command(
-        "A demonstration server with POST /generate.",
-        refused="it speaks no standard API; use pagoda serve MODEL and POST /v1/completions",
+        "Demonstration server with POST /generate.",
+        refused="it has no standard API; use pagoda serve MODEL and POST /v1/completions",
     ),
 }
-"""Modules that elsewhere are started like commands."""
+"""vLLM's modules that are run like commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status. An expected error is one line on stderr."""
+    """Run the command line and return the exit status. A PagodaError is printed as one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch("pagoda", COMMANDS, words)
@@ -135,8 +133,8 @@ def _dispatch(program: str, commands: Mapping[str, Command], words: list[str]) -
         return 0
     command = commands.get(words[0])
     if command is None:
-        hint = did_you_mean(words[0], commands) or f"; there are {', '.join(commands)}"
-        print(f"{program}: error: no command {words[0]!r}{hint}", file=sys.stderr)
+        hint = did_you_mean(words[0], commands) or f"; use one of {', '.join(commands)}"
+        print(f"{program}: error: unknown command {words[0]!r}{hint}", file=sys.stderr)
         return USAGE_ERROR
     name = f"{program} {words[0]}"
     if command.refused:
@@ -166,12 +164,13 @@ def _help(program: str, commands: Mapping[str, Command]) -> str:
     width = max(map(len, commands))
     lines = [f"usage: {program} [-h] [-v] COMMAND ..."]
     for title, refused in (("", False), ("not in this version:", True)):
-        found = [(name, each) for name, each in commands.items() if (each.status == "refused") == refused]
         rows = [
-            f"  {name:<{width}}  {each.help}" + (f" ({each.refused})" if each.refused else "") for name, each in found
+            f"  {name:<{width}}  {each.help}" + (f" ({each.refused})" if each.refused else "")
+            for name, each in commands.items()
+            if (each.status == "refused") == refused
         ]
         lines += ["", *([title] if title else []), *rows] if rows else []
-    return "\n".join([*lines, "", f"{program} COMMAND --help tells more about one of them."])
+    return "\n".join([*lines, "", f"See {program} COMMAND --help for the flags of a command."])
 
 
 if __name__ == "__main__":

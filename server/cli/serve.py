@@ -24,14 +24,14 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Settled, build
+from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
 from pagoda.server.core_client.start import check_start, start_engine
 from pagoda.server.parsers.registry import check_formats
-from pagoda.server.settings.args import AsyncEngineArgs, settle_all
+from pagoda.server.settings.args import AsyncEngineArgs, resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 from pagoda.server.settings.machine import check_machine
 
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         _remove_socket(config)
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights."""
     from pagoda.server.async_llm import AsyncLLM
     from pagoda.server.startup.engine import check_engine
@@ -137,9 +137,9 @@ def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
     return settled, check_engine(engine_config, "server", settled.sources)
 
 
-def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, ServerConfig]:
+def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
     """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
-    settled = settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS)
+    settled = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
     configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
     engine_config, config = configured(settled)
     check_machine(engine_config)  # before a model is downloaded that this machine cannot run
@@ -148,15 +148,15 @@ def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, ServerCo
 
 def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """Return the configurations of the command line, file and environment. Raises ConfigError."""
-    return configured(settle_all(args, ENGINE_SETTINGS, SERVER_SETTINGS))
+    return configured(resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS))
 
 
-def configured(settled: Settled) -> tuple[EngineConfig, ServerConfig]:
+def configured(settled: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]:
     """Return both configurations. Raises ConfigError."""
     server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
     if server.enable_log_outputs and not settled.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
-    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
+    engine = AsyncEngineArgs.from_resolved(settled).create_engine_config()
     check_headless(engine.parallel, server.headless)
     check_formats(engine, server)
     return engine, server

@@ -25,7 +25,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError
-from pagoda.server.child import describe_exit, environment
+from pagoda.server.child import child_env, describe_exit
 from pagoda.server.core_client.client import Listener, Supervisor
 from pagoda.server.ipc_messages import (
     EngineInfo,
@@ -123,7 +123,7 @@ class ProcessClient:
         self._process = subprocess.Popen(
             [*program, f"ipc://{self._folder}/engine"],
             stdin=subprocess.PIPE,
-            env=environment(),
+            env=child_env(),
         )
         self._send_config(config)
         watched = (self._process, weakref.ref(self))  # weak: the client may be deleted before the engine ends

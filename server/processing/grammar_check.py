@@ -23,7 +23,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.child import environment
+from pagoda.server.child import child_env
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.grammar_worker import READY, Words
 from pagoda.server.processing.inputs import open_tokenizer
@@ -106,7 +106,7 @@ class GrammarCheck:
             vocabulary = self._make_vocabulary()
             self._words = msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
         self._process = subprocess.Popen(
-            self._program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()
+            self._program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=child_env()
         )
         if self._closed:  # closed since this call was queued
             self._end()

@@ -1,1 +1,1 @@
-"""What was asked for, and what holds: flags, the configuration settled, and why each setting is what it is."""
+"""Command-line flags, EngineArgs, help, and resolution of the configuration for a model and a machine."""

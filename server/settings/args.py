@@ -1,7 +1,4 @@
-"""EngineArgs: every engine setting as a keyword and as a flag, derived from the configuration dataclasses.
-
-A default, help text, choice or parser is stated once, in common/config. Knows no backend and no model.
-"""
+"""EngineArgs: every engine setting as a keyword and as a flag, derived from the dataclasses in common/config."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from collections.abc import Mapping
 from typing import Any, Final, Self, TypeVar
 
 from pagoda.common.config import env
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.fields import did_you_mean
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import (
     ENGINE_GROUPS,
     ENGINE_SETTINGS,
+    ResolvedSettings,
     Setting,
-    Settled,
     Sourced,
     build,
     from_environment,
     from_file,
     from_keywords,
-    settle,
+    merge_layers,
 )
 from pagoda.common.errors import ConfigError
 from pagoda.server.settings.flags import Once, add_settings, given
 
-_WITH_VARIABLE: Final = frozenset(name for settings in COMMAND_SETTINGS.values() for name in settings)
+_ALL_NAMES: Final = frozenset(name for settings in COMMAND_SETTINGS.values() for name in settings)
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ ArgsT = TypeVar("ArgsT")
 
 
 def _with_fields(args: type[ArgsT]) -> type[ArgsT]:
-    """A dataclass with one field per setting, for scripts that take arguments apart with `dataclasses.asdict`."""
+    """Make a dataclass with one field per setting, for scripts that use `dataclasses.asdict`."""
     args.__annotations__ = {name: setting.hint for name, setting in ENGINE_SETTINGS.items()}
     return dataclasses.dataclass(init=False, repr=False, eq=False)(args)
 
@@ -48,52 +45,51 @@ def _with_fields(args: type[ArgsT]) -> type[ArgsT]:
 class EngineArgs:
     """Every engine setting under vLLM's name: `EngineArgs(model="...", max_model_len=4096)`.
 
-    One attribute per entry of ENGINE_SETTINGS; what is not given comes from the environment, then from the defaults.
-    Raises ConfigError for a value that cannot be used and TypeError, naming the nearest match, for a keyword that does
-    not exist.
+    One attribute per entry of ENGINE_SETTINGS; settings that are not given come from the environment, then from the
+    defaults. Raise ConfigError for an invalid value, TypeError naming the nearest match for an unknown keyword.
     """
 
     model: str
-    _told: Mapping[str, None] = {}
+    _logged: Mapping[str, None] = {}
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         for name in settings:
             if name not in ENGINE_SETTINGS:
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}{did_you_mean(name, ENGINE_SETTINGS)}")
         keywords = from_keywords(ENGINE_SETTINGS, {**settings, "model": model})
-        self._take(settle(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
+        self._apply(merge_layers(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
 
-    def _take(self, settled: Settled) -> None:
+    def _apply(self, resolved: ResolvedSettings) -> None:
         self._config = EngineConfig(
-            **{name: build(each, settled.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
+            **{name: build(each, resolved.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
         )
-        notes = dict.fromkeys((*env.notes(settings=_WITH_VARIABLE), *settled.notes))
-        for note in (note for note in notes if note not in self._told):
+        notes = dict.fromkeys((*env.notes(settings=_ALL_NAMES), *resolved.notes))
+        for note in (note for note in notes if note not in self._logged):
             logger.warning("%s", note)
-        self._told = notes
-        self._settled = {name: settled.values[name] for name in ENGINE_SETTINGS}
-        self._sources = {name: source for name, source in settled.sources.items() if name in ENGINE_SETTINGS}
-        vars(self).update(self._settled)
+        self._logged = notes
+        self._resolved = {name: resolved.values[name] for name in ENGINE_SETTINGS}
+        self._sources = {name: source for name, source in resolved.sources.items() if name in ENGINE_SETTINGS}
+        vars(self).update(self._resolved)
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Setting -> who set it, for those that are not at their default."""
+        """Setting -> its source, for settings that are set."""
         return self._sources
 
     def create_engine_config(self) -> EngineConfig:
-        """The frozen configuration. Raises ConfigError naming the flag."""
-        self._hear_assignments()
+        """Return the frozen configuration. Raise ConfigError naming the flag."""
+        self._apply_assignments()
         return self._config
 
-    def _hear_assignments(self) -> None:
-        """Attributes may have been assigned since: they are keywords like the others, checked like the others."""
-        assigned = {name: value for name, value in self._values().items() if value != self._settled[name]}
+    def _apply_assignments(self) -> None:
+        """Validate attributes assigned after construction like keywords."""
+        assigned = {name: value for name, value in self._values().items() if value != self._resolved[name]}
         if not assigned:
             return
-        before = {name: Sourced(self._settled[name], source) for name, source in self._sources.items()}
+        layer = {name: Sourced(self._resolved[name], source) for name, source in self._sources.items()}
         for name, value in assigned.items():
-            before[name] = Sourced(ENGINE_SETTINGS[name].convert(value), "keyword")
-        self._take(settle(ENGINE_SETTINGS, before))
+            layer[name] = Sourced(ENGINE_SETTINGS[name].convert(value), "keyword")
+        self._apply(merge_layers(ENGINE_SETTINGS, layer))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -104,14 +100,14 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Take the engine's part out of parsed arguments. Raises ConfigError."""
-        return cls.from_settled(settle_all(args, ENGINE_SETTINGS))
+        """Take the engine settings from parsed arguments. Raise ConfigError."""
+        return cls.from_resolved(resolve_settings(args, ENGINE_SETTINGS))
 
     @classmethod
-    def from_settled(cls, settled: Settled) -> Self:
-        """The arguments that flags, file and environment came to."""
+    def from_resolved(cls, resolved: ResolvedSettings) -> Self:
+        """Take the engine settings from merged flags, file and environment. Raise ConfigError."""
         self = cls.__new__(cls)
-        self._take(settled)
+        self._apply(resolved)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -133,53 +129,51 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def add_config_file(parser: argparse.ArgumentParser, *, explains: bool = True) -> None:
-    """`--config FILE.yaml`, which every command with engine settings takes, and `--explain-config`."""
+    """Add `--config FILE.yaml` and, with `explains`, `--explain-config`."""
     parser.add_argument(
         "--config",
         action=Once,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="YAML file of settings, keyed by flag without the dashes in front. Flags are stronger than the file, the "
-        "file than the environment.",
+        help="YAML file of settings; keys are flags without the leading dashes. Precedence: flags, file, environment, "
+        "defaults.",
     )
     if not explains:
         return
     parser.add_argument(
         "--explain-config",
         action="store_true",
-        help="Print what every setting comes to, where that came from and why; start nothing.",
+        help="Print the resolved value, source and reason of every setting, without starting the engine.",
     )
 
 
-def settle_all(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> Settled:
-    """What flags, `--config` and the environment come to. Raises ConfigError."""
+def resolve_settings(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> ResolvedSettings:
+    """Merge flags, the file of `--config` and the environment. Raise ConfigError."""
     known = {name: setting for table in tables for name, setting in table.items()}
     flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), known.values()).items()}
     path = getattr(args, "config", None)
     file = from_file(path, known) if path is not None else {}
-    return settle(known, flags, file, from_environment(tables))
+    return merge_layers(known, flags, file, from_environment(tables))
 
 
 def name_model(args: argparse.Namespace) -> argparse.Namespace:
-    """Arguments with the positional MODEL as --model. Raises ConfigError when both are there and differ."""
+    """Return arguments with the positional MODEL as --model. Raise ConfigError if both are given and differ."""
     tag = getattr(args, "model_tag", None)
     if tag is None:
         return args
-    stated = getattr(args, "model", tag)
-    if stated != tag:
-        raise ConfigError("--model", f"{stated} differs from the model {tag} named first; name one")
+    model = getattr(args, "model", tag)
+    if model != tag:
+        raise ConfigError("--model", f"{model} differs from the positional MODEL {tag}; give one of them")
     return argparse.Namespace(**{**vars(args), "model": tag})
 
 
-# Settings of commands that talk to a running server: their flags alone.
-#
-# The environment speaks about a server on this machine. Its key above all is not for the server that a flag names.
+def resolve_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the value of every setting of a client command, from flags only. Raise ConfigError.
 
-
-def settle_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Every setting's value. Raises ConfigError."""
+    The environment is not read: its settings, above all the API key, are for a server on this machine.
+    """
     flags = {name: Sourced(value, "flag") for name, value in given(args, settings.values()).items()}
-    settled = settle(settings, flags)
-    for note in settled.notes:
+    resolved = merge_layers(settings, flags)
+    for note in resolved.notes:
         logger.warning("%s", note)
-    return settled.values
+    return resolved.values

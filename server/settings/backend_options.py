@@ -1,4 +1,4 @@
-"""What a backend is told that only some backends take. What has no effect where it is said is warned about."""
+"""Backend-specific arguments of `create`, with warnings for settings that the backend ignores."""
 
 from __future__ import annotations
 
@@ -8,73 +8,66 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.attention import AttentionConfig
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.machine import moves_of
+from pagoda.server.settings.machine import memory_options
 from pagoda.server.settings.resolve import Resolved
 
 logger = logging.getLogger(__name__)
 
 
 def backend_options(resolved: Resolved) -> dict[str, Any]:
-    """Keywords of the backend's `create`. Raises ConfigError for what it cannot do."""
+    """Return the keywords of the backend's `create`. Raise ConfigError for settings that it does not support."""
     config, backend = resolved.config, resolved.backend
-    made = config.model.quantized_here
-    _warn_of_memory_share(config, backend)
+    quantization = config.model.runtime_quantization
+    _check_memory_utilization(config, backend)
+    kernel = config.attention.kernel(backend)
     return {
-        **resolved.spread,
-        **_programs(config.compilation, backend, resolved.limits.max_num_seqs),
-        **_attention(config.attention, backend),
-        **moves_of(config, backend),
-        **({} if made is None else {"quantization": made}),
+        **resolved.parallel_sizes,
+        **_compilation_options(config.compilation, backend, resolved.limits.max_num_seqs),
+        **({"attention": kernel} if backend == "torch_cuda" else {}),
+        **memory_options(config, backend),
+        **({} if quantization is None else {"quantization": quantization}),
         **({"prompt_embeds": True} if config.model.enable_prompt_embeds and backend == "jax_tpu" else {}),
     }
 
 
-def _warn_of_memory_share(config: EngineConfig, backend: str) -> None:
-    """A CPU shares its memory with the whole machine, so no share of it is taken."""
-    share = config.cache.gpu_memory_utilization
-    if backend == "reference" and share != CacheConfig().gpu_memory_utilization:
-        logger.warning("--gpu-memory-utilization: %s takes no share of memory; see --kv-cache-memory-bytes", backend)
+def _check_memory_utilization(config: EngineConfig, backend: str) -> None:
+    fraction = config.cache.gpu_memory_utilization
+    if backend == "reference" and fraction != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization has no effect on %s; use --kv-cache-memory-bytes", backend)
 
 
-def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dict[str, Any]:
-    """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
-    for key in config.without_effect:
-        logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)
-    if backend != "torch_cuda" and config.about_graphs:
-        logger.warning("%s: %s captures no CUDA graphs", " and ".join(config.about_graphs), backend)
-    if backend == "torch_cuda" and (beyond := [size for size in config.capture_sizes if size > max_num_seqs]):
-        sizes = " and ".join(map(str, beyond))
-        logger.warning("--cudagraph-capture-sizes: no step has %s sequences; --max-num-seqs is %d", sizes, max_num_seqs)
-    return kept_programs(config, backend) | ({"compilation": config} if backend == "torch_cuda" else {})
+def _compilation_options(config: CompilationConfig, backend: str, max_num_seqs: int) -> dict[str, Any]:
+    for key in config.ignored_keys:
+        logger.warning("--compilation-config: %s has no effect: torch.compile is not used", key)
+    if backend != "torch_cuda" and config.graph_flags:
+        logger.warning("%s: no effect on %s, which captures no CUDA graphs", " and ".join(config.graph_flags), backend)
+    if backend == "torch_cuda" and (too_large := [size for size in config.capture_sizes if size > max_num_seqs]):
+        sizes = ", ".join(map(str, too_large))
+        logger.warning("--cudagraph-capture-sizes: ignoring %s, above --max-num-seqs %d", sizes, max_num_seqs)
+    return program_options(config, backend) | ({"compilation": config} if backend == "torch_cuda" else {})
 
 
-def kept_programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
-    """Where compiled programs come from and go to, for the backend that has such. Raises ConfigError."""
-    bundle, kept = config.compiled_bundle, config.xla_cache_path
+def program_options(config: CompilationConfig, backend: str) -> dict[str, Any]:
+    """Return jax_tpu's options for compiled programs; empty for other backends.
+
+    Raise ConfigError if another backend is given --compiled-bundle.
+    """
+    bundle, cache = config.compiled_bundle, config.xla_cache_path
     if backend != "jax_tpu":
         if bundle is not None:
-            raise ConfigError(
-                "--compiled-bundle", f"{backend} compiles nothing ahead; drop it, or use --backend jax_tpu"
-            )
-        if kept or config.xla_check_recompilation:
-            logger.warning("--xla-cache-path and --xla-check-recompilation: %s compiles nothing for XLA", backend)
+            raise ConfigError("--compiled-bundle", f"not supported by {backend}; drop it, or use --backend jax_tpu")
+        if cache or config.xla_check_recompilation:
+            logger.warning("--xla-cache-path and --xla-check-recompilation have no effect on %s", backend)
         return {}
-    folder = _user_cache() / "xla" if kept is None else Path(kept).expanduser() if kept else None
+    folder = _user_cache() / "xla" if cache is None else Path(cache).expanduser() if cache else None
     return {
         "bundle": None if bundle is None else Path(bundle),
         "compile_cache": folder,
         "strict": config.xla_check_recompilation,
     }
-
-
-def _attention(config: AttentionConfig, backend: str) -> dict[str, str]:
-    """The attention kernel, for the backend that has several."""
-    kernel = config.kernel(backend)
-    return {"attention": kernel} if backend == "torch_cuda" else {}
 
 
 def _user_cache() -> Path:

@@ -1,4 +1,4 @@
-"""What `--help` and `--help=WHAT` print: an overview, a group, a flag, or every flag that says a word."""
+"""Text of `--help` and `--help=WHAT`: an overview, a group, a flag, or the flags that match a word."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ from pagoda.common.config.settings import DOCUMENTED_GROUPS, ENGINE_GROUPS, Sett
 from pagoda.common.errors import ConfigError
 
 _SHARED: Final = frozenset(config.__name__ for config in DOCUMENTED_GROUPS)
-"""Groups that several commands take; the overview names them and does not spell them out."""
+"""Groups of several commands; the overview lists their names only."""
 
-_OTHER_NAMES: Final = {"vllmconfig": "extensionconfig", "frontend": "serverconfig"}
+_GROUP_ALIASES: Final = {"vllmconfig": "extensionconfig", "frontend": "serverconfig"}
 _ORDER: Final = ("implemented", "no effect", "refused")
 _HUMAN: Final = (human_readable_int, human_readable_int_or_auto)
 _INDENT: Final = 30
-_SHORT: Final = 40
+_MAX_METAVAR: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag, or a positional when it has no spellings. `optional`: its value may be left out."""
+    """A flag, or a positional argument."""
 
-    spellings: tuple[str, ...]
+    spellings: tuple[str, ...]  # empty: positional
     metavar: str
-    optional: bool
+    optional: bool  # the value may be omitted
     text: str
     setting: Setting | None
 
     @property
     def names(self) -> frozenset[str]:
-        """Every spelling without dashes in front."""
+        """All spellings without leading dashes."""
         return frozenset(each.lstrip("-").lower() for each in self.spellings)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Flags that belong together."""
+    """A group of flags."""
 
     name: str
-    about: str
+    description: str
     flags: tuple[Flag, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that a command takes."""
+    """The help of a command."""
 
     program: str
-    about: str
+    description: str
     groups: tuple[Group, ...]
 
     @property
     def spellings(self) -> frozenset[str]:
-        """Every flag, in every spelling."""
+        """All spellings of all flags."""
         return frozenset(each for group in self.groups for flag in group.flags for each in flag.spellings)
 
 
-def answer(page: Page, what: str) -> str:
-    """The part of a page that `--help=what` asks for. Raises ConfigError when there is none."""
+def help_text(page: Page, what: str) -> str:
+    """Return the text of `--help=what`. Raise ConfigError if nothing matches."""
     word = what.strip().lower()
     if not word:
         return overview(page)
@@ -72,24 +72,24 @@ def answer(page: Page, what: str) -> str:
     if word == "all":
         return "\n\n".join(_group(group) for group in page.groups)
     for group in page.groups:
-        if group.name.lower() == _OTHER_NAMES.get(word, word):
+        if group.name.lower() == _GROUP_ALIASES.get(word, word):
             return _group(group)
     name = word.lstrip("-").replace("_", "-")
     flags = [flag for group in page.groups for flag in group.flags]
     for flag in flags:
         if name in flag.names:
-            return _detail(flag, everywhere="--config" in page.spellings)
+            return _detail(flag, reads_config="--config" in page.spellings)
     return _search(page, name, word)
 
 
 def overview(page: Page) -> str:
-    """Usage, the command's own flags, the groups of the others, and how to ask for more."""
+    """Return usage, the command's own flags, the names of the shared groups, and hints."""
     own = [group for group in page.groups if not _is_shared(group)]
     shared = [group for group in page.groups if _is_shared(group)]
-    parts = [_usage(page), page.about, *map(_group, own)]
+    parts = [_usage(page), page.description, *map(_group, own)]
     if shared:
-        parts.append("\n".join(["Groups of flags:", *_groups(shared)]))
-        parts.append("\n".join(["More:", *_hints(page, shared)]))
+        parts.append("\n".join(["Flag groups:", *_groups(shared)]))
+        parts.append("\n".join(["More help:", *_hints(page, shared)]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -112,87 +112,87 @@ def _hints(page: Page, groups: Sequence[Group]) -> Iterator[str]:
     rows = [
         (f"--help={group.name}", "one group"),
         (f"--help={group.flags[0].spellings[0].lstrip('-')}", "one flag"),
-        ("--help=max", "every flag that says the word"),
-        ("--help=all", "every flag"),
+        ("--help=max", "flags that match a word"),
+        ("--help=all", "all flags"),
     ]
     if "--explain-config" in page.spellings:
-        rows.append(("--explain-config", "what each setting comes to, where that comes from, and why"))
-    return _columns([(f"{page.program} {words}", about) for words, about in rows], indent=len(page.program) + 30)
+        rows.append(("--explain-config", "resolved value, source and reason of every setting"))
+    return _columns([(f"{page.program} {words}", text) for words, text in rows], indent=len(page.program) + 30)
 
 
 def _groups(groups: Iterable[Group]) -> list[str]:
-    return list(_columns((group.name, f"{group.about} ({len(group.flags)})".strip()) for group in groups))
+    return list(_columns((group.name, f"{group.description} ({len(group.flags)})".strip()) for group in groups))
 
 
 def _group(group: Group) -> str:
     def rank(flag: Flag) -> int:
         return 0 if flag.setting is None else _ORDER.index(flag.setting.option.status)
 
-    title = f"{group.name}: {group.about}" if group.about else f"{group.name}:"
-    rows = ((_spelled(flag), _text(flag)) for flag in sorted(group.flags, key=rank))
+    title = f"{group.name}: {group.description}" if group.description else f"{group.name}:"
+    rows = ((_synopsis(flag), _text(flag)) for flag in sorted(group.flags, key=rank))
     return "\n".join([*_wrapped(title, 0), *_columns(rows)])
 
 
 def _search(page: Page, name: str, word: str) -> str:
-    """Every flag with the word in its name; failing that, in its help; failing that, ConfigError."""
+    """Return the flags with the word in their name or help. Raise ConfigError if there are none."""
     flags = [flag for group in page.groups for flag in group.flags]
     named = [flag for flag in flags if any(name in each for each in flag.names)]
-    saying = [flag for flag in flags if flag not in named and word in _text(flag).lower()]
-    if not named and not saying:
+    described = [flag for flag in flags if flag not in named and word in _text(flag).lower()]
+    if not named and not described:
         known = [each for flag in flags for each in flag.names] + [group.name for group in page.groups]
         near = did_you_mean(name, known) or "; try --help=listgroup"
-        raise ConfigError("--help", f"no group, flag or help text has {word!r}{near}")
+        raise ConfigError("--help", f"no group, flag or help text matches {word!r}{near}")
     parts = []
-    for title, found in ((f"Named {name}:", named), (f"Saying {word}:", saying)):
-        if found:
-            parts.append("\n".join([title, *_columns((_spelled(flag), _text(flag)) for flag in found)]))
+    for title, matches in ((f"Flags named {name}:", named), (f"Flags that mention {word}:", described)):
+        if matches:
+            parts.append("\n".join([title, *_columns((_synopsis(flag), _text(flag)) for flag in matches)]))
     return "\n\n".join(parts)
 
 
-def _detail(flag: Flag, *, everywhere: bool) -> str:
-    """One flag. `everywhere`: the command reads the file of --config and the environment too."""
+def _detail(flag: Flag, *, reads_config: bool) -> str:
+    """Return the details of a flag. `reads_config`: the command reads --config and the environment too."""
     setting = flag.setting
     if setting is None:
-        return "\n".join(_columns([(_spelled(flag), _text(flag))]))
-    facts = [("group", setting.group), ("value", _value(setting)), ("default", default_text(setting))]
-    facts.append(("here", status_text(setting)))
-    if everywhere:
-        facts += [("key of --config", f"{setting.key}:"), ("variable", setting.variable)]
+        return "\n".join(_columns([(_synopsis(flag), _text(flag))]))
+    rows = [("group", setting.group), ("value", _value(setting)), ("default", default_text(setting))]
+    rows.append(("status", status_text(setting)))
+    if reads_config:
+        rows += [("key of --config", f"{setting.key}:"), ("variable", setting.variable)]
     if setting.config in (*ENGINE_GROUPS.values(), DeprecatedConfig):
-        facts.append(("in Python", f"LLM({setting.name}=...)"))
-    return "\n".join([_spelled(flag), *_wrapped(setting.option.help, 2), "", *_columns(facts, indent=20)])
+        rows.append(("Python", f"LLM({setting.name}=...)"))
+    return "\n".join([_synopsis(flag), *_wrapped(setting.option.help, 2), "", *_columns(rows, indent=20)])
 
 
 def _value(setting: Setting) -> str:
     if setting.is_switch:
         return f"none: {setting.flag}, or --no-{setting.key}"
     if setting.is_json:
-        return f"a JSON object, whole or in pieces: {setting.flag}.key VALUE, {setting.flag}.list+ VALUE"
+        return f"a JSON object, or single keys: {setting.flag}.key VALUE, {setting.flag}.list+ VALUE"
     if setting.is_list:
-        return f"{setting.kind}: {setting.flag} A B, or the flag several times"
+        return f"{setting.kind}: {setting.flag} A B, or repeat the flag"
     if setting.option.parse in _HUMAN:
-        return "a whole number; 4k is 4000, 4K is 4096, 25.6k is 25600"
-    return setting.kind + ("; may be left out" if setting.option.optional_value is not None else "")
+        return "an integer; 4k is 4000, 4K is 4096, 25.6k is 25600"
+    return setting.kind + ("; optional" if setting.option.optional_value is not None else "")
 
 
 def status_text(setting: Setting) -> str:
-    """What becomes of a setting here, and why."""
+    """Return `implemented`, or the status of a setting with its reason or replacement."""
     option = setting.option
     if option.deprecated is not None:
         return f"deprecated: use {option.deprecated}"
     if option.status == "implemented":
         return "implemented"
-    return f"{option.status}: {option.why}" if option.status == "no effect" else _refusal(setting)
+    return f"{option.status}: {option.reason}" if option.status == "no effect" else _refusal(setting)
 
 
 def _refusal(setting: Setting) -> str:
     default = () if _is_plain(setting.default) else (default_text(setting),)
     accepted = ", ".join(map(str, (*default, *setting.option.accepts)))
-    return f"only {accepted}: {setting.option.why}" if accepted else f"refused: {setting.option.why}"
+    return f"only {accepted}: {setting.option.reason}" if accepted else f"refused: {setting.option.reason}"
 
 
 def _is_plain(default: object) -> bool:
-    """Whether a default goes without saying."""
+    """True if the default is empty or off, which the help does not show."""
     return default is None or default is False or default in ((), {}, "")
 
 
@@ -201,7 +201,7 @@ def _text(flag: Flag) -> str:
 
 
 def describe(setting: Setting) -> str:
-    """A flag's help: what it is, its default, and what becomes of it here."""
+    """Return a flag's help with its choices, default and status."""
     choices = f" ({setting.kind})" if setting.choices and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
     status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"
@@ -209,25 +209,25 @@ def describe(setting: Setting) -> str:
 
 
 def metavar(setting: Setting) -> str:
-    """What stands for a flag's value: its choices, where they are short."""
+    """Return the placeholder of a flag's value: its choices if they are short."""
     choices = "{" + ",".join(map(str, setting.choices or ())) + "}"
-    if setting.choices and len(choices) <= _SHORT:
+    if setting.choices and len(choices) <= _MAX_METAVAR:
         return choices
     return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
 
 
 def default_text(setting: Setting) -> str:
-    """The default as one would write it in the file of `--config`."""
+    """Return the default as written in the file of `--config`."""
     return setting.shown(setting.default)
 
 
-def _spelled(flag: Flag) -> str:
-    """`--max-num-seqs SEQS`, `--[no-]enforce-eager`, `-tp, --tensor-parallel-size SIZE`."""
+def _synopsis(flag: Flag) -> str:
+    """Return `--max-num-seqs SEQS`, `--[no-]enforce-eager` or `-tp, --tensor-parallel-size SIZE`."""
     if not flag.spellings:
         return flag.metavar
-    both = {f"--no-{each[2:]}": each for each in flag.spellings if each.startswith("--")}
+    positive = {f"--no-{each[2:]}": each for each in flag.spellings if each.startswith("--")}
     words = [f"--[no-]{each[2:]}" if f"--no-{each[2:]}" in flag.spellings else each for each in flag.spellings]
-    shown = [word for word, each in zip(words, flag.spellings) if both.get(each) not in flag.spellings]
+    shown = [word for word, each in zip(words, flag.spellings) if positive.get(each) not in flag.spellings]
     value = flag.metavar
     if flag.optional:
         value = f"[{value}]"
@@ -237,7 +237,7 @@ def _spelled(flag: Flag) -> str:
 
 
 def _columns(rows: Iterable[tuple[str, str]], indent: int = _INDENT) -> Iterator[str]:
-    """Two columns; a long left one has a line of its own."""
+    """Yield lines of two columns; a long left cell gets a separate line."""
     for left, right in rows:
         lines = _wrapped(right, indent)
         if len(left) + 4 > indent or not lines:

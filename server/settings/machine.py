@@ -1,6 +1,6 @@
 """Checks that need no model: the backend, its devices and the libraries that settings name are available.
 
-They run before a model's files are read, and import no framework, because the engine's process waits for them.
+They run before a model's files are read and import no framework, because the engine process waits for them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from pagoda.common.config.groups.structured_outputs import StructuredOutputsConf
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError
 
-_GRAMMARS: Final = "--structured-outputs-config"
+_STRUCTURED_OUTPUTS: Final = "--structured-outputs-config"
 
 
 def check_machine(config: EngineConfig) -> tuple[str, dict[str, int]]:
-    """Return the backend and the device arguments of its `create`. Raises ConfigError for what this machine lacks."""
+    """Return the backend and its parallel sizes. Raise ConfigError for what this machine lacks."""
     backend = choose_backend(config.model.backend)
-    spread_over = spread(backend, config.parallel)
-    moves_of(config, backend)
-    _check_grammars(config.structured_outputs)
-    return backend, spread_over
+    parallel_sizes = spread(backend, config.parallel)
+    memory_options(config, backend)
+    _check_grammar_library(config.structured_outputs)
+    return backend, parallel_sizes
 
 
-def moves_of(config: EngineConfig, backend: str) -> dict[str, bool]:
-    """Return the backend's arguments for sleep mode and offloading. Raises ConfigError if it supports neither."""
+def memory_options(config: EngineConfig, backend: str) -> dict[str, bool]:
+    """Return the backend's arguments for sleep mode. Raise ConfigError if it cannot sleep or offload as configured."""
     return check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
 
 
-def _check_grammars(config: StructuredOutputsConfig) -> None:
-    """Raise ConfigError if the settings name a grammar library that is not installed."""
-    if config.is_engine_stated and not is_installed(config.engine):
-        raise ConfigError(_GRAMMARS, f"backend {config.engine}: {not_installed(config.engine)}")
+def _check_grammar_library(config: StructuredOutputsConfig) -> None:
+    if config.is_engine_explicit and not is_installed(config.engine):
+        raise ConfigError(_STRUCTURED_OUTPUTS, f"backend {config.engine}: {not_installed(config.engine)}")

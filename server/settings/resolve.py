@@ -1,6 +1,6 @@
-"""From what was asked to what holds: model, backend, dtype and limits, before any weight is read or framework imported.
+"""Resolve a configuration for a model and a machine: backend, architecture, dtype, limits. No weights are read.
 
-`build_engine` starts with this and `--explain-config` prints it, so that the explanation is the truth.
+The engine's start-up and `--explain-config` both use it, so that the explanation is what the engine does.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from pagoda.server.ipc_messages import PoolingInfo
 from pagoda.server.settings.generation_config import GenerationDefaults, read_generation
 from pagoda.server.settings.machine import check_machine
 from pagoda.server.settings.resolved_rows import engine_rows, executor_row, model_rows, runner_rows
-from pagoda.server.settings.runner import Purpose, check_pooling, pooling_info, purpose_of
+from pagoda.server.settings.runner import PoolingRunner, check_pooling, pooling_info, resolve_runner
 
 __all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
 
-_DTYPES: Final = {"float": "float32", "half": "float16"}
+_DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
 _SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 logger = logging.getLogger(__name__)
@@ -46,17 +46,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Everything about an engine that is known before its weights are. `hf_config`: overrides included.
-
-    `purpose` and `pooling`: what a model that pools is for, and what it offers; None: it generates.
-    `spread`: what the backend is told about devices. `derived`: what was settled here and why. `sources`: setting ->
-    who stated it.
-    """
+    """Everything about an engine that is known before its weights are loaded."""
 
     config: EngineConfig
-    sources: Mapping[str, str]
+    sources: Mapping[str, str]  # setting -> source, for settings that are set
     checkpoint: Checkpoint
-    hf_config: Mapping[str, Any]
+    hf_config: Mapping[str, Any]  # with overrides
     spec: ModelSpec
     family: Family
     backend: str
@@ -64,9 +59,9 @@ class Resolved:
     limits: Limits
     layout: KvLayout
     generation: GenerationDefaults
-    purpose: Purpose | None
+    runner: PoolingRunner | None  # None: a generative model
     pooling: PoolingInfo | None
-    spread: Mapping[str, int]
+    parallel_sizes: Mapping[str, int]  # keywords of the backend's `create`
     derived: tuple[ResolvedRow, ...]
 
     @property
@@ -84,31 +79,32 @@ def resolve(
     weights: bool = False,
     platform: Platform | None = None,
 ) -> Resolved:
-    """Open the checkpoint and settle what the configuration leaves open.
+    """Open the checkpoint and resolve every setting that the configuration leaves open.
 
-    `sources`: setting -> who stated it. `weights`: the checkpoint shall yield tensors, and is fetched for it.
-    `platform`: where the engine will run; default: here.
-    Raises ConfigError, ModelError or WeightError.
+    `sources`: setting -> source. `weights`: download and open the weights too, not only the configuration files.
+    `platform`: devices that the engine will run on; default: this machine's.
+    Raise ConfigError, ModelError or WeightError.
     """
-    backend, spread_over = check_machine(config)
+    backend, parallel_sizes = check_machine(config)
     checkpoint = open_model(config, weights=weights)
     if isinstance(checkpoint, ShardedCheckpoint):
         check_checkpoints(backend)
     _check_quantization(config, checkpoint, backend)
     hf_config = _hf_config(config, checkpoint)
-    purpose, spec, family = _architecture(config, checkpoint, hf_config)
-    if purpose is not None:
-        spread_over = pooling_spread(backend, config.parallel)
+    runner, spec, family = _architecture(config, checkpoint, hf_config)
+    if runner is not None:
+        parallel_sizes = pooling_spread(backend, config.parallel)
         check_pooling(config, checkpoint, backend)
     if runs_ranks(backend, config.parallel):
         load_rank_runtime(backend).check(spec, config.parallel.tensor_parallel_size)
     model = _model_limits(spec)
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
-    world = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    platform = platform or detect(KINDS[backend], world)
-    found = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
-    dtype, dtype_why = _dtype(config.model.dtype, hf_config, "bfloat16" if purpose is None else "float32")
+    world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    platform = platform or detect(KINDS[backend], world_size)
+    resolved = resolve_limits(config, platform=platform, usage=usage, block_size=BLOCK_SIZES[backend], model=model)
+    limits = resolved.limits
+    dtype, dtype_reason = _dtype(config.model.dtype, hf_config, "bfloat16" if runner is None else "float32")
     generation = read_generation(config.model, checkpoint, hf_config)
     return Resolved(
         config=config,
@@ -119,25 +115,25 @@ def resolve(
         family=family,
         backend=backend,
         dtype=dtype,
-        limits=found.limits,
-        layout=kv_layout(spec, found.limits.block_size, hybrid=not config.scheduler.disable_hybrid_kv_cache_manager),
+        limits=limits,
+        layout=kv_layout(spec, limits.block_size, hybrid=not config.scheduler.disable_hybrid_kv_cache_manager),
         generation=generation,
-        purpose=purpose,
-        pooling=None if purpose is None else pooling_info(purpose, spec, hf_config),
-        spread=spread_over,
+        runner=runner,
+        pooling=None if runner is None else pooling_info(runner, spec, hf_config),
+        parallel_sizes=parallel_sizes,
         derived=(
-            *found.rows,
-            ResolvedRow("dtype", dtype, "model", dtype_why),
-            ResolvedRow("backend", backend, "platform default", "the first that can run here"),
+            *resolved.rows,
+            ResolvedRow("dtype", dtype, "model", dtype_reason),
+            ResolvedRow("backend", backend, "platform default", "the first that can run on this machine"),
             executor_row(config, backend),
-            *runner_rows(purpose),
+            *runner_rows(runner),
             *model_rows(config, checkpoint, generation),
         ),
     )
 
 
 def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
-    """The checkpoint that the configuration names."""
+    """Open the checkpoint of --model."""
     model, load = config.model, config.load
     return open_checkpoint(
         model.model,
@@ -153,28 +149,28 @@ def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
 
 def _architecture(
     config: EngineConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]
-) -> tuple[Purpose | None, ModelSpec, Family]:
-    """What the model is for (None: it generates), what it is made of, and its family. Raises ModelError."""
+) -> tuple[PoolingRunner | None, ModelSpec, Family]:
+    """Return the pooling runner (None: the model generates), the spec and the family. Raise ModelError."""
     try:
-        purpose = purpose_of(config.model, checkpoint, hf_config)
-        if purpose is None:
+        runner = resolve_runner(config.model, checkpoint, hf_config)
+        if runner is None:
             return None, *spec_from_config(hf_config)
-        return purpose, *pooling_spec(hf_config, purpose.use, purpose.modules, purpose.stated)
+        return runner, *pooling_spec(hf_config, runner.use, runner.modules, runner.overrides)
     except ModelError as error:
         raise ModelError(f"{config.model.model}: {error}") from None
 
 
 def _hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's config, or the one named in its place, with the overrides over it."""
-    model, found = config.model, checkpoint.config()
+    """Return config.json (the model's or that of --hf-config-path) with --hf-overrides applied."""
+    model, hf_config = config.model, checkpoint.config()
     if model.hf_config_path is not None:
         try:
-            found = open_checkpoint(
+            hf_config = open_checkpoint(
                 model.hf_config_path, "dummy", token=model.hf_token, download_dir=config.load.download_dir
             ).config()
         except ModelError as error:
             raise ConfigError("--hf-config-path", str(error)) from None
-    return overridden(found, model.hf_overrides)
+    return overridden(hf_config, model.hf_overrides)
 
 
 def _model_limits(spec: ModelSpec) -> ModelLimits:
@@ -187,31 +183,36 @@ def _model_limits(spec: ModelSpec) -> ModelLimits:
 
 
 def _without_windows(spec: ModelSpec, model: ModelLimits) -> tuple[ModelSpec, ModelLimits]:
-    whole = without_windows(spec)
-    if whole == spec:
+    full = without_windows(spec)
+    if full == spec:
         logger.info("--disable-sliding-window: the model has no sliding windows")
         return spec, model
-    logger.info("--disable-sliding-window: sequences are cut to the window, %d tokens", whole.max_positions)
-    return whole, replace(model, max_len=whole.max_positions, why="its sliding window, which is disabled")
+    logger.info("--disable-sliding-window: the context length is capped at the window size, %d", full.max_positions)
+    return full, replace(model, max_len=full.max_positions, max_len_source="the size of the disabled sliding window")
 
 
 def _check_quantization(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
     if config.model.quantization == "gguf" and checkpoint.gguf_metadata is None:
-        raise ConfigError("--quantization", "the model is no GGUF file; name one, such as org/name:Q4_K_M, or drop it")
-    made = config.model.quantized_here
-    if made is not None and backend not in ("jax_tpu", "torch_cuda"):
         raise ConfigError(
-            "--quantization", f"{backend} cannot make weights {made}; drop it, or use --backend torch_cuda or jax_tpu"
+            "--quantization", "the model is not a GGUF file; name one, such as org/name:Q4_K_M, or drop it"
         )
-    if made is not None and isinstance(checkpoint, ShardedCheckpoint):
-        raise ConfigError("--quantization", f"a converted checkpoint is read as it is, not made {made}; drop it")
+    method = config.model.runtime_quantization
+    if method is not None and backend not in ("jax_tpu", "torch_cuda"):
+        raise ConfigError(
+            "--quantization", f"{method} is not supported by {backend}; drop it, or use --backend torch_cuda or jax_tpu"
+        )
+    if method is not None and isinstance(checkpoint, ShardedCheckpoint):
+        raise ConfigError("--quantization", f"{method} cannot be applied to a checkpoint of `pagoda convert`; drop it")
 
 
-def _dtype(asked: str, hf_config: Mapping[str, Any], usual: str) -> tuple[str, str]:
-    """The dtype to run in and why; `auto` is what the checkpoint says, the `usual` one where it says nothing."""
-    if asked != "auto":
-        return _DTYPES.get(asked, asked), f"{asked} is {_DTYPES[asked]}" if asked in _DTYPES else ""
-    stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    if stated in _SERVED_DTYPES:
-        return str(stated), f"the checkpoint says {stated}"
-    return usual, f"the checkpoint says {stated}, which is not served" if stated else "the checkpoint says nothing"
+def _dtype(configured: str, hf_config: Mapping[str, Any], default: str) -> tuple[str, str]:
+    """Return the data type and the reason; `auto` is the checkpoint's, or `default` if it names none or another."""
+    if configured != "auto":
+        dtype = _DTYPE_ALIASES.get(configured, configured)
+        return dtype, f"{configured} is {dtype}" if dtype != configured else ""
+    checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if checkpoint_dtype in _SERVED_DTYPES:
+        return str(checkpoint_dtype), f"the checkpoint's dtype is {checkpoint_dtype}"
+    if checkpoint_dtype:
+        return default, f"the checkpoint's dtype is {checkpoint_dtype}, which is not supported"
+    return default, "the checkpoint names no dtype"

@@ -1,6 +1,6 @@
-"""What a model is for: whether it generates or pools, what a pooling model offers, and what it cannot be combined with.
+"""The model runner: whether a model generates or pools, the tasks of a pooling model, and its unsupported settings.
 
-Reads the settings and the model's files; builds nothing.
+Reads settings and the model's files; builds nothing.
 """
 
 from __future__ import annotations
@@ -27,135 +27,134 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Purpose:
-    """What a model that pools is for. `modules`: what its folder says of that, `stated`: what the user says."""
+class PoolingRunner:
+    """How a model pools."""
 
     use: PoolUse
-    why: str
-    modules: SentenceModules | None
-    stated: PoolerConfig
+    reason: str
+    modules: SentenceModules | None  # sentence-transformers modules in the model's directory
+    overrides: PoolerConfig  # --pooler-config
 
 
-def purpose_of(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> Purpose | None:
-    """What the model is for; None: it generates. Raises ConfigError for settings that do not suit the model."""
+def resolve_runner(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> PoolingRunner | None:
+    """Return how the model pools; None: it generates. Raise ConfigError for settings that do not suit the model."""
     architecture = architecture_of(hf_config)
     family, native = find(architecture)
     modules = read_sentence_modules(checkpoint.folder)
-    stated = PoolerConfig.of(model.pooler_config)
+    overrides = PoolerConfig.of(model.pooler_config)
     if model.runner == "generate" and model.convert not in ("auto", "none"):
-        raise ConfigError("--convert", f"{model.convert} makes a pooling model; use --runner pooling, or drop one")
+        raise ConfigError("--convert", f"{model.convert} needs --runner pooling; use that, or drop one of them")
     if model.runner == "generate" and not family.generates:
-        raise ConfigError("--runner", f"{architecture} only pools, it generates no text; use pooling, or drop it")
+        raise ConfigError("--runner", f"{architecture} is a pooling model and cannot generate; use pooling, or drop it")
     pools = model.runner == "pooling" or model.convert not in ("auto", "none")
     if model.runner == "auto" and not pools:
         pools = native is not None or (modules is not None and model.convert == "auto")
     if not pools:
         if model.pooler_config:
-            logger.warning("--pooler-config has no effect: the model generates; --runner pooling makes it pool")
+            logger.warning("--pooler-config has no effect: the model generates; use --runner pooling to pool")
         return None
     if model.convert != "auto" and model.convert != "none":
-        return Purpose(model.convert, "it was asked for", modules, stated)
+        return PoolingRunner(model.convert, "set by --convert", modules, overrides)
     if native is not None:
-        return Purpose(native, f"{architecture} is made for it", modules, stated)
+        return PoolingRunner(native, f"{architecture} is a pooling architecture", modules, overrides)
     if model.convert == "none":
-        raise ConfigError("--convert", f"{architecture} generates; use embed, classify or reward, or --runner generate")
-    why = "its folder is a sentence-transformers one" if modules is not None else f"{architecture} has no classifier"
-    return Purpose("embed", why, modules, stated)
+        raise ConfigError(
+            "--convert", f"{architecture} is generative; use embed, classify or reward, or --runner generate"
+        )
+    reason = "sentence-transformers model" if modules is not None else f"{architecture} has no classifier"
+    return PoolingRunner("embed", reason, modules, overrides)
 
 
-def pooling_info(purpose: Purpose, spec: ModelSpec, hf_config: Mapping[str, Any]) -> PoolingInfo:
-    """What the model offers. Raises ConfigError for dimensions that it does not have."""
+def pooling_info(runner: PoolingRunner, spec: ModelSpec, hf_config: Mapping[str, Any]) -> PoolingInfo:
+    """Return the tasks and properties of a pooling model. Raise ConfigError for unsupported embedding dimensions."""
     assert spec.pooler is not None, "the model pools"
     pooler = spec.pooler
     classifier = pooler.classifier
-    embeds = purpose.use == "embed"
+    embeds = runner.use == "embed"
     size = pooler.dense[-1].width if pooler.dense else spec.hidden_width
     matryoshka = hf_config.get("matryoshka_dimensions") or ()
-    activates = purpose.modules.normalise if embeds and purpose.modules is not None else True
+    activates = runner.modules.normalise if embeds and runner.modules is not None else True
     info = PoolingInfo(
-        tasks=_tasks(purpose.use, spec),
+        tasks=_tasks(runner.use, spec),
         embedding_size=size if embeds else 0,
         labels=() if classifier is None else _labels(hf_config, classifier.labels),
         is_cross_encoder=classifier is not None and classifier.labels == 1 and pooler.kind != "all",
         pairs="tokenizer" if hf_config.get("use_sep_token", True) else "concatenated",
-        use_activation=activates if purpose.stated.use_activation is None else purpose.stated.use_activation,
+        use_activation=activates if runner.overrides.use_activation is None else runner.overrides.use_activation,
         is_matryoshka=embeds and bool(hf_config.get("is_matryoshka") or matryoshka),
         dimensions=tuple(matryoshka) if embeds else (),
-        default_dimensions=purpose.stated.dimensions,
-        prompts=dict(purpose.modules.prompts or {}) if purpose.modules is not None else {},
+        default_dimensions=runner.overrides.dimensions,
+        prompts=dict(runner.modules.prompts or {}) if runner.modules is not None else {},
     )
     _check_dimensions(info)
     return info
 
 
 def _tasks(use: PoolUse, spec: ModelSpec) -> tuple[PoolingTask, ...]:
-    """The usual one first. A pooler that keeps every token has no answer for a whole text."""
+    """Return the tasks, the default one first; a pooler of kind "all" has per-token tasks only."""
     assert spec.pooler is not None, "the model pools"
-    whole = spec.pooler.kind != "all"
+    pools_sequence = spec.pooler.kind != "all"
     if use == "embed":
-        return ("embed", "token_embed") if whole else ("token_embed",)
-    if not whole:
+        return ("embed", "token_embed") if pools_sequence else ("token_embed",)
+    if not pools_sequence:
         return ("token_classify",)
     scores = spec.pooler.classifier is not None and spec.pooler.classifier.labels == 1
     return ("classify", "score", "token_classify") if scores else ("classify", "token_classify")
 
 
 def _labels(hf_config: Mapping[str, Any], count: int) -> tuple[str, ...]:
-    """Names by number; transformers' own names where the config has none."""
+    """Return `count` label names, from id2label or transformers' default names."""
     names = hf_config.get("id2label") or {}
     return tuple(str(names.get(str(index), names.get(index, f"LABEL_{index}"))) for index in range(count))
 
 
 def _check_dimensions(info: PoolingInfo) -> None:
-    asked = info.default_dimensions
-    if asked is None:
+    dimensions = info.default_dimensions
+    if dimensions is None:
         return
     if not info.is_matryoshka:
         raise ConfigError(
             "--pooler-config",
-            f"dimensions is {asked}, but the model is not known to keep its meaning in fewer; say that it does with "
-            "--hf-overrides '{\"is_matryoshka\": true}', or drop it",
+            f"dimensions is {dimensions}, but the model does not support Matryoshka embeddings; if it does, set "
+            "--hf-overrides '{\"is_matryoshka\": true}', else drop it",
         )
-    if asked > info.embedding_size or (info.dimensions and asked not in info.dimensions):
-        offered = " or ".join(map(str, info.dimensions)) or f"up to {info.embedding_size}"
-        raise ConfigError("--pooler-config", f"dimensions is {asked}; the model offers {offered}")
+    if dimensions > info.embedding_size or (info.dimensions and dimensions not in info.dimensions):
+        supported = " or ".join(map(str, info.dimensions)) or f"up to {info.embedding_size}"
+        raise ConfigError("--pooler-config", f"dimensions is {dimensions}; the model supports {supported}")
 
 
 def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> None:
-    """Refuse what a pooling model cannot have, and warn of settings that mean nothing to it.
-
-    Raises ConfigError for a setting, ModelError for the checkpoint.
-    """
+    """Raise ConfigError or ModelError for what pooling models do not support; warn about settings without effect."""
     model = config.model
     refused = {
         "--enable-sleep-mode": model.enable_sleep_mode,
         "--cpu-offload-gb": config.cache.cpu_offload_gb > 0,
-        "--quantization": model.quantized_here is not None,
+        "--quantization": model.runtime_quantization is not None,
         "--enable-prompt-embeds": model.enable_prompt_embeds,
     }
-    for flag, asked in refused.items():
-        if asked:
-            raise ConfigError(flag, "is for models that generate, this one pools; drop it, or use --runner generate")
+    for flag, is_set in refused.items():
+        if is_set:
+            raise ConfigError(flag, "is not supported for pooling models; drop it, or use --runner generate")
     if isinstance(checkpoint, ShardedCheckpoint):
-        raise ModelError("a converted checkpoint holds a model that generates; serve the one it was made from")
-    if idle := list(_without_effect(config, backend)):
-        logger.warning("%s: no effect on a pooling model", ", ".join(idle))
+        raise ModelError("checkpoints of `pagoda convert` are generative; serve the original model to pool")
+    if flags := list(_without_effect(config, backend)):
+        logger.warning("%s: no effect on a pooling model", ", ".join(flags))
 
 
 def _without_effect(config: EngineConfig, backend: str) -> Iterator[str]:
-    """Flags that were set, and that mean nothing without a cache or sampling."""
-    cache, usual = config.cache, EngineConfig()
+    """Yield the given flags that concern the KV cache or sampling."""
+    cache, defaults = config.cache, EngineConfig()
     pairs: dict[str, tuple[Any, Any]] = {
-        "--num-gpu-blocks-override": (cache.num_gpu_blocks_override, usual.cache.num_gpu_blocks_override),
-        "--kv-cache-memory-bytes": (cache.kv_cache_memory_bytes, usual.cache.kv_cache_memory_bytes),
-        "--kv-cache-dtype": (cache.cache_dtype, usual.cache.cache_dtype),
+        "--num-gpu-blocks-override": (cache.num_gpu_blocks_override, defaults.cache.num_gpu_blocks_override),
+        "--kv-cache-memory-bytes": (cache.kv_cache_memory_bytes, defaults.cache.kv_cache_memory_bytes),
+        "--kv-cache-dtype": (cache.cache_dtype, defaults.cache.cache_dtype),
         "--enable-prefix-caching": (cache.enable_prefix_caching or False, False),
         "--enable-chunked-prefill": (config.scheduler.enable_chunked_prefill or False, False),
         "--logits-processors": (config.model.logits_processors, ()),
         "--override-generation-config": (config.model.override_generation_config, {}),
-        "--scheduler-cls": (config.scheduler.scheduler_cls, usual.scheduler.scheduler_cls),
+        "--scheduler-cls": (config.scheduler.scheduler_cls, defaults.scheduler.scheduler_cls),
     }
     if backend != "jax_tpu":
-        pairs["--block-size"] = cache.block_size, usual.cache.block_size
-        pairs["--gpu-memory-utilization"] = cache.gpu_memory_utilization, usual.cache.gpu_memory_utilization
-    return (flag for flag, (stated, default) in pairs.items() if stated != default)
+        pairs["--block-size"] = cache.block_size, defaults.cache.block_size
+        pairs["--gpu-memory-utilization"] = cache.gpu_memory_utilization, defaults.cache.gpu_memory_utilization
+    return (flag for flag, (value, default) in pairs.items() if value != default)

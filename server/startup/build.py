@@ -26,7 +26,7 @@ from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.plugins import sampler_options, scheduler_of
 from pagoda.server.processing.grammar_check import structured_of
-from pagoda.server.settings.backend_options import backend_options, kept_programs
+from pagoda.server.settings.backend_options import backend_options, program_options
 from pagoda.server.settings.resolve import Resolved, open_model
 from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.worker_group import BuiltEngine, Phases, Prefetch, WorkerGroup
@@ -142,8 +142,8 @@ def _create_pooling(resolved: Resolved) -> PoolingBackend:
         resolved.spec,
         limits=resolved.limits,
         dtype=resolved.dtype,
-        **resolved.spread,
-        **kept_programs(resolved.config.compilation, resolved.backend),
+        **resolved.parallel_sizes,
+        **program_options(resolved.config.compilation, resolved.backend),
         **options,
     )
 

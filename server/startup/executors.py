@@ -21,7 +21,7 @@ import msgspec
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.distributed.messages import STEP_BYTES, End, RankInfo, receive_frame
-from pagoda.server.child import describe_exit, environment
+from pagoda.server.child import child_env, describe_exit
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -103,7 +103,7 @@ class ProcessExecutor:
                 [*RANK_PROGRAM, str(theirs.fileno()), self._backend],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=environment(),
+                env=child_env(),
             )
         self._processes.append(process)
         return Worker(ours, rank_name(rank, str(rank) if self._gpus else ""), rank, lambda: _exit_status(process))

@@ -68,7 +68,9 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
         return
     check_hosts(resolved)
     runtime = load_host_runtime(resolved.backend)
-    peers = meet(parallel, fingerprint_of(resolved, runtime), lambda hosts: check_devices(hosts, resolved.spread))
+    peers = meet(
+        parallel, fingerprint_of(resolved, runtime), lambda hosts: check_devices(hosts, resolved.parallel_sizes)
+    )
     try:
         runtime.start(parallel)
         yield Hosts(parallel.node_rank, peers, runtime)

@@ -74,5 +74,5 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype)
     tensors = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
-    modules = resolved.purpose.modules if resolved.purpose is not None else None
+    modules = resolved.runner.modules if resolved.runner is not None else None
     return resolved.family.weights(shapes, tensors if modules is None else chain(tensors, modules.tensors()))

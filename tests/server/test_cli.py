@@ -55,7 +55,7 @@ def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -
         (["a", "b"], "unknown argument b"),
         (["-tpp", "2"], "unknown flag -tpp; did you mean -tp?"),
         (["--port"], "argument --port: expected one argument"),
-        (["--port.x", "1"], "--port is no JSON setting and has no key x; write --port VALUE"),
+        (["--port.x", "1"], "--port is not a JSON setting and has no key x; use --port VALUE"),
     ],
 )
 def test_flag_errors_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

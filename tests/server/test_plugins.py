@@ -104,7 +104,7 @@ def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch, target: str, 
     install(monkeypatch, general_plugins__one=target)
     with pytest.raises(ConfigError, match=line):
         plugins.load_general_plugins(config())
-    with pytest.raises(ConfigError, match="--plugins: no plugin 'other' is installed; there are: one"):
+    with pytest.raises(ConfigError, match="--plugins: plugin 'other' is not installed; installed: one"):
         plugins.load_general_plugins(config(plugins="other"))
 
 
@@ -164,11 +164,11 @@ def test_names_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"scheduler_cls": "fast"}, "--scheduler-cls: no pagoda.schedulers entry point 'fast'; there are: none"),
+        ({"scheduler_cls": "fast"}, "--scheduler-cls: no pagoda.schedulers entry point 'fast'; installed: none"),
         ({"scheduler_cls": "no.such"}, "--scheduler-cls: no.such cannot be imported: ModuleNotFoundError"),
-        ({"scheduler_cls": "json.JSONDecoder"}, "json.JSONDecoder is no scheduler, it has no add, abort"),
+        ({"scheduler_cls": "json.JSONDecoder"}, "json.JSONDecoder is not a scheduler, it has no add, abort"),
         ({"logits_processors": ["json.NoSuch"]}, "--logits-processors: json.NoSuch cannot be imported"),
-        ({"logits_processors": [f"{__name__}.Favour"]}, "Favour: it cannot be made: KeyError: 'favour'"),
+        ({"logits_processors": [f"{__name__}.Favour"]}, "Favour: its constructor failed: KeyError: 'favour'"),
         ({"logits_processors": [f"{__name__}.NoProcessor"]}, "NoProcessor has no method apply"),
     ],
 )

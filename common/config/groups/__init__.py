@@ -1,1 +1,1 @@
-"""One group of settings per file: dataclasses whose fields are flags."""
+"""Configuration dataclasses: one group of settings per file."""

@@ -1,4 +1,4 @@
-"""How attention is computed."""
+"""Attention settings."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from pagoda.common.config.fields import did_you_mean, json_object, option
 from pagoda.common.errors import ConfigError
 
 AUTO: Final = "AUTO"
-"""A backend's own kernel."""
+"""The backend's own kernel."""
 
-_OF_A_CPU: Final = ("TORCH_SDPA", "CPU_ATTN")
+_CPU_KERNELS: Final = ("TORCH_SDPA", "CPU_ATTN")
 KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
     "torch_cuda": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_VARLEN"),
-    "reference": _OF_A_CPU,
-    "jax_tpu": _OF_A_CPU,
-    "simulated": _OF_A_CPU,
+    "reference": _CPU_KERNELS,
+    "jax_tpu": _CPU_KERNELS,
+    "simulated": _CPU_KERNELS,
 }
-"""Backend -> what else it may be asked for, by the names that vLLM has. Only torch_cuda has more than its own."""
+"""Backend -> kernel names accepted besides AUTO (vLLM's names). Only torch_cuda has a choice of kernels."""
 
-_ELSEWHERE: Final = (
+_UNSUPPORTED: Final = (
     *("FLEX_ATTENTION", "TREE_ATTN", "PALLAS", "CUSTOM", "NO_ATTENTION", "FLASH_ATTN_DIFFKV"),
     *("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASHMLA", "FLASHMLA_SPARSE"),
     *("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "IPEX"),
 )
-"""Names that vLLM has and no backend here."""
+"""vLLM's kernel names that no backend here supports."""
 
 _FLAG: Final = "--attention-backend"
 
 
 def kernel_name(text: str) -> str:
-    """A kernel's name in capitals. ValueError for one that no backend has."""
+    """Return the kernel name in capitals. Raise ValueError if no backend supports it."""
     name = text.upper()
-    every = (AUTO, *dict.fromkeys(name for names in KERNELS.values() for name in names))
-    if name in _ELSEWHERE:
-        raise ValueError(f"not in this version; use one of {', '.join(every)}, or drop the flag")
-    if name not in every:
-        raise ValueError(f"unknown{did_you_mean(name, every)}; use one of {', '.join(every)}, or drop the flag")
+    known = (AUTO, *dict.fromkeys(name for names in KERNELS.values() for name in names))
+    if name in _UNSUPPORTED:
+        raise ValueError(f"not in this version; use one of {', '.join(known)}, or drop the flag")
+    if name not in known:
+        raise ValueError(f"unknown{did_you_mean(name, known)}; use one of {', '.join(known)}, or drop the flag")
     return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """The attention kernel."""
+    """Attention kernels."""
 
     attention_backend: str | None = option(
         None,
-        "Attention kernel of prefill and mixed steps: auto; with --backend torch_cuda also TRITON_ATTN (its own), "
-        "FLASH_ATTN (FlashAttention 3, of the package flash_attn_interface), FLASHINFER (of the package flashinfer) or "
-        "TORCH_VARLEN (torch's FlashAttention 2, with --block-size 256). Elsewhere TORCH_SDPA and CPU_ATTN mean "
-        "auto.",
+        "Attention kernel for prefill and mixed steps. torch_cuda: TRITON_ATTN (default), FLASH_ATTN "
+        "(FlashAttention 3; needs the package flash_attn_interface), FLASHINFER (needs the package flashinfer) or "
+        "TORCH_VARLEN (FlashAttention 2 in PyTorch; needs --block-size 256). Other backends have one kernel: AUTO, "
+        "TORCH_SDPA or CPU_ATTN.",
         parse=kernel_name,
     )
     attention_config: Mapping[str, Any] = option(
         {},
-        'Attention settings as JSON: {"backend": NAME}, which is --attention-backend.',
+        'Attention settings as JSON; {"backend": NAME} is the same as --attention-backend NAME.',
         aliases=("-ac",),
         parse=json_object,
     )
@@ -64,22 +64,22 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         for key in self.attention_config:
             if key != "backend":
-                raise ConfigError("--attention-config", f"{key} is not supported, only backend is; drop it")
-        stated = self.attention_config.get("backend")
-        if stated is None:
+                raise ConfigError("--attention-config", f"{key} is not supported; drop it (the only key is backend)")
+        name = self.attention_config.get("backend")
+        if name is None:
             return
         if self.attention_backend is not None:
-            raise ConfigError("--attention-config", f"names a backend, and so does {_FLAG}; drop one of both")
+            raise ConfigError("--attention-config", f"backend is also set by {_FLAG}; drop one of them")
         try:
-            kernel_name(str(stated))
+            kernel_name(str(name))
         except ValueError as error:
-            raise ConfigError("--attention-config", f"{stated}: {error}") from None
+            raise ConfigError("--attention-config", f"{name}: {error}") from None
 
     def kernel(self, backend: str) -> str:
-        """The kernel in capitals, AUTO for the backend's own. Raises ConfigError for one that it does not have."""
-        stated = self.attention_config.get("backend")
-        flag = _FLAG if stated is None else "--attention-config"
-        name = kernel_name(str(stated or self.attention_backend or AUTO))
+        """Return the kernel name in capitals; AUTO is the backend's own. Raise ConfigError if unsupported by it."""
+        json_name = self.attention_config.get("backend")
+        flag = _FLAG if json_name is None else "--attention-config"
+        name = kernel_name(str(json_name or self.attention_backend or AUTO))
         if name != AUTO and name not in KERNELS[backend]:
             known = ", ".join((AUTO.lower(), *KERNELS[backend]))
             raise ConfigError(flag, f"{backend} has no {name}; use one of {known}, or drop the flag")

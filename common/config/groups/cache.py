@@ -1,4 +1,4 @@
-"""The KV cache."""
+"""KV cache settings."""
 
 from __future__ import annotations
 
@@ -10,60 +10,73 @@ from pagoda.common.errors import ConfigError
 
 CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 
-_EIGHT_BITS: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
-_NO_MAMBA: Final = "no model served here has such a state"
+_EIGHT_BIT: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+_NO_MAMBA: Final = "no supported model has Mamba layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much memory holds K and V, in which pieces."""
+    """Size and format of the KV cache, and weight offloading."""
 
-    block_size: int | None = option(None, "Tokens per KV block; default: what the backend prefers.")
+    block_size: int | None = option(None, "Tokens per KV cache block, a power of two; default: set by the backend.")
     gpu_memory_utilization: float = option(
         0.9,
-        "Share of a GPU's or TPU's memory to use; --kv-cache-memory-bytes sizes the KV cache of a CPU.",
+        "Fraction of each GPU's or TPU's memory that the engine may use, 0 to 1. On a CPU use "
+        "--kv-cache-memory-bytes instead.",
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Bytes of KV cache (1g, 1G); takes precedence over the share.", parse=human_readable_int
+        None,
+        "Size of the KV cache per device, in bytes (suffixes: 1g, 1G); overrides --gpu-memory-utilization.",
+        parse=human_readable_int,
     )
     swap_space: float = option(
-        4.0, "GiB of host memory for preempted requests.", no_effect="preempted requests are recomputed, not swapped"
+        4.0,
+        "CPU swap space per device for preempted requests, in GiB.",
+        no_effect="preempted requests are recomputed, not swapped",
     )
     cache_dtype: CacheDType = option(
         "auto",
-        "Numbers of the KV cache: auto takes the activations', fp8 is fp8_e4m3, int8 needs --calculate-kv-scales.",
+        "Data type of the KV cache: auto uses the model's data type, fp8 is fp8_e4m3, int8 needs "
+        "--calculate-kv-scales.",
         flag="kv-cache-dtype",
     )
-    num_gpu_blocks_override: int | None = option(None, "Number of KV blocks, whatever fits.")
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of KV cache blocks, instead of the number computed from available memory."
+    )
     enable_prefix_caching: bool | None = option(
-        None, "Keep the KV of finished prompts for requests that share a beginning."
+        None, "Reuse KV blocks of shared prompt prefixes; default: on if the model supports it."
     )
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "builtin", "xxhash", "xxhash_cbor"] = option(
         "sha256",
-        "Hash of prefix blocks.",
-        no_effect="blocks are always named by SHA-256 over a fixed byte form, the same in every process",
+        "Hash algorithm for prefix caching.",
+        no_effect="block hashes are always SHA-256 over a canonical encoding, equal in every process",
     )
     cpu_offload_gb: float = option(
-        0.0, "GiB of the layers' weights that stay in host memory and are copied to the GPU in every step."
+        0.0, "Layer weights to keep in host memory, in GiB; they are copied to the GPU in every step."
     )
     calculate_kv_scales: bool = option(
-        False, "Find a scale for K and for V of each layer of an 8-bit KV cache at start-up; without it they are 1."
+        False,
+        "Calibrate one K and one V scale per layer for an 8-bit KV cache at start-up; otherwise the scales are 1.",
     )
     kv_sharing_fast_prefill: bool = option(
-        False, "Skip prefill of layers that share KV.", no_effect="no model served here shares KV between layers"
+        False,
+        "Skip prefill of layers that share the KV cache of another layer.",
+        no_effect="no supported model shares KV caches between layers",
     )
     mamba_cache_dtype: Literal["auto", "float32", "float16"] = option(
-        "auto", "Numbers of Mamba's caches.", no_effect=_NO_MAMBA
+        "auto", "Data type of Mamba's convolution and SSM state.", no_effect=_NO_MAMBA
     )
     mamba_ssm_cache_dtype: Literal["auto", "float32", "float16"] = option(
-        "auto", "Numbers of Mamba's state.", no_effect=_NO_MAMBA
+        "auto", "Data type of Mamba's SSM state.", no_effect=_NO_MAMBA
     )
-    mamba_block_size: int | None = option(None, "Tokens per block of Mamba's cache.", no_effect=_NO_MAMBA)
+    mamba_block_size: int | None = option(None, "Tokens per block of the Mamba state cache.", no_effect=_NO_MAMBA)
     kv_offloading_size: float | None = option(
-        None, "GiB of host memory for KV blocks.", refused="KV blocks stay on the device; raise --kv-cache-memory-bytes"
+        None,
+        "Host memory for offloaded KV blocks, in GiB.",
+        refused="KV cache offloading is not in this version; raise --kv-cache-memory-bytes",
     )
     kv_offloading_backend: str | None = option(
-        None, "Where KV blocks are offloaded.", no_effect="it matters with --kv-offloading-size only"
+        None, "Backend for KV cache offloading.", no_effect="it applies only with --kv-offloading-size"
     )
 
     def __post_init__(self) -> None:
@@ -72,7 +85,7 @@ class CacheConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("--gpu-memory-utilization", f"{self.gpu_memory_utilization} is not in (0, 1]")
         if not 0.0 <= self.cpu_offload_gb < 1 << 20:
-            raise ConfigError("--cpu-offload-gb", f"{self.cpu_offload_gb} is not a number of GiB; use 0 or more")
+            raise ConfigError("--cpu-offload-gb", f"{self.cpu_offload_gb} is not a size in GiB; use 0 or more")
         for flag, value in (
             ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
@@ -81,23 +94,17 @@ class CacheConfig:
                 raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
 
     def check_scales(self) -> None:
-        """For backends to call. Raises ConfigError when there are scales without use for them, or none where needed."""
-        if self.calculate_kv_scales and self.cache_dtype not in _EIGHT_BITS:
+        """Raise ConfigError if --calculate-kv-scales does not suit the cache's data type. Called by backends."""
+        if self.calculate_kv_scales and self.cache_dtype not in _EIGHT_BIT:
             raise ConfigError(
                 "--calculate-kv-scales",
-                f"a cache of {self.cache_dtype} numbers has no scales; add --kv-cache-dtype fp8 or int8, or drop it",
+                f"a KV cache of data type {self.cache_dtype} has no scales; add --kv-cache-dtype fp8 or int8, or drop "
+                "it",
             )
         if self.cache_dtype == "int8" and not self.calculate_kv_scales:
-            raise ConfigError(
-                "--kv-cache-dtype", "int8 holds nothing of use without scales; add --calculate-kv-scales, or use fp8"
-            )
+            raise ConfigError("--kv-cache-dtype", "int8 needs scales; add --calculate-kv-scales, or use fp8")
 
     @property
-    def is_size_stated(self) -> bool:
-        """Whether the size of the KV cache is stated, in blocks or in bytes."""
+    def has_explicit_size(self) -> bool:
+        """True if the size of the KV cache is set, in blocks or in bytes."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
-
-    @property
-    def prefix_caching(self) -> bool:
-        """On unless switched off."""
-        return self.enable_prefix_caching is not False

@@ -1,4 +1,4 @@
-"""What is compiled or captured before serving."""
+"""CUDA graph and compilation settings."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ GRAPH_MODES: Final[Mapping[str, bool]] = {
     "FULL": True,
     "FULL_AND_PIECEWISE": True,
 }
-"""cudagraph_mode -> whether decode steps are captured. Prefill and mixed steps never are, here."""
+"""cudagraph_mode -> whether decode steps are captured. Prefill and mixed steps never are."""
 
 _SIZES: Final = "cudagraph_capture_sizes"
 _LARGEST: Final = "max_cudagraph_capture_size"
-_HONOURED: Final = (_SIZES, _LARGEST, "cudagraph_mode", "use_cudagraph")
-_OF_TORCH_COMPILE: Final = (
+_GRAPH_KEYS: Final = (_SIZES, _LARGEST, "cudagraph_mode", "use_cudagraph")
+_TORCH_COMPILE_KEYS: Final = (
     *("level", "mode", "backend", "cache_dir", "local_cache_dir", "debug_dump_path", "compile_cache_save_format"),
     *("custom_ops", "splitting_ops", "use_inductor", "use_inductor_graph_partition", "inductor_compile_config"),
     *("inductor_passes", "pass_config", "compile_sizes", "compile_mm_encoder", "dynamic_shapes_config"),
     *("cudagraph_num_of_warmups", "cudagraph_copy_inputs", "cudagraph_specialize_lora"),
 )
-"""Keys of --compilation-config that ask for nothing here: nothing goes through torch.compile."""
+"""Keys of --compilation-config without effect: torch.compile is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilationConfig:
-    """Graphs and compilers."""
+    """CUDA graphs and ahead-of-time compiled XLA programs."""
 
-    enforce_eager: bool = option(False, "Capture no CUDA graphs: less memory, slower decode steps.")
+    enforce_eager: bool = option(False, "Disable CUDA graphs: less memory, slower decode steps.")
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (),
-        "Batch sizes of which torch_cuda captures CUDA graphs; default: 1, 2, 4, every 8th to 256, every 16th above, "
-        "--max-num-seqs.",
+        "Batch sizes for which torch_cuda captures CUDA graphs; default: 1, 2, 4, multiples of 8 to 256, multiples of "
+        "16 above, and --max-num-seqs.",
     )
     max_cudagraph_capture_size: int | None = option(
-        None, "Largest batch size of which torch_cuda captures a CUDA graph; default: --max-num-seqs."
+        None, "Largest batch size for which torch_cuda captures a CUDA graph; default: --max-num-seqs."
     )
     compilation_config: Mapping[str, Any] = option(
         {},
-        "Settings of CUDA graphs as JSON: cudagraph_mode (NONE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; only "
-        "decode steps are captured), cudagraph_capture_sizes, max_cudagraph_capture_size.",
+        "Compilation settings as JSON: cudagraph_mode (NONE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE; only decode "
+        "steps are captured), cudagraph_capture_sizes, max_cudagraph_capture_size.",
         aliases=("-cc",),
         parse=json_object,
     )
     compiled_bundle: str | None = option(
         None,
-        "Folder that pagoda compile --output wrote: start from its programs instead of compiling. Loading it runs what "
-        "is in it, so name only a folder that you trust.",
+        "Directory written by `pagoda compile --output`; jax_tpu loads its compiled programs instead of compiling. "
+        "Loading executes code from it: use trusted directories only.",
     )
     xla_cache_path: str | None = option(
         None,
-        "Folder in which jax_tpu keeps compiled programs for the next start; default: pagoda/xla in the user's cache "
-        "folder; empty: keep none. What is in it is run.",
+        "Directory of jax_tpu's persistent compilation cache; default: pagoda/xla in the user's cache directory; "
+        "empty: none. Loading executes code from it: use trusted directories only.",
     )
     xla_check_recompilation: bool = option(
-        False, "A program that jax_tpu has to compile while serving is an error, not a count in the metrics."
+        False, "Raise an error if jax_tpu compiles a program after start-up, instead of counting it in the metrics."
     )
     optimization_level: int | None = option(
-        None, "0 to 3; also -O0 to -O3.", no_effect="nothing goes through torch.compile, whose effort this is"
+        None, "Optimization level, 0 to 3; also -O0 to -O3.", no_effect="it configures torch.compile, which is not used"
     )
 
     def __post_init__(self) -> None:
@@ -72,8 +72,8 @@ class CompilationConfig:
         for name in (_SIZES, _LARGEST):
             if getattr(self, name) and name in self.compilation_config:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(flag, f"is also in --compilation-config as {name}; give it once")
-        known = (*_HONOURED, *_OF_TORCH_COMPILE)
+                raise ConfigError(flag, f"is also set in --compilation-config as {name}; drop one of them")
+        known = (*_GRAPH_KEYS, *_TORCH_COMPILE_KEYS)
         for key in self.compilation_config:
             if key not in known:
                 raise ConfigError("--compilation-config", f"{key} is unknown{did_you_mean(key, known)}; drop it")
@@ -83,17 +83,17 @@ class CompilationConfig:
         if self.graph_mode not in GRAPH_MODES:
             raise ConfigError(
                 "--compilation-config",
-                f"cudagraph_mode {self.graph_mode} is not supported: a decode step is captured whole or not at all; "
+                f"cudagraph_mode {self.graph_mode} is not supported: decode steps are captured as one graph; "
                 f"use {', '.join(GRAPH_MODES)}",
             )
-        flag, sizes = self._stated(_SIZES)
+        flag, sizes = self._graph_setting(_SIZES)
         if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
-            raise ConfigError(flag, f"{sizes} is no list of positive numbers; give batch sizes such as 1 2 4 8")
-        flag, largest = self._stated(_LARGEST)
+            raise ConfigError(flag, f"{sizes} is not a list of positive integers; give batch sizes such as 1 2 4 8")
+        flag, largest = self._graph_setting(_LARGEST)
         if largest is not None and (type(largest) is not int or largest < 1):
-            raise ConfigError(flag, f"{largest} is not positive; use 1 or more, or --enforce-eager to capture nothing")
+            raise ConfigError(flag, f"{largest} is not positive; use 1 or more, or --enforce-eager for no CUDA graphs")
         if sizes and largest is not None and max(sizes) != largest:
-            raise ConfigError(flag, f"{largest} is not the largest of the sizes stated, {max(sizes)}; drop one of both")
+            raise ConfigError(flag, f"{largest} differs from the largest capture size, {max(sizes)}; drop one of them")
 
     @property
     def graph_mode(self) -> str:
@@ -105,38 +105,38 @@ class CompilationConfig:
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether decode steps are captured where the device can."""
+        """True if decode steps are captured, on devices that support it."""
         return GRAPH_MODES[self.graph_mode] and not self.enforce_eager
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:
-        """Those stated, ascending; empty: the usual ones."""
-        return tuple(sorted(set(self._stated(_SIZES)[1])))
+        """The configured batch sizes, ascending; empty: the backend's default sizes."""
+        return tuple(sorted(set(self._graph_setting(_SIZES)[1])))
 
     @property
     def max_capture_size(self) -> int | None:
-        """The largest to capture, if it is stated."""
-        largest: int | None = self._stated(_LARGEST)[1]
+        """The configured largest batch size to capture."""
+        largest: int | None = self._graph_setting(_LARGEST)[1]
         return largest
 
     @property
-    def without_effect(self) -> tuple[str, ...]:
-        """Keys of --compilation-config that change nothing."""
-        return tuple(key for key in self.compilation_config if key in _OF_TORCH_COMPILE)
+    def ignored_keys(self) -> tuple[str, ...]:
+        """The given keys of --compilation-config that have no effect."""
+        return tuple(key for key in self.compilation_config if key in _TORCH_COMPILE_KEYS)
 
     @property
-    def about_graphs(self) -> tuple[str, ...]:
-        """The flags that say something about CUDA graphs, as they were stated."""
-        stated = {
+    def graph_flags(self) -> tuple[str, ...]:
+        """The given flags that configure CUDA graphs."""
+        given = {
             "--enforce-eager": self.enforce_eager,
             "--cudagraph-capture-sizes": self.cudagraph_capture_sizes,
             "--max-cudagraph-capture-size": self.max_cudagraph_capture_size,
-            "--compilation-config": any(key in _HONOURED for key in self.compilation_config),
+            "--compilation-config": any(key in _GRAPH_KEYS for key in self.compilation_config),
         }
-        return tuple(flag for flag, said in stated.items() if said)
+        return tuple(flag for flag, is_given in given.items() if is_given)
 
-    def _stated(self, name: str) -> tuple[str, Any]:
-        """A setting of graphs, and where it was stated: its flag or the JSON."""
+    def _graph_setting(self, name: str) -> tuple[str, Any]:
+        """Return a CUDA graph setting and the flag that set it: its own or --compilation-config."""
         if name in self.compilation_config:
             return "--compilation-config", self.compilation_config[name]
         return "--" + name.replace("_", "-"), getattr(self, name)

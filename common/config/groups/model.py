@@ -1,4 +1,4 @@
-"""Which model, in which numbers, under which names."""
+"""Settings of the model, its weights, LoRA adapters and multimodal inputs."""
 
 from __future__ import annotations
 
@@ -11,236 +11,282 @@ from pagoda.common.errors import ConfigError
 
 DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
-QUANTIZED_HERE: Final = ("fp8", "fp8_per_channel", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4")
-"""Ways of --quantization that need nothing of the checkpoint: scales are found at start-up, one per output channel, of
-int4 one per 128 inputs of a channel."""
+RUNTIME_QUANTIZATIONS: Final = ("fp8", "fp8_per_channel", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4")
+"""--quantization methods that quantise an unquantised checkpoint while loading, with one scale per output channel
+(int4: one per 128 inputs of a channel)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The model: its files, its numbers, its names."""
+    """The model, its tokenizer and data types."""
 
     model: str = option(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "A local folder, a .gguf file, a hub id, or hub id:QUANT for GGUF.",
+        "Model: a local directory, a .gguf file, a Hugging Face Hub id, or id:QUANT for a GGUF repository.",
     )
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
-        "auto", "What the model is for; auto: as its architecture and its folder say."
+        "auto", "Model runner: generate or pooling; auto: from the architecture and the model's files."
     )
     convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
-        "auto", "Make a pooling model of it; auto: where --runner says so, of the kind that its architecture says."
+        "auto",
+        "Convert the model to a pooling model of this kind; auto: with --runner pooling, the kind that suits the "
+        "architecture.",
     )
-    tokenizer: str | None = option(None, "Folder, file or hub id of the tokenizer, when it is not the model's own.")
+    tokenizer: str | None = option(None, "Tokenizer: a directory, file or Hub id; default: the model's.")
     tokenizer_mode: str = option(
         "auto",
-        "Kind of tokenizer.",
-        refused="tokenizer.json and the tokenizers in GGUF files are read; use auto",
+        "Tokenizer mode.",
+        refused="only tokenizer.json and GGUF tokenizers are supported; use auto",
         accepts=("hf",),
     )
     trust_remote_code: bool = option(
         False,
-        "Run code that comes with a model.",
-        no_effect="no code of a repository is ever run; models are data here",
+        "Trust remote code from the model repository.",
+        no_effect="code from model repositories is never executed",
     )
-    dtype: DType = option("auto", "Numbers of weights and activations; auto takes the checkpoint's.")
-    seed: int = option(0, "Seed of requests that bring none.")
-    hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead of the model's.")
-    revision: str | None = option(None, "Branch, tag or commit of the hub repository.")
+    dtype: DType = option("auto", "Data type of weights and activations; auto: the checkpoint's.")
+    seed: int = option(0, "Random seed for requests that set none.")
+    hf_config_path: str | None = option(None, "Directory or Hub id of the config.json to use instead of the model's.")
+    revision: str | None = option(None, "Model revision on the Hub: branch, tag or commit.")
     code_revision: str | None = option(
-        None, "Branch, tag or commit of the repository's code.", no_effect="no code of a repository is ever run"
+        None,
+        "Revision of the model code on the Hub: branch, tag or commit.",
+        no_effect="code from model repositories is never executed",
     )
-    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer's hub repository.")
+    tokenizer_revision: str | None = option(None, "Tokenizer revision on the Hub: branch, tag or commit.")
     max_model_len: int | None = option(
         None,
-        "Longest prompt plus answer, in tokens (1k = 1000, 1K = 1024); auto or nothing: what model and memory allow.",
+        "Maximum context length (prompt and output), in tokens (suffixes: 1k = 1000, 1K = 1024). auto or unset: the "
+        "model's maximum, reduced to what fits the KV cache.",
         parse=human_readable_int_or_auto,
     )
     allow_long_max_model_len: bool = option(
-        False, "Let --max-model-len exceed the model's positions; answers beyond them may be poor."
+        False, "Allow --max-model-len to exceed the model's maximum; output quality may degrade beyond it."
     )
     quantization: str | None = option(
         None,
-        "How the weights are quantised.",
+        "Quantization method. fp8, int8 and int4 quantise the weights while loading (torch_cuda and jax_tpu).",
         aliases=("-q",),
-        refused="weights are quantised at start-up, by torch_cuda or jax_tpu, or read as they are, which may be from a "
-        "GGUF file; use fp8, int8 or int4, serve a GGUF file of the model, or unquantised weights",
-        accepts=("gguf", *QUANTIZED_HERE),
+        refused="pre-quantised checkpoints are supported as GGUF only; use fp8, int8 or int4, or serve a GGUF file or "
+        "unquantised weights of the model",
+        accepts=("gguf", *RUNTIME_QUANTIZATIONS),
     )
-    max_logprobs: int = option(20, "Most logprobs a request may ask for; -1: the whole vocabulary.")
+    max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
-        "raw_logprobs", "What logprobs hold: logprobs or logits, before or after penalties, masks and temperature."
+        "raw_logprobs",
+        "Content of logprobs: log-probabilities or logits, before (raw) or after (processed) penalties, masks and "
+        "temperature.",
     )
     disable_sliding_window: bool = option(
-        False, "No sliding windows: the longest sequence is cut to the window, and every layer attends to all of it."
+        False, "Disable sliding-window attention and cap the context length at the window size."
     )
-    disable_cascade_attn: bool = option(False, "No cascade attention.", no_effect="there is no cascade attention")
-    skip_tokenizer_init: bool = option(False, "Serve token ids only; load no tokenizer.")
+    disable_cascade_attn: bool = option(
+        False, "Disable cascade attention.", no_effect="cascade attention is never used"
+    )
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer; prompts must be token ids, and outputs are token ids."
+    )
     enable_prompt_embeds: bool = option(
-        False, "Take embeddings as prompts: prompt_embeds in completions, and in prompts of LLM."
+        False, "Accept prompt embeddings: prompt_embeds in completion requests and in prompts of LLM."
     )
-    served_model_name: tuple[str, ...] = option((), "Names the API answers to; the first is echoed.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Model names accepted by the API; the first is used in responses. Default: the value of --model."
+    )
     config_format: str = option(
-        "auto", "Format of the model's configuration.", refused="config.json is read; use hf or auto", accepts=("hf",)
+        "auto",
+        "Format of the model configuration.",
+        refused="only config.json is supported; use hf or auto",
+        accepts=("hf",),
     )
     hf_token: str | None = option(
         None,
-        "Token for gated hub repositories; without a word: the one that is stored.",
+        "Access token for gated Hub repositories; without a value: the token stored by `hf auth login`.",
         optional_value="stored",
     )
     hf_overrides: Mapping[str, Any] = option(
-        {}, "JSON whose keys replace those of config.json; nested objects are merged.", parse=json_object
+        {}, "Overrides of config.json as JSON; nested objects are merged.", parse=json_object
     )
     pooler_config: Mapping[str, Any] = option(
         {},
-        "How a pooling model pools, over what its files say: pooling_type, use_activation, dimensions.",
+        "Overrides of the model's pooling settings as JSON: pooling_type, use_activation, dimensions.",
         parse=json_object,
     )
     logits_processor_pattern: str | None = option(
-        None, "Names of logits processors that requests may use.", refused="requests cannot bring code; drop it"
+        None,
+        "Regular expression of the logits processors that requests may name.",
+        refused="requests cannot name logits processors; drop it",
     )
-    generation_config: str = option("auto", "Folder of generation_config.json; auto: the model's; vllm: none.")
+    generation_config: str = option(
+        "auto", "Directory of generation_config.json; auto: the model's; vllm: none, use the engine's defaults."
+    )
     override_generation_config: Mapping[str, Any] = option(
-        {}, "JSON over the generation config (auto, or a folder), or in place of it (vllm).", parse=json_object
+        {},
+        "Overrides of the generation config as JSON; with --generation-config vllm these are the only defaults.",
+        parse=json_object,
     )
     enable_sleep_mode: bool = option(
-        False,
-        "Let the engine give its GPU memory back and wake up again: LLM.sleep, POST /sleep with --server-dev-mode.",
+        False, "Enable sleep mode, which releases GPU memory: LLM.sleep, or POST /sleep with --server-dev-mode."
     )
     model_impl: str = option(
         "auto",
-        "Whose model code.",
-        refused="models are specs of pagoda's own; use auto",
+        "Model implementation.",
+        refused="only pagoda's own model implementations are used; use auto",
         accepts=("vllm", "pagoda"),
     )
     override_attention_dtype: str | None = option(
-        None, "Numbers of attention.", refused="attention computes in the activations' numbers; set --dtype"
+        None, "Data type of attention.", refused="attention computes in the model's data type; set --dtype"
     )
     logits_processors: tuple[str, ...] = option(
-        (), "Logits processors by qualified name, package.module.Class, or by entry point, run on every request."
+        (), "Logits processors applied to every request, as package.module.Class or entry point names."
     )
     io_processor_plugin: str | None = option(
-        None,
-        "Plugin that turns requests and answers.",
-        refused="no code of other projects reads requests; drop it",
+        None, "IO processor plugin.", refused="IO processor plugins are not in this version; drop it"
     )
-    backend: str = option("auto", "Device backend: reference, torch_cuda, jax_tpu; auto picks by platform.")
+    backend: str = option(
+        "auto", "Device backend: reference (CPU), torch_cuda or jax_tpu; auto: the first that can run on this machine."
+    )
 
     def __post_init__(self) -> None:
         if self.runner == "draft":
-            raise ConfigError("--runner", "draft models are part of speculation, which is not in this version; drop it")
+            raise ConfigError(
+                "--runner", "draft models need speculative decoding, which is not in this version; drop it"
+            )
         if self.max_logprobs < -1:
-            raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the whole vocabulary")
+            raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the vocabulary size")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError("--max-model-len", f"{self.max_model_len} is not a positive number of tokens")
 
     @property
-    def quantized_here(self) -> str | None:
-        """How the weights are quantised at start-up, None when they are taken as they are."""
-        return self.quantization if self.quantization in QUANTIZED_HERE else None
+    def runtime_quantization(self) -> str | None:
+        """The method that quantises the weights while loading; None: the checkpoint's weights are used as they are."""
+        return self.quantization if self.quantization in RUNTIME_QUANTIZATIONS else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names the API answers to."""
+        """The model names accepted by the API."""
         return self.served_model_name or (self.model,)
 
 
-# Where the weights come from and how they are read.
-
 LOAD_FORMATS: Final = ("auto", "safetensors", "pt", "gguf", "sharded_state", "dummy")
-_FOREIGN_FORMATS: Final = {
-    "npcache": "weights are mapped straight from their files, so a numpy copy beside them gains nothing; use pt",
-    "tensorizer": "its files are not read; use the safetensors files they were made from",
-    "runai_streamer": "files are read ahead by threads of the engine's own; use safetensors",
-    "runai_streamer_sharded": "one device reads a whole checkpoint; use safetensors",
-    "fastsafetensors": "files are read ahead by threads of the engine's own; use safetensors",
-    "bitsandbytes": "weights are not quantised while they load; serve a GGUF file of the model",
-    "mistral": "config.json and the weights beside it are read; use auto with the repository's Hugging Face files",
+_UNSUPPORTED_FORMATS: Final = {
+    "npcache": "weights are memory-mapped, so a numpy cache is of no use; use pt",
+    "tensorizer": "tensorizer files are not supported; use the safetensors files that they were made from",
+    "runai_streamer": "files are already read ahead in parallel; use safetensors",
+    "runai_streamer_sharded": "files are already read ahead in parallel; use safetensors",
+    "fastsafetensors": "files are already read ahead in parallel; use safetensors",
+    "bitsandbytes": "bitsandbytes quantisation is not supported; serve a GGUF file of the model",
+    "mistral": "only the Hugging Face format is supported; use auto with the repository's Hugging Face files",
 }
-"""Formats that exist elsewhere, and what to do instead."""
+"""Formats of vLLM -> why they are not supported and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How a checkpoint is found, fetched and read."""
+    """Downloading and loading of model weights."""
 
     load_format: str = option(
         "auto",
-        "Format of the weights: auto looks at the files, sharded_state is of convert, dummy makes random ones.",
-        choices=(*LOAD_FORMATS, *_FOREIGN_FORMATS),
+        "Format of the model weights: auto detects it, sharded_state is the output of `pagoda convert`, dummy uses "
+        "random weights.",
+        choices=(*LOAD_FORMATS, *_UNSUPPORTED_FORMATS),
     )
-    download_dir: str | None = option(None, "Where hub downloads are kept; default: the hub's own cache.")
+    download_dir: str | None = option(None, "Directory for Hub downloads; default: the Hub client's cache.")
     safetensors_load_strategy: Literal["lazy", "eager"] = option(
-        "lazy", "lazy maps files into memory; eager reads each whole, which network file systems like better."
+        "lazy", "lazy: memory-map safetensors files; eager: read each file into memory, faster on network file systems."
     )
     ignore_patterns: tuple[str, ...] = option(
-        ("original/**/*",), "Names or patterns of files in a hub repository that are not fetched."
+        ("original/**/*",), "Glob patterns of Hub repository files that are not downloaded."
     )
     model_loader_extra_config: Mapping[str, Any] = option(
         {},
-        "Settings for the loader of the load format.",
+        "Extra settings of the model loader as JSON.",
         parse=json_object,
-        refused="none of the loaders here takes extra settings; drop it",
+        refused="no loader takes extra settings; drop it",
     )
-    use_tqdm_on_load: bool = option(True, "Show a progress bar while weights load (on a terminal only).")
+    use_tqdm_on_load: bool = option(True, "Show a progress bar while loading weights (on a terminal only).")
     pt_load_map_location: str = option(
         "cpu",
-        "Device that torch .bin files are unpickled onto.",
-        no_effect="torch .bin files are read without unpickling, straight into host memory",
+        "Device onto which PyTorch .bin files are loaded.",
+        no_effect=".bin files are always read into host memory, without unpickling",
     )
 
     def __post_init__(self) -> None:
-        if self.load_format in _FOREIGN_FORMATS:
+        if self.load_format in _UNSUPPORTED_FORMATS:
             raise ConfigError(
-                "--load-format", f"{self.load_format} is not supported: {_FOREIGN_FORMATS[self.load_format]}"
+                "--load-format", f"{self.load_format} is not supported: {_UNSUPPORTED_FORMATS[self.load_format]}"
             )
 
 
-# LoRA adapters.
-
-_NO_LORA: Final = "LoRA adapters are not in this version; merge the adapter into the weights and serve those"
-_LORA_ONLY: Final = "it matters with --enable-lora only"
+NO_LORA: Final = "LoRA adapters are not in this version; merge the adapter into the weights and serve those"
+_LORA_ONLY: Final = "it applies only with --enable-lora"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Adapters over a base model."""
+    """LoRA adapters."""
 
-    enable_lora: bool = option(False, "Serve LoRA adapters.", refused=_NO_LORA)
-    max_loras: int = option(1, "Adapters in one step.", no_effect=_LORA_ONLY)
-    max_lora_rank: int = option(16, "Largest rank.", no_effect=_LORA_ONLY)
-    lora_dtype: Literal["auto", "bfloat16", "float16"] = option("auto", "Numbers of adapters.", no_effect=_LORA_ONLY)
-    max_cpu_loras: int | None = option(None, "Adapters kept in host memory.", no_effect=_LORA_ONLY)
-    fully_sharded_loras: bool = option(False, "Spread adapters fully.", no_effect=_LORA_ONLY)
-    default_mm_loras: Mapping[str, Any] = option({}, "Adapter per kind of media.", parse=json_object, refused=_NO_LORA)
+    enable_lora: bool = option(False, "Enable LoRA adapters.", refused=NO_LORA)
+    max_loras: int = option(1, "Maximum number of LoRA adapters in a batch.", no_effect=_LORA_ONLY)
+    max_lora_rank: int = option(16, "Maximum LoRA rank.", no_effect=_LORA_ONLY)
+    lora_dtype: Literal["auto", "bfloat16", "float16"] = option(
+        "auto", "Data type of LoRA weights.", no_effect=_LORA_ONLY
+    )
+    max_cpu_loras: int | None = option(
+        None, "Maximum number of LoRA adapters cached in host memory.", no_effect=_LORA_ONLY
+    )
+    fully_sharded_loras: bool = option(
+        False, "Shard all LoRA computation over the tensor-parallel devices.", no_effect=_LORA_ONLY
+    )
+    default_mm_loras: Mapping[str, Any] = option(
+        {}, "Default LoRA adapter per modality, as JSON.", parse=json_object, refused=NO_LORA
+    )
 
 
-# Images, audio and video. The models served here read text; the settings are accepted and change nothing.
-
-_TEXT_ONLY: Final = "the models served here read text only"
+_TEXT_ONLY: Final = "the supported models take text only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalConfig:
-    """How media in requests are read."""
+    """Multimodal inputs: images, audio and video."""
 
-    allowed_local_media_path: str = option("", "Folder that requests may read media from.", no_effect=_TEXT_ONLY)
-    allowed_media_domains: tuple[str, ...] = option((), "Domains that media may come from.", no_effect=_TEXT_ONLY)
+    allowed_local_media_path: str = option(
+        "", "Directory from which requests may read local media files.", no_effect=_TEXT_ONLY
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Domains from which media URLs may be fetched.", no_effect=_TEXT_ONLY
+    )
     limit_per_prompt: Mapping[str, Any] = option(
-        {}, "Most items of each kind in a prompt.", flag="limit-mm-per-prompt", parse=json_object, no_effect=_TEXT_ONLY
+        {},
+        "Maximum number of items per modality and prompt, as JSON.",
+        flag="limit-mm-per-prompt",
+        parse=json_object,
+        no_effect=_TEXT_ONLY,
     )
-    enable_mm_embeds: bool = option(
-        False, "Take embeddings of media as input.", refused="the models served here read text only; drop it"
+    enable_mm_embeds: bool = option(False, "Accept multimodal embeddings as input.", refused=f"{_TEXT_ONLY}; drop it")
+    media_io_kwargs: Mapping[str, Any] = option(
+        {}, "Arguments of the media loaders per modality, as JSON.", parse=json_object, no_effect=_TEXT_ONLY
     )
-    media_io_kwargs: Mapping[str, Any] = option({}, "How media are read.", parse=json_object, no_effect=_TEXT_ONLY)
     mm_processor_kwargs: Mapping[str, Any] = option(
-        {}, "Settings of the model's processor.", parse=json_object, no_effect=_TEXT_ONLY
+        {}, "Arguments of the multimodal processor, as JSON.", parse=json_object, no_effect=_TEXT_ONLY
     )
-    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept.", no_effect=_TEXT_ONLY)
-    mm_processor_cache_type: Literal["lru", "shm"] = option("lru", "Kind of that cache.", no_effect=_TEXT_ONLY)
-    mm_shm_cache_max_object_size_mb: int = option(128, "Largest object in that cache.", no_effect=_TEXT_ONLY)
-    mm_encoder_tp_mode: Literal["data", "weights"] = option("weights", "How encoders spread.", no_effect=_TEXT_ONLY)
-    mm_encoder_attn_backend: str | None = option(None, "Attention of the encoders.", no_effect=_TEXT_ONLY)
-    interleave_mm_strings: bool = option(False, "Keep text and media in order.", no_effect=_TEXT_ONLY)
-    skip_mm_profiling: bool = option(False, "Leave encoders out of the memory profile.", no_effect=_TEXT_ONLY)
-    video_pruning_rate: float | None = option(None, "Share of video tokens dropped.", no_effect=_TEXT_ONLY)
-    disable_chunked_mm_input: bool = option(False, "Never split an item over steps.", no_effect=_TEXT_ONLY)
+    mm_processor_cache_gb: float = option(4.0, "Size of the multimodal processor cache, in GiB.", no_effect=_TEXT_ONLY)
+    mm_processor_cache_type: Literal["lru", "shm"] = option(
+        "lru", "Type of the multimodal processor cache.", no_effect=_TEXT_ONLY
+    )
+    mm_shm_cache_max_object_size_mb: int = option(
+        128, "Maximum object size in the shared-memory processor cache, in MiB.", no_effect=_TEXT_ONLY
+    )
+    mm_encoder_tp_mode: Literal["data", "weights"] = option(
+        "weights", "Parallelise multimodal encoders over devices by batch (data) or by weights.", no_effect=_TEXT_ONLY
+    )
+    mm_encoder_attn_backend: str | None = option(
+        None, "Attention backend of multimodal encoders.", no_effect=_TEXT_ONLY
+    )
+    interleave_mm_strings: bool = option(
+        False, "Interleave text and media in the order of the message content.", no_effect=_TEXT_ONLY
+    )
+    skip_mm_profiling: bool = option(False, "Skip multimodal encoders in memory profiling.", no_effect=_TEXT_ONLY)
+    video_pruning_rate: float | None = option(None, "Fraction of video tokens to prune.", no_effect=_TEXT_ONLY)
+    disable_chunked_mm_input: bool = option(
+        False, "Schedule a multimodal item in one step, without chunking.", no_effect=_TEXT_ONLY
+    )

@@ -1,4 +1,4 @@
-"""More than one device: what spreads a model over them, and what this version does not spread says so."""
+"""Distributed execution settings: tensor and data parallelism, nodes; other kinds of parallelism are refused."""
 
 from __future__ import annotations
 
@@ -9,80 +9,125 @@ from typing import Any, Final, Literal
 from pagoda.common.config.fields import json_object, option
 from pagoda.common.errors import ConfigError
 
-_TENSOR_ONLY: Final = "this version splits a model by --tensor-parallel-size alone; use 1"
-_ONE_ENGINE: Final = "one engine drives every copy of --data-parallel-size, on this host's devices; drop it"
-_NO_RANKS: Final = "one engine drives every copy of --data-parallel-size; there are no ranks that meet"
-_OWN_SHARE: Final = "every rank maps the weights into memory and copies its own share only"
-_CP_ONLY: Final = "it matters with contexts split over devices only, which this version does not do"
-_EP_ONLY: Final = "it spreads whole experts; here --tensor-parallel-size splits each of them"
-_DBO_ONLY: Final = "it matters with --enable-dbo only"
+_TENSOR_ONLY: Final = "this version shards a model by --tensor-parallel-size only; use 1"
+_ONE_ENGINE: Final = "one engine drives all --data-parallel-size replicas, on this host's devices; drop it"
+_NO_DP_RANKS: Final = "one engine drives all --data-parallel-size replicas; there are no data-parallel ranks"
+_NO_LIMIT: Final = "each rank memory-maps the weights and copies only its own shard"
+_CP_ONLY: Final = "it applies only to context parallelism, which is not in this version"
+_EP_ONLY: Final = "expert parallelism is not in this version; --tensor-parallel-size shards each expert"
+_DBO_ONLY: Final = "it applies only with --enable-dbo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread over devices and nodes."""
+    """Distributed execution over devices and nodes."""
 
     distributed_executor_backend: Literal["mp", "ray", "uni", "external_launcher"] | None = option(
         None,
-        "How the ranks of torch_cuda are started: mp as processes of this machine, ray as actors of a Ray cluster; "
-        "uni: there is one. By default mp. Other backends drive all devices from one process.",
+        "How torch_cuda starts its tensor-parallel ranks: mp (processes on this machine, the default), ray (actors of "
+        "a Ray cluster) or uni (one rank, in the engine's process). Other backends drive all devices from one process.",
     )
-    tensor_parallel_size: int = option(1, "Devices that share each layer.", aliases=("-tp",))
-    pipeline_parallel_size: int = option(1, "Devices that share the stack.", aliases=("-pp",), refused=_TENSOR_ONLY)
-    decode_context_parallel_size: int = option(1, "Groups per context.", aliases=("-dcp",), refused=_TENSOR_ONLY)
-    prefill_context_parallel_size: int = option(1, "Groups per prefill.", aliases=("-pcp",), refused=_TENSOR_ONLY)
-    data_parallel_size: int = option(1, "Copies of the model that share the requests.", aliases=("-dp",))
+    tensor_parallel_size: int = option(
+        1, "Tensor-parallel size: number of devices each layer is sharded across.", aliases=("-tp",)
+    )
+    pipeline_parallel_size: int = option(
+        1, "Pipeline-parallel size: number of pipeline stages.", aliases=("-pp",), refused=_TENSOR_ONLY
+    )
+    decode_context_parallel_size: int = option(
+        1, "Decode context-parallel size.", aliases=("-dcp",), refused=_TENSOR_ONLY
+    )
+    prefill_context_parallel_size: int = option(
+        1, "Prefill context-parallel size.", aliases=("-pcp",), refused=_TENSOR_ONLY
+    )
+    data_parallel_size: int = option(
+        1, "Data-parallel size: number of model replicas that requests are distributed over.", aliases=("-dp",)
+    )
     data_parallel_rank: int | None = option(
-        None, "This engine's rank.", aliases=("-dpn",), refused=_ONE_ENGINE, accepts=(0,)
+        None, "Data-parallel rank of this engine.", aliases=("-dpn",), refused=_ONE_ENGINE, accepts=(0,)
     )
     data_parallel_start_rank: int | None = option(
-        None, "First rank on this node.", aliases=("-dpr",), refused=_ONE_ENGINE, accepts=(0,)
+        None, "First data-parallel rank on this node.", aliases=("-dpr",), refused=_ONE_ENGINE, accepts=(0,)
     )
     data_parallel_size_local: int | None = option(
-        None, "Engines on this node.", aliases=("-dpl",), refused=_ONE_ENGINE, accepts=(1,)
+        None, "Number of data-parallel replicas on this node.", aliases=("-dpl",), refused=_ONE_ENGINE, accepts=(1,)
     )
-    data_parallel_address: str | None = option(None, "The head node's address.", aliases=("-dpa",), no_effect=_NO_RANKS)
-    data_parallel_rpc_port: int | None = option(None, "Port of the ranks.", aliases=("-dpp",), no_effect=_NO_RANKS)
-    data_parallel_backend: Literal["mp", "ray"] = option("mp", "Launcher.", aliases=("-dpb",), no_effect=_NO_RANKS)
-    data_parallel_hybrid_lb: bool = option(False, "Balance local ranks only.", aliases=("-dph",), refused=_ONE_ENGINE)
-    data_parallel_external_lb: bool = option(False, "Balance nothing.", aliases=("-dpe",), refused=_ONE_ENGINE)
-    enable_expert_parallel: bool = option(False, "Spread experts.", aliases=("-ep",), no_effect=_EP_ONLY)
-    all2all_backend: str | None = option(None, "Exchange of tokens between experts.", no_effect=_EP_ONLY)
-    enable_dbo: bool = option(False, "Overlap two micro-batches.", refused="a step is not cut in two here; drop it")
-    ubatch_size: int = option(0, "Micro-batches.", no_effect=_DBO_ONLY)
-    dbo_decode_token_threshold: int = option(32, "Tokens from which decode splits.", no_effect=_DBO_ONLY)
-    dbo_prefill_token_threshold: int = option(512, "Tokens from which prefill splits.", no_effect=_DBO_ONLY)
-    disable_nccl_for_dp_synchronization: bool = option(False, "Synchronise ranks on the host.", no_effect=_NO_RANKS)
-    enable_eplb: bool = option(False, "Rebalance experts while serving.", no_effect=_EP_ONLY)
+    data_parallel_address: str | None = option(
+        None, "Address of the data-parallel head node.", aliases=("-dpa",), no_effect=_NO_DP_RANKS
+    )
+    data_parallel_rpc_port: int | None = option(
+        None, "Port for data-parallel RPC.", aliases=("-dpp",), no_effect=_NO_DP_RANKS
+    )
+    data_parallel_backend: Literal["mp", "ray"] = option(
+        "mp", "Launcher of data-parallel ranks.", aliases=("-dpb",), no_effect=_NO_DP_RANKS
+    )
+    data_parallel_hybrid_lb: bool = option(
+        False, "Load-balance over the local data-parallel ranks only.", aliases=("-dph",), refused=_ONE_ENGINE
+    )
+    data_parallel_external_lb: bool = option(
+        False, "Leave load balancing over data-parallel ranks to the caller.", aliases=("-dpe",), refused=_ONE_ENGINE
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "Use expert parallelism instead of tensor parallelism for MoE layers.",
+        aliases=("-ep",),
+        no_effect=_EP_ONLY,
+    )
+    all2all_backend: str | None = option(
+        None, "All-to-all backend of expert-parallel communication.", no_effect=_EP_ONLY
+    )
+    enable_dbo: bool = option(
+        False, "Enable dual batch overlap.", refused="dual batch overlap is not in this version; drop it"
+    )
+    ubatch_size: int = option(0, "Number of microbatches.", no_effect=_DBO_ONLY)
+    dbo_decode_token_threshold: int = option(
+        32, "Minimum tokens of a decode batch for dual batch overlap.", no_effect=_DBO_ONLY
+    )
+    dbo_prefill_token_threshold: int = option(
+        512, "Minimum tokens of a prefill batch for dual batch overlap.", no_effect=_DBO_ONLY
+    )
+    disable_nccl_for_dp_synchronization: bool = option(
+        False, "Synchronise data-parallel ranks over Gloo instead of NCCL.", no_effect=_NO_DP_RANKS
+    )
+    enable_eplb: bool = option(False, "Enable expert-parallel load balancing (EPLB).", no_effect=_EP_ONLY)
     eplb_config: Mapping[str, Any] = option(
-        {}, "Settings of the expert balancer as JSON.", parse=json_object, no_effect=_EP_ONLY
+        {}, "Settings of expert-parallel load balancing as JSON.", parse=json_object, no_effect=_EP_ONLY
     )
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
-        "linear", "Which experts go to which rank.", no_effect=_EP_ONLY
+        "linear", "Placement of experts on expert-parallel ranks.", no_effect=_EP_ONLY
     )
-    max_parallel_loading_workers: int | None = option(None, "Workers that load at once.", no_effect=_OWN_SHARE)
+    max_parallel_loading_workers: int | None = option(
+        None, "Maximum number of workers that load weights at the same time.", no_effect=_NO_LIMIT
+    )
     ray_workers_use_nsight: bool = option(
         False,
-        "Profile Ray workers.",
-        no_effect="ranks are not profiled; run nsys around the server, which follows the processes that mp starts",
+        "Profile Ray workers with Nsight Systems.",
+        no_effect="Ray actors are not profiled; run nsys around the server, which covers the processes of mp",
     )
     disable_custom_all_reduce: bool = option(
-        False, "Reduce with NCCL.", no_effect="there is none: NCCL reduces over GPUs, XLA over TPUs"
+        False,
+        "Disable the custom all-reduce kernel and use NCCL.",
+        no_effect="there is no custom all-reduce kernel: GPUs use NCCL, TPUs use XLA",
     )
     worker_cls: str = option(
         "auto",
-        "Class of the worker.",
-        refused="backends stand in place of workers; name one with --backend",
+        "Worker class.",
+        refused="worker classes are not supported; name a device backend with --backend",
     )
     worker_extension_cls: str = option(
-        "", "Class mixed into the worker.", refused="there is no worker class to extend; use --additional-config"
+        "",
+        "Worker extension class.",
+        refused="worker extensions are not supported; use --plugins with --additional-config",
     )
-    master_addr: str = option("127.0.0.1", "Address of host 0, where several hosts meet.")
-    master_port: int = option(29501, "Port of host 0, where several hosts meet; the one after it is used too.")
-    nnodes: int = option(1, "Hosts that share the model.", aliases=("-n",))
-    node_rank: int = option(0, "This host's number; host 0 takes the requests.", aliases=("-r",))
-    dcp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
-    cp_kv_cache_interleave_size: int = option(1, "Tokens per turn in context parallelism.", no_effect=_CP_ONLY)
+    master_addr: str = option("127.0.0.1", "Address of node 0 in a multi-node deployment.")
+    master_port: int = option(29501, "Port on node 0 in a multi-node deployment; the following port is used too.")
+    nnodes: int = option(1, "Number of nodes that one model is sharded over.", aliases=("-n",))
+    node_rank: int = option(0, "Rank of this node; node 0 receives the requests.", aliases=("-r",))
+    dcp_kv_cache_interleave_size: int = option(
+        1, "KV cache interleave size of decode context parallelism, in tokens.", no_effect=_CP_ONLY
+    )
+    cp_kv_cache_interleave_size: int = option(
+        1, "KV cache interleave size of context parallelism, in tokens.", no_effect=_CP_ONLY
+    )
 
     def __post_init__(self) -> None:
         for name, size in (("tensor", self.tensor_parallel_size), ("data", self.data_parallel_size)):
@@ -91,13 +136,15 @@ class ParallelConfig:
         if self.distributed_executor_backend == "external_launcher":
             raise ConfigError(
                 "--distributed-executor-backend",
-                "external_launcher is not supported: the engine starts its ranks itself; start one process, with mp",
+                "external_launcher is not supported: the engine starts its ranks itself; start one process and use mp",
             )
         if self.data_parallel_size_local not in (None, self.data_parallel_size):
-            raise ConfigError("--data-parallel-size-local", f"all {self.data_parallel_size} copies are here; drop it")
+            raise ConfigError(
+                "--data-parallel-size-local", f"all {self.data_parallel_size} replicas run on this node; drop it"
+            )
         if self.nnodes < 1:
             raise ConfigError("--nnodes", f"{self.nnodes} is not positive; use 1 or more")
         if self.node_rank < 0:
-            raise ConfigError("--node-rank", f"{self.node_rank} is negative; use 0 for the host that takes requests")
+            raise ConfigError("--node-rank", f"{self.node_rank} is negative; use 0 for the node that receives requests")
         if not 0 < self.master_port < 65535:
-            raise ConfigError("--master-port", f"{self.master_port} and the next are not both ports; use 1 to 65534")
+            raise ConfigError("--master-port", f"{self.master_port} or the following port is invalid; use 1 to 65534")

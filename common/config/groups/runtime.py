@@ -1,4 +1,4 @@
-"""How the engine runs as a process: its sockets, how long it may be silent, which cores compute."""
+"""Settings of the engine process: sockets, timeouts, CPU affinity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagoda.common.errors import ConfigError
 
 ANY_CORE: Final = ("auto", "all", "nobind")
 HEARTBEAT_MS: Final = 1000
-"""An engine says that it lives this often."""
+"""Interval of the engine process's heartbeats."""
 
 
 def core_list(text: str) -> str:
-    """A word of ANY_CORE, or a list of core numbers such as 0-3,8. Raises ValueError."""
+    """Return `text` in lower case if it is in ANY_CORE or a core list such as 0-3,8. Raise ValueError otherwise."""
     word = text.strip().lower()
     if word not in ANY_CORE:
         _cores(word)
@@ -23,36 +23,35 @@ def core_list(text: str) -> str:
 
 def _cores(text: str) -> frozenset[int]:
     if "|" in text:
-        raise ValueError("one list per process, and this version runs one; leave out what follows the |")
-    found: set[int] = set()
+        raise ValueError("this version runs one process on the CPU; give one core list, without |")
+    cores: set[int] = set()
     for piece in text.split(","):
         first, dash, last = piece.partition("-")
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
-            raise ValueError(f"{piece!r} is no core number or range; write 0-3,8 or one of {', '.join(ANY_CORE)}")
+            raise ValueError(f"{piece!r} is not a core number or range; use 0-3,8 or one of {', '.join(ANY_CORE)}")
         span = range(int(first), int(last or first) + 1)
         if not span:
-            raise ValueError(f"{piece!r} runs backwards")
-        found.update(span)
-    return frozenset(found)
+            raise ValueError(f"{piece!r} is an empty range; put the smaller number first")
+        cores.update(span)
+    return frozenset(cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """The engine's process and threads."""
+    """The engine process and its threads."""
 
     rpc_base_path: str | None = option(
-        None, "Folder in which the engine's sockets are made; default: the system's folder for temporary files."
+        None, "Directory of the engine's Unix sockets; default: the system's temporary directory."
     )
     rpc_timeout: int = option(
-        15_000, "Milliseconds without a sign of life after which the engine counts as dead; it gives one every second."
+        15_000, "Milliseconds without a heartbeat (sent every second) after which the engine is considered dead."
     )
     engine_iteration_timeout_s: float = option(
-        600.0, "Seconds that one step may take; an engine that takes longer counts as stuck."
+        600.0, "Maximum duration of one step, in seconds; an engine that exceeds it is considered hung."
     )
     cpu_omp_threads_bind: str = option(
         "auto",
-        "Cores that the CPU backend's threads are pinned to, such as 0-3,8; "
-        "auto, all, nobind: any core this process may use.",
+        "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8; auto, all or nobind: no pinning.",
         parse=core_list,
     )
 
@@ -71,5 +70,5 @@ class RuntimeConfig:
 
     @property
     def cores(self) -> frozenset[int] | None:
-        """The cores to pin threads to; None: any."""
+        """The cores to pin threads to; None: no pinning."""
         return None if self.cpu_omp_threads_bind in ANY_CORE else _cores(self.cpu_omp_threads_bind)

@@ -1,4 +1,4 @@
-"""How work is handed out, step by step."""
+"""Scheduler settings."""
 
 from __future__ import annotations
 
@@ -8,31 +8,46 @@ from typing import Final, Literal
 from pagoda.common.config.fields import human_readable_int, option
 from pagoda.common.errors import ConfigError
 
-_NO_LIMIT: Final = "every prompt that fits a step takes part; use --long-prefill-token-threshold to hold one back"
+_NO_LIMIT: Final = "partial prefills are limited by tokens, not by number; use --long-prefill-token-threshold"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The scheduler's limits; what nobody says follows from platform and model."""
+    """Batch limits and scheduling policy."""
 
-    max_num_batched_tokens: int | None = option(None, "Most tokens in one step (2k, 2K).", parse=human_readable_int)
-    max_num_seqs: int | None = option(None, "Most sequences in one step.")
-    max_num_queued_reqs: int | None = option(
-        None, "Most answers of a server under way, running or waiting; what comes beyond is answered 429, to try later."
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Maximum number of tokens per step (suffixes: 2k, 2K); default: by platform and use.",
+        parse=human_readable_int,
     )
-    max_num_partial_prefills: int = option(1, "Most prompts in parts at once.", refused=_NO_LIMIT)
-    max_long_partial_prefills: int = option(1, "Most long prompts in parts at once.", refused=_NO_LIMIT)
-    long_prefill_token_threshold: int = option(0, "Most tokens of one prompt in one step; 0: no such limit.")
-    policy: Literal["fcfs", "priority"] = option("fcfs", "Order of the waiting queue.", flag="scheduling-policy")
-    enable_chunked_prefill: bool | None = option(None, "Split long prompts over steps.")
+    max_num_seqs: int | None = option(None, "Maximum number of sequences per step; default: by platform and use.")
+    max_num_queued_reqs: int | None = option(
+        None,
+        "Maximum in-flight sequences (running + queued); further requests get HTTP 429. Default: unlimited.",
+    )
+    max_num_partial_prefills: int = option(1, "Maximum number of concurrent partial prefills.", refused=_NO_LIMIT)
+    max_long_partial_prefills: int = option(
+        1, "Maximum number of concurrent partial prefills of long prompts.", refused=_NO_LIMIT
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Maximum tokens of one prompt per step, for chunked prefill; 0: unlimited."
+    )
+    policy: Literal["fcfs", "priority"] = option(
+        "fcfs",
+        "Scheduling policy: fcfs (first come, first served) or priority (lower values first, then arrival time).",
+        flag="scheduling-policy",
+    )
+    enable_chunked_prefill: bool | None = option(
+        None, "Split the prefill of long prompts over several steps; default: on if the model supports it."
+    )
     scheduler_cls: str | None = option(
-        None, "Scheduler by qualified name, package.module.Class, in place of the engine's own."
+        None, "Scheduler class to use, as package.module.Class or entry point name; default: the built-in scheduler."
     )
     disable_hybrid_kv_cache_manager: bool = option(
-        False, "One KV group for all layers: layers with a window keep everything, and one block table serves all."
+        False, "Allocate the same KV blocks for all layers; sliding-window layers then keep blocks outside the window."
     )
-    async_scheduling: bool = option(True, "Plan the next step while one runs.")
-    stream_interval: int = option(1, "Tokens between two messages of a stream; the first token never waits.")
+    async_scheduling: bool = option(True, "Schedule the next step while the current one runs.")
+    stream_interval: int = option(1, "Tokens per streamed event; the first token is sent immediately.")
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -47,10 +62,5 @@ class SchedulerConfig:
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 "--long-prefill-token-threshold",
-                f"{self.long_prefill_token_threshold} is negative; use 0 for no such limit",
+                f"{self.long_prefill_token_threshold} is negative; use 0 for unlimited",
             )
-
-    @property
-    def chunked_prefill(self) -> bool:
-        """On unless switched off."""
-        return self.enable_chunked_prefill is not False

@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from pagoda.common.config.groups.commands import is_address
+from pagoda.common.config.commands import is_address
 from pagoda.common.errors import ConfigError, PagodaError
 
 TIMEOUT_SECONDS: Final = 600.0

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import ASGIApp
 
+from pagoda.common.config.commands import OWN_SETTINGS, BatchConfig
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.commands import OWN_SETTINGS, BatchConfig
 from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.config.settings import ENGINE_SETTINGS, Settled, build
+from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.cli.batch.io import BatchOutput, count_requests, open_source, shown
 from pagoda.server.cli.batch.lines import BatchFile, Line, resumed
 from pagoda.server.core_client.start import check_start, start_engine
 from pagoda.server.parsers.registry import check_formats
-from pagoda.server.settings.args import AsyncEngineArgs, settle_all
+from pagoda.server.settings.args import AsyncEngineArgs, resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights.
 
     The batch's files are not opened: the input may be a download, and an open output file is locked against other runs.
@@ -88,10 +88,10 @@ def configurations(args: argparse.Namespace) -> tuple[EngineConfig, BatchConfig,
     return engine, batch, server
 
 
-def _prepared(args: argparse.Namespace) -> tuple[Settled, EngineConfig, BatchConfig, ServerConfig]:
-    settled = settle_all(args, ENGINE_SETTINGS, SETTINGS)
+def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, BatchConfig, ServerConfig]:
+    settled = resolve_settings(args, ENGINE_SETTINGS, SETTINGS)
     configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()))
-    engine = AsyncEngineArgs.from_settled(settled).create_engine_config()
+    engine = AsyncEngineArgs.from_resolved(settled).create_engine_config()
     batch = build(BatchConfig, settled.values, SETTINGS.values())
     server = build(ServerConfig, settled.values, SETTINGS.values())
     check_formats(engine, server)

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pagoda.common.config.groups.bench import LatencyConfig
-from pagoda.common.config.settings import Settled
+from pagoda.common.config.settings import ResolvedSettings
 from pagoda.server.cli.bench.offline import (
     add_load_arguments,
     check_fits,
@@ -34,14 +34,14 @@ def add_arguments(parser: FlagParser) -> None:
     add_load_arguments(parser, COMMAND)
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     return check_load(args, COMMAND, LatencyConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
     load, settled = settle_load(args, COMMAND, LatencyConfig)
-    llm = start_llm(EngineArgs.from_settled(settled))
+    llm = start_llm(EngineArgs.from_resolved(settled))
     params = sampling_params(load)
     try:
         check_fits(llm, load)

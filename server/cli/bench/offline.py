@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.groups.bench import LatencyConfig, ThroughputConfig
-from pagoda.common.config.groups.commands import OWN_SETTINGS
-from pagoda.common.config.settings import ENGINE_SETTINGS, Settled, build
+from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
-from pagoda.server.settings.args import EngineArgs, settle_all
+from pagoda.server.settings.args import EngineArgs, resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import check_engine
@@ -31,22 +31,22 @@ def add_load_arguments(parser: FlagParser, command: str) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, Settled]:
+def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, ResolvedSettings]:
     """Return the load and all settings. Raises ConfigError."""
     own = OWN_SETTINGS[command]
-    settled = settle_all(args, ENGINE_SETTINGS, own)
+    settled = resolve_settings(args, ENGINE_SETTINGS, own)
     return build(config, settled.values, own.values()), settled
 
 
 def check_load(
     args: argparse.Namespace, command: str, config: type[LoadT], usage: Usage = "llm"
-) -> tuple[Settled, Resolved]:
+) -> tuple[ResolvedSettings, Resolved]:
     """Return the settings and the resolved engine.
 
     Raises every error that the benchmark raises before it loads a model.
     """
     _, settled = settle_load(args, command, config)
-    return settled, check_engine(EngineArgs.from_settled(settled).create_engine_config(), usage, settled.sources)
+    return settled, check_engine(EngineArgs.from_resolved(settled).create_engine_config(), usage, settled.sources)
 
 
 def start_llm(engine_args: EngineArgs) -> LLM:

@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 from tqdm import tqdm
 
+from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.env import CLIENT_API_KEY
 from pagoda.common.config.groups.bench import ServeLoadConfig
-from pagoda.common.config.groups.commands import OWN_SETTINGS
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.settings import build
 from pagoda.common.errors import ConfigError, PagodaError
@@ -29,7 +29,7 @@ from pagoda.server.cli.bench.offline import ordinary_tokens, write_results
 from pagoda.server.cli.bench.report import detailed, figures, report
 from pagoda.server.cli.http_client import ApiClient, ApiError
 from pagoda.server.processing.inputs import open_tokenizer
-from pagoda.server.settings.args import settle_flags
+from pagoda.server.settings.args import resolve_flags
 from pagoda.server.settings.flags import FlagParser, add_settings
 
 SETTINGS: Final = OWN_SETTINGS["bench serve"]
@@ -50,7 +50,7 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 1 if a request failed. Raises ApiError if the server is unreachable."""
-    config: ServeLoadConfig = build(ServeLoadConfig, settle_flags(args, SETTINGS), SETTINGS.values())
+    config: ServeLoadConfig = build(ServeLoadConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
     key = CLIENT_API_KEY.read()
     name, source = _model(config, key)
     asks = make_asks(config, name, _tokenizer(source))
@@ -125,7 +125,7 @@ def _body(config: ServeLoadConfig, model: str, prompt: list[int], tokenizer: Tok
     }
     if config.ignore_eos:
         body["ignore_eos"] = True
-    if not config.chats:
+    if not config.is_chat:
         return body | {"prompt": prompt, "max_tokens": length}
     text = tokenizer.decode(prompt)
     return body | {"messages": [{"role": "user", "content": text}], "max_completion_tokens": length}

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from pagoda.common.config.env import API_KEY
 from pagoda.common.config.groups.bench import StartupConfig
-from pagoda.common.config.settings import ENGINE_SETTINGS, Settled
+from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings
 from pagoda.common.errors import PagodaError
 from pagoda.server.cli.bench.offline import add_load_arguments, check_load, settle_load, write_results
 from pagoda.server.cli.http_client import ApiClient, ApiError
@@ -42,14 +42,14 @@ def add_arguments(parser: FlagParser) -> None:
     add_load_arguments(parser, COMMAND)
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     return check_load(args, COMMAND, StartupConfig, "server")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
     load, settled = settle_load(args, COMMAND, StartupConfig)
-    EngineArgs.from_settled(settled)  # raises on unusable settings before a server is started
+    EngineArgs.from_resolved(settled)  # raises on unusable settings before a server is started
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         settings = Path(folder, "settings.yaml")
         settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def engine_settings(settled: Settled) -> dict[str, Any]:
+def engine_settings(settled: ResolvedSettings) -> dict[str, Any]:
     """Return the given engine settings in the form of `serve --config`."""
     return {
         name.replace("_", "-"): settled.values[name]

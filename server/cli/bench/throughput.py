@@ -7,7 +7,7 @@ import time
 from typing import Final
 
 from pagoda.common.config.groups.bench import ThroughputConfig
-from pagoda.common.config.settings import Settled
+from pagoda.common.config.settings import ResolvedSettings
 from pagoda.server.cli.bench.offline import (
     add_load_arguments,
     check_fits,
@@ -29,14 +29,14 @@ def add_arguments(parser: FlagParser) -> None:
     add_load_arguments(parser, COMMAND)
 
 
-def check(args: argparse.Namespace) -> tuple[Settled, Resolved]:
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     return check_load(args, COMMAND, ThroughputConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
     load, settled = settle_load(args, COMMAND, ThroughputConfig)
-    llm = start_llm(EngineArgs.from_settled(settled))
+    llm = start_llm(EngineArgs.from_resolved(settled))
     try:
         check_fits(llm, load)
         prompts = random_prompts(llm, load.num_prompts, load.input_len, llm.llm_engine.config.model.seed)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, runs_ranks, spread
 from pagoda.common.config import env
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, DoctorConfig
+from pagoda.common.config.commands import COMMAND_SETTINGS, DoctorConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import from_environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS, DoctorConfig
+from pagoda.common.config.commands import COMMAND_SETTINGS, DoctorConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.doctor.checks import (
     Check,
@@ -25,7 +25,7 @@ from pagoda.server.cli.doctor.checks import (
     spreading,
 )
 from pagoda.server.redact import Redactor
-from pagoda.server.settings.args import settle_all
+from pagoda.server.settings.args import resolve_settings
 from pagoda.server.settings.flags import FlagParser, add_settings
 
 CHECKS: Final[tuple[Check, ...]] = (
@@ -43,7 +43,7 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line per finding. Returns 1 if something would prevent the server from starting."""
-    config: DoctorConfig = build(DoctorConfig, settle_all(args, SETTINGS).values, SETTINGS.values())
+    config: DoctorConfig = build(DoctorConfig, resolve_settings(args, SETTINGS).values, SETTINGS.values())
     redact = Redactor()
     findings: list[Finding] = []
     for check in CHECKS:

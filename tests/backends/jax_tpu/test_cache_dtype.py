@@ -133,9 +133,9 @@ def test_the_budget_of_a_smaller_cache(tmp_path: Path) -> None:
 def test_refusals_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype: int8 .* add --calculate-kv-scales, or use fp8"):
         cache_dtype(CacheConfig(cache_dtype="int8"), jnp.dtype("bfloat16"), None)
-    with pytest.raises(ConfigError, match="--calculate-kv-scales: a cache of bfloat16 numbers has no scales"):
+    with pytest.raises(ConfigError, match="--calculate-kv-scales: a KV cache of data type bfloat16 has no scales"):
         cache_dtype(CacheConfig(cache_dtype="bfloat16", calculate_kv_scales=True), jnp.dtype("bfloat16"), None)
-    with pytest.raises(ConfigError, match="--calculate-kv-scales: a cache of auto numbers has no scales"):
+    with pytest.raises(ConfigError, match="--calculate-kv-scales: a KV cache of data type auto has no scales"):
         Driver(SPEC, cache=CacheConfig(calculate_kv_scales=True))
     int8 = CacheConfig(cache_dtype="int8", calculate_kv_scales=True)
     with pytest.raises(ConfigError, match="--kv-cache-dtype: v7x has no int8; use fp8"):

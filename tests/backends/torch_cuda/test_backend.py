@@ -317,8 +317,8 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
     [
         (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: fp8_e5m2 is not stored by torch_cuda; use auto, fp8"),
         (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: bfloat16 is not stored"),
-        (CacheConfig(cache_dtype="int8"), "--kv-cache-dtype: int8 holds nothing of use without scales"),
-        (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a cache of auto numbers has no scales"),
+        (CacheConfig(cache_dtype="int8"), "--kv-cache-dtype: int8 needs scales"),
+        (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a KV cache of data type auto has no scales"),
     ],
 )
 def test_a_cache_that_cannot_be_had(cache: CacheConfig, error: str) -> None:

@@ -51,12 +51,12 @@ def test_flags_choose_what_is_captured(said: dict, captured: tuple[int, ...]) ->
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        ({"cudagraph_capture_sizes": (0,)}, "--cudagraph-capture-sizes: .* is no list of positive numbers"),
+        ({"cudagraph_capture_sizes": (0,)}, "--cudagraph-capture-sizes: .* is not a list of positive integers"),
         ({"max_cudagraph_capture_size": 0}, "--max-cudagraph-capture-size: 0 is not positive"),
         ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "PIECEWISE is not supported: .*; use NONE, FULL"),
         ({"compilation_config": {"cudagraph_capture_size": [1]}}, "unknown; did you mean cudagraph_capture_sizes"),
         ({"compilation_config": {"max_cudagraph_capture_size": "8"}}, "--compilation-config: 8 is not positive"),
-        ({"cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8}, "8 is not the largest of the sizes"),
+        ({"cudagraph_capture_sizes": (4,), "max_cudagraph_capture_size": 8}, "8 differs from the largest capture size"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(said: dict, error: str) -> None:

@@ -71,7 +71,7 @@ def test_the_table(platform: Platform, llm: tuple[int, int], server: tuple[int, 
 
 def test_devices_are_named_where_they_count() -> None:
     rows = [resolved(Platform(kind, world_size=3)).rows[1] for kind in ("cpu", "cuda", "tpu")]
-    assert [row.why.removeprefix("for an API server on a ") for row in rows] == ["CPU times 3 devices", "GPU", "TPU"]
+    assert [row.reason.removeprefix("for an API server on a ") for row in rows] == ["CPU times 3 devices", "GPU", "TPU"]
 
 
 @pytest.mark.setting("--max-num-batched-tokens", "--max-num-seqs", "--max-model-len", "--enable-chunked-prefill")
@@ -103,18 +103,18 @@ def test_clamps_come_in_order_and_spare_what_was_stated(
         ({}, "max_num_batched_tokens", "for an API server on a GPU (NVIDIA H100 80GB HBM3) with 80 GiB"),
         ({"max_num_seqs": 1}, "max_num_batched_tokens", "max_num_seqs * max_model_len, below the default 8192"),
         ({"max_num_batched_tokens": 8}, "max_num_seqs", "max_num_batched_tokens, below the default 1024"),
-        ({}, "max_model_len", "the model's positions, if the KV cache holds as many"),
-        ({}, "enable_prefix_caching", "the model supports it"),
+        ({}, "max_model_len", "the model's maximum context length, if the KV cache is large enough"),
+        ({}, "enable_prefix_caching", "supported"),
     ],
 )
 def test_reasons(settings: dict[str, Any], name: str, why: str) -> None:
-    assert row(resolved(**settings), name).why == why
+    assert row(resolved(**settings), name).reason == why
 
 
 def test_reason_of_a_budget_for_whole_prompts() -> None:
     found = resolved(model=ModelLimits(32768), enable_chunked_prefill=False)
-    why = row(found, "max_num_batched_tokens").why
-    assert why == "max_model_len, above the default 8192, as prompts are not split"
+    why = row(found, "max_num_batched_tokens").reason
+    assert why == "max_model_len, above the default 8192, without chunked prefill"
 
 
 @pytest.mark.setting("--enable-chunked-prefill", "--enable-prefix-caching")
@@ -135,7 +135,7 @@ def test_plain_architectures_have_neither(architecture: str, caplog: pytest.LogC
     found = limits(platform, enable_prefix_caching=True)
     assert (found.chunked_prefill, found.prefix_caching) == (False, False)
     assert [record.getMessage() for record in caplog.records] == [
-        f"--enable-prefix-caching: off, because this CPU is a {architecture}"
+        f"--enable-prefix-caching: disabled, not supported on {architecture} CPUs"
     ]
     both = limits(Platform("cpu", device_name="aarch64"))
     assert (both.chunked_prefill, both.prefix_caching) == (True, True)
@@ -146,12 +146,12 @@ def test_plain_architectures_have_neither(architecture: str, caplog: pytest.LogC
     [
         (
             {"max_model_len": 4097},
-            "--max-model-len: 4097 exceeds the model's positions, 4096; use 4096 or less",
+            "--max-model-len: 4097 exceeds the model's maximum context length, 4096; use 4096 or less",
         ),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, r"8 is below --max-num-seqs 9; raise it to 9"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 4095},
-            r"4095 cannot hold a prompt of 4096 tokens without chunked prefill; raise it to 4096",
+            r"4095 is too small for a prompt of 4096 tokens without chunked prefill; raise it to 4096",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_length_beyond_the_model_needs_to_be_allowed(
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     with caplog.at_level(logging.WARNING):
         assert limits(max_model_len=5000).max_model_len == 5000
-    assert "--max-model-len: 5000 exceeds the model's positions, 4096" in caplog.text
+    assert "--max-model-len: 5000 exceeds the model's maximum context length, 4096" in caplog.text
     with pytest.raises(ConfigError, match=r"use 4096 or less$"):
         resolved(model=ModelLimits(4096, extensible=False), max_model_len=5000)
 

@@ -32,8 +32,8 @@ def test_every_row_says_what_becomes_of_it() -> None:
     assert len(names) == len(set(names))
     for variable in env.VARIABLES:
         assert variable.help.endswith("."), variable.name
-        assert bool(variable.why) == (variable.status != "implemented"), variable.name
-        assert variable.becomes is None or variable.status == "implemented", variable.name
+        assert bool(variable.reason) == (variable.status != "implemented"), variable.name
+        assert variable.maps_to is None or variable.status == "implemented", variable.name
 
 
 @pytest.mark.variable("PAGODA_API_KEY", "HF_TOKEN", "PAGODA_TEST_FORCE_LOAD_FORMAT", "PAGODA_CPU_KVCACHE_SPACE")
@@ -81,13 +81,13 @@ def test_our_name_is_stronger_than_its_alias() -> None:
     ("name", "text", "line"),
     [
         ("VLLM_CPU_KVCACHE_SPACE", "much", "VLLM_CPU_KVCACHE_SPACE: 'much': not a number"),
-        ("VLLM_CPU_KVCACHE_SPACE", "-1", "VLLM_CPU_KVCACHE_SPACE: '-1': not a number of GiB"),
-        ("VLLM_RPC_TIMEOUT", "soon", "VLLM_RPC_TIMEOUT: --rpc-timeout: 'soon' is not a whole number"),
-        ("VLLM_LOGGING_LEVEL", "loud", "VLLM_LOGGING_LEVEL: --log-level: 'loud': no log level; choose from DEBUG"),
-        ("VLLM_CPU_OMP_THREADS_BIND", "0-3|4-7", "one list per process"),
-        ("VLLM_CPU_OMP_THREADS_BIND", "3-0", "runs backwards"),
-        ("VLLM_CPU_OMP_THREADS_BIND", "a", "is no core number"),
-        ("PAGODA_PORT", "http", "PAGODA_PORT: --port: 'http' is not a whole number"),
+        ("VLLM_CPU_KVCACHE_SPACE", "-1", "VLLM_CPU_KVCACHE_SPACE: '-1': not a size in GiB"),
+        ("VLLM_RPC_TIMEOUT", "soon", "VLLM_RPC_TIMEOUT: --rpc-timeout: 'soon' is not an integer"),
+        ("VLLM_LOGGING_LEVEL", "loud", "VLLM_LOGGING_LEVEL: --log-level: 'loud': unknown log level; use one of DEBUG"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-3|4-7", "give one core list"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "3-0", "is an empty range"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "a", "is not a core number"),
+        ("PAGODA_PORT", "http", "PAGODA_PORT: --port: 'http' is not an integer"),
     ],
 )
 def test_an_unreadable_variable_is_named(name: str, text: str, line: str) -> None:
@@ -111,8 +111,8 @@ def test_a_refused_value_is_told_by_the_name_that_was_set(monkeypatch: pytest.Mo
 
 def test_what_has_no_effect_is_said_once() -> None:
     assert env.notes({"VLLM_USE_V1": "1", "VLLM_NO_USAGE_STATS": "1"}) == (
-        "VLLM_NO_USAGE_STATS has no effect: no usage data is ever collected or sent",
-        "VLLM_USE_V1 has no effect: there is one engine, and it works like V1",
+        "VLLM_NO_USAGE_STATS has no effect: no usage data is collected or sent",
+        "VLLM_USE_V1 has no effect: there is one engine, which follows V1",
     )
     assert env.notes({"VLLM_USE_V1": ""}) == ()
 
@@ -125,7 +125,7 @@ def test_a_start_tells_what_has_no_effect(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     EngineArgs()
     assert [record.message for record in caplog.records] == [
-        "VLLM_MLA_DISABLE has no effect: no model served here has latent attention"
+        "VLLM_MLA_DISABLE has no effect: no supported model uses latent attention"
     ]
 
 
@@ -145,9 +145,9 @@ def test_a_refused_variable_ends_the_start(
 def test_an_unknown_variable_is_told_with_the_nearest_name_and_without_its_value() -> None:
     notes = env.notes({"VLLM_MAX_MODEL_LEN": "hush", "PAGODA_LOGING_LEVEL": "hush", "VLLM_ZZZZ": "hush"}, SETTINGS)
     assert notes == (
-        "PAGODA_LOGING_LEVEL is no variable that pagoda reads; did you mean PAGODA_LOGGING_LEVEL?",
-        "VLLM_MAX_MODEL_LEN is no variable that pagoda reads; did you mean PAGODA_MAX_MODEL_LEN?",
-        "VLLM_ZZZZ is no variable that pagoda reads",
+        "unknown environment variable PAGODA_LOGING_LEVEL; did you mean PAGODA_LOGGING_LEVEL?",
+        "unknown environment variable VLLM_MAX_MODEL_LEN; did you mean PAGODA_MAX_MODEL_LEN?",
+        "unknown environment variable VLLM_ZZZZ",
     )
     assert env.notes({"PAGODA_MAX_MODEL_LEN": "5"}, SETTINGS) == ()
 
@@ -162,7 +162,7 @@ def test_what_kubernetes_says_about_a_service_of_our_name_is_not_ours() -> None:
     }
     assert said(**links) == {}
     (line,) = env.notes(links, SETTINGS)
-    assert f"Kubernetes says it about services: {', '.join(sorted(links))}; " in line
+    assert f"ignored Kubernetes service variables: {', '.join(sorted(links))}; " in line
     assert said(PAGODA_PORT="9000") == {"port": 9000}
     assert env.notes({"VLLM_PORT": "9000"})[0].startswith("VLLM_PORT has no effect")
 
@@ -204,7 +204,7 @@ def test_a_length_beyond_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_plugins_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     load_general_plugins(EngineArgs().create_engine_config())
     monkeypatch.setenv("VLLM_PLUGINS", "absent")
-    with pytest.raises(ConfigError, match="no plugin 'absent' is installed"):
+    with pytest.raises(ConfigError, match="plugin 'absent' is not installed"):
         load_general_plugins(EngineArgs().create_engine_config())
 
 

@@ -13,7 +13,7 @@ from pagoda.common.config.settings import (
     from_environment,
     from_file,
     from_keywords,
-    settle,
+    merge_layers,
 )
 from pagoda.common.errors import ConfigError
 
@@ -46,24 +46,24 @@ def test_the_stronger_layer_wins(upper: int, lower: int) -> None:
     layers[upper] = said(f"layer {upper}", max_num_seqs=5)
     if lower < 3:
         layers[lower] = said(f"layer {lower}", max_num_seqs=9)
-    settled = settle(ALL, *layers)
+    settled = merge_layers(ALL, *layers)
     assert settled.values["max_num_seqs"] == 5
     assert settled.sources == {"max_num_seqs": f"layer {upper}"}
 
 
 def test_what_nobody_says_is_the_default() -> None:
-    settled = settle(ALL, {}, {}, {})
+    settled = merge_layers(ALL, {}, {}, {})
     assert settled.values == {name: setting.default for name, setting in ALL.items()}
     assert (settled.sources, settled.notes) == ({}, ())
 
 
 def test_a_stronger_nothing_wins_too() -> None:
     flag = {"max_num_seqs": Sourced(None, "flag")}
-    assert settle(ALL, flag, said("file", max_num_seqs=9)).values["max_num_seqs"] is None
+    assert merge_layers(ALL, flag, said("file", max_num_seqs=9)).values["max_num_seqs"] is None
 
 
 def test_json_is_merged_key_by_key() -> None:
-    settled = settle(
+    settled = merge_layers(
         ALL,
         said("flag", hf_overrides={"a": {"x": 1}, "b": 1}),
         said("file", hf_overrides={"a": {"x": 2, "y": 2}, "b": {"z": 2}}),
@@ -77,16 +77,16 @@ def test_json_is_merged_key_by_key() -> None:
 
 
 def test_an_old_flag_holds_in_its_own_layer() -> None:
-    stronger = settle(ALL, said("flag", rope_theta=5.0), said("file", hf_overrides={"rope_theta": 7.0, "x": 1}))
+    stronger = merge_layers(ALL, said("flag", rope_theta=5.0), said("file", hf_overrides={"rope_theta": 7.0, "x": 1}))
     assert stronger.values["hf_overrides"] == {"rope_theta": 5.0, "x": 1}
-    weaker = settle(ALL, said("flag", hf_overrides={"rope_theta": 7.0}), said("file", rope_theta=5.0))
+    weaker = merge_layers(ALL, said("flag", hf_overrides={"rope_theta": 7.0}), said("file", rope_theta=5.0))
     assert weaker.values["hf_overrides"] == {"rope_theta": 7.0}
-    switch = settle(ALL, said("flag", disable_log_requests=True), said("environment", enable_log_requests=True))
+    switch = merge_layers(ALL, said("flag", disable_log_requests=True), said("environment", enable_log_requests=True))
     assert switch.values["enable_log_requests"] is False
 
 
 def test_two_old_flags_share_one_setting() -> None:
-    settled = settle(ALL, said(rope_theta=5.0, rope_scaling={"factor": 2.0}, hf_overrides={"x": 1}))
+    settled = merge_layers(ALL, said(rope_theta=5.0, rope_scaling={"factor": 2.0}, hf_overrides={"x": 1}))
     assert settled.values["hf_overrides"] == {"x": 1, "rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}
 
 
@@ -103,17 +103,17 @@ def test_two_old_flags_share_one_setting() -> None:
 def test_an_old_flag_that_contradicts_the_new_one(values: dict[str, Any]) -> None:
     old = next(iter(values))
     with pytest.raises(ConfigError, match=f"--{old.replace('_', '-')}: contradicts --.*; drop --"):
-        settle(ALL, said(**values))
+        merge_layers(ALL, said(**values))
 
 
 def test_an_old_flag_may_agree_with_the_new_one() -> None:
-    settled = settle(ALL, said(device="cpu", backend="reference"))
+    settled = merge_layers(ALL, said(device="cpu", backend="reference"))
     assert settled.values["backend"] == "reference"
 
 
 def test_an_old_flag_at_its_default_says_nothing_new() -> None:
     layer = {"task": Sourced(None, "flag"), "rope_scaling": Sourced({}, "flag")}
-    settled = settle(ALL, layer)
+    settled = merge_layers(ALL, layer)
     assert settled.values["runner"] == "auto"
     assert settled.values["hf_overrides"] == {}
     assert len(settled.notes) == 2
@@ -121,9 +121,9 @@ def test_an_old_flag_at_its_default_says_nothing_new() -> None:
 
 def test_a_refusal_names_the_flag_that_was_said() -> None:
     runner = ALL["runner"]
-    refused = replace(runner, option=replace(runner.option, status="refused", why="there is none; drop it"))
-    with pytest.raises(ConfigError, match=r"^--task: stands for --runner: 'pooling' is not supported: "):
-        settle(ALL | {"runner": refused}, said(task="embed"))
+    refused = replace(runner, option=replace(runner.option, status="refused", reason="there is none; drop it"))
+    with pytest.raises(ConfigError, match=r"^--task: sets --runner: 'pooling' is not supported: "):
+        merge_layers(ALL | {"runner": refused}, said(task="embed"))
 
 
 # --- what the user hears ---
@@ -142,7 +142,7 @@ def test_a_refusal_names_the_flag_that_was_said() -> None:
     ],
 )
 def test_one_line_for_each_flag_that_calls_for_one(values: dict[str, Any], starts: list[str]) -> None:
-    notes = settle(ALL, said(**values)).notes
+    notes = merge_layers(ALL, said(**values)).notes
     assert len(notes) == len(starts)
     assert all(note.startswith(start) for note, start in zip(notes, starts))
     assert all("\n" not in note for note in notes)
@@ -181,7 +181,7 @@ def test_a_variable_says_nothing_to_a_command_that_has_no_such_setting() -> None
 
 
 def test_a_bad_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^PAGODA_PORT: --port: 'x' is not a whole number"):
+    with pytest.raises(ConfigError, match=r"^PAGODA_PORT: --port: 'x' is not an integer"):
         from_environment([ALL], {"PAGODA_PORT": "x"})
 
 
@@ -238,19 +238,19 @@ def test_files(text: str, meant: dict[str, Any] | None, tmp_path: Path) -> None:
         ("no-max-num-seqs: true", "unknown key no-max-num-seqs; did you mean max-num-seqs?"),
         ("zzz: 1", "unknown key zzz"),
         ("1: 2", "unknown key 1"),
-        ("- a\n- b", "a mapping is needed, such as `max-model-len: 4096`, not a list"),
-        ("just words", "a mapping is needed, such as `max-model-len: 4096`, not a str"),
-        ("a: [", "not YAML: "),
-        ("a: b: c", "not YAML: "),
-        ("a: !!python/object:os.system x", "not YAML: "),
-        ("seed: 1\nseed: 2", "seed is there twice"),
-        ("max-num-seqs: 1\nmax_num_seqs: 2", "max-num-seqs is there twice"),
-        ("seed.x: 1", "seed.x: --seed is a whole number and has no keys"),
-        ("revision: 1.10", "--revision: 1.1 is not text; put it in quotes"),
-        ("revision: 2024-01-01", "--revision: 2024-01-01 is not text; put it in quotes"),
-        ("served-model-name: [a, 1.10]", "is not a list of texts; put it in quotes"),
-        ("max-num-seqs: many", "--max-num-seqs: 'many' is not a whole number"),
-        ("max-num-seqs: [1]", "--max-num-seqs: [1] is not a whole number"),
+        ("- a\n- b", "must be a mapping, such as `max-model-len: 4096`, not a list"),
+        ("just words", "must be a mapping, such as `max-model-len: 4096`, not a str"),
+        ("a: [", "invalid YAML: "),
+        ("a: b: c", "invalid YAML: "),
+        ("a: !!python/object:os.system x", "invalid YAML: "),
+        ("seed: 1\nseed: 2", "duplicate key seed"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "duplicate key max-num-seqs"),
+        ("seed.x: 1", "seed.x: --seed is an integer and has no keys"),
+        ("revision: 1.10", "--revision: 1.1 is not a string; put it in quotes"),
+        ("revision: 2024-01-01", "--revision: 2024-01-01 is not a string; put it in quotes"),
+        ("served-model-name: [a, 1.10]", "is not a list of strings; put it in quotes"),
+        ("max-num-seqs: many", "--max-num-seqs: 'many' is not an integer"),
+        ("max-num-seqs: [1]", "--max-num-seqs: [1] is not an integer"),
         ("max-model-len: 1.5K", "did you mean 1.5k?"),
         ("enforce-eager: perhaps", "--enforce-eager: 'perhaps' is not true or false"),
         ("hf-overrides: [1]", "--hf-overrides: [1] is not a JSON object"),
@@ -275,5 +275,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config: .*b\.yaml: "):
         from_file(str(tmp_path / "b.yaml"), ALL)
     (tmp_path / "zero.yaml").write_bytes(b"a: \x00")
-    with pytest.raises(ConfigError, match=r"--config: .*zero\.yaml: not YAML"):
+    with pytest.raises(ConfigError, match=r"--config: .*zero\.yaml: invalid YAML"):
         from_file(str(tmp_path / "zero.yaml"), ALL)

@@ -78,18 +78,18 @@ def test_variables(name: str, text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("max_num_seqs", "x", "--max-num-seqs: 'x' is not a whole number"),
-        ("max_num_seqs", "1.5", "--max-num-seqs: '1.5' is not a whole number"),
+        ("max_num_seqs", "x", "--max-num-seqs: 'x' is not an integer"),
+        ("max_num_seqs", "1.5", "--max-num-seqs: '1.5' is not an integer"),
         ("max_model_len", "1.5K", "--max-model-len: '1.5K': a fraction needs a decimal suffix; did you mean 1.5k?"),
         ("gpu_memory_utilization", "x", "--gpu-memory-utilization: 'x' is not a number"),
         ("gpu_memory_utilization", "nan", "--gpu-memory-utilization: 'nan' is not a number"),
         ("enforce_eager", "maybe", "--enforce-eager: 'maybe' is not true or false"),
-        ("cudagraph_capture_sizes", ["1", "x"], "--cudagraph-capture-sizes: '1 x' is not a list of whole numbers"),
-        ("hf_overrides", "{", "--hf-overrides: '{': not JSON: "),
-        ("hf_overrides", "3", "--hf-overrides: '3': a JSON object is needed"),
-        ("max_num_seqs", str(2**64), "use UTF-8 text and numbers of 64 bits"),
-        ("hf_overrides", f'{{"x": {2**64}}}', "use UTF-8 text and numbers of 64 bits"),
-        ("model", "a\udcff", "use UTF-8 text and numbers of 64 bits"),
+        ("cudagraph_capture_sizes", ["1", "x"], "--cudagraph-capture-sizes: '1 x' is not a list of integers"),
+        ("hf_overrides", "{", "--hf-overrides: '{': invalid JSON: "),
+        ("hf_overrides", "3", "--hf-overrides: '3': must be a JSON object"),
+        ("max_num_seqs", str(2**64), "use UTF-8 text and numbers of at most 64 bits"),
+        ("hf_overrides", f'{{"x": {2**64}}}', "use UTF-8 text and numbers of at most 64 bits"),
+        ("model", "a\udcff", "use UTF-8 text and numbers of at most 64 bits"),
     ],
 )
 def test_bad_text(name: str, text: Any, message: str) -> None:
@@ -132,7 +132,7 @@ def test_an_object_within_itself_is_refused() -> None:
 
 
 def test_a_variable_that_is_no_array() -> None:
-    with pytest.raises(ConfigError, match="no JSON array"):
+    with pytest.raises(ConfigError, match="is not a JSON array"):
         ALL["served_model_name"].convert_variable('["a"')
 
 
@@ -142,7 +142,7 @@ def test_values_as_they_are_shown() -> None:
         "enforce_eager": (False, "false"),
         "served_model_name": (("a", "b"), "a b"),
         "hf_overrides": ({"a": 1}, '{"a": 1}'),
-        "tokenizer": (None, "nothing"),
+        "tokenizer": (None, "unset"),
         "api_key": (("a",), "***"),
         "hf_token": ("a", "***"),
         "seed": (0, "0"),

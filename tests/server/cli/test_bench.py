@@ -31,7 +31,7 @@ from pagoda.server.cli.bench.report import figures, report
 from pagoda.server.cli.bench.serve import SETTINGS, make_asks
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.settings.args import EngineArgs, settle_flags
+from pagoda.server.settings.args import EngineArgs, resolve_flags
 from pagoda.server.settings.flags import FlagParser
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -184,7 +184,7 @@ def test_a_server_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> Non
 def load(*words: str) -> ServeLoadConfig:
     parser = FlagParser(prog="bench")
     bench_serve.add_arguments(parser)
-    return build(ServeLoadConfig, settle_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
+    return build(ServeLoadConfig, resolve_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
 
 
 def asks(*words: str) -> list[Any]:

@@ -151,7 +151,7 @@ def test_the_older_spelling_of_serve(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(main, "main", lambda words: said.append(words) or 7)
     assert api_server.main(["--model", "m", "--port", "1"]) == 7
     assert said == [["serve", "--model", "m", "--port", "1"]]
-    assert capsys.readouterr().err == "this spelling is deprecated; use pagoda serve MODEL\n"
+    assert capsys.readouterr().err == "python -m pagoda.server.api_server is deprecated; use pagoda serve MODEL\n"
     done = subprocess.run(
         [sys.executable, "-m", "pagoda.server.api_server", "--no-such-flag"], capture_output=True, text=True, timeout=60
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.common.config.groups.commands import DoctorConfig
+from pagoda.common.config.commands import DoctorConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.cli.doctor import (
@@ -248,9 +248,9 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_variables_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V1", "1")
-    assert Finding(
-        "warn", "environment", "VLLM_USE_V1 has no effect: there is one engine, and it works like V1"
-    ) in found(software.environment)
+    assert Finding("warn", "environment", "VLLM_USE_V1 has no effect: there is one engine, which follows V1") in found(
+        software.environment
+    )
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     assert found(software.environment)[-1].level == "fail"
 

@@ -612,7 +612,7 @@ def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pyte
     [
         ([], "--input-file: is missing"),
         (["-i", "x"], "--output-file: is missing"),
-        (["-i", "x", "-o", "x"], "--output-file: is the input file as well"),
+        (["-i", "x", "-o", "x"], "--output-file: is the input file"),
         (["-i", "/no/file", "-o", "x"], "--input-file: /no/file: No such file or directory"),
         (
             ["-i", "http://127.0.0.1:1/x?token=secret", "-o", "x"],

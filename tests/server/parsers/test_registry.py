@@ -120,8 +120,8 @@ def test_a_plugin_may_be_a_module(plugin: str, monkeypatch: pytest.MonkeyPatch, 
     ("text", "line"),
     [
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
-        ("TOOL_FORMATS = 5", "has no dictionary TOOL_FORMATS"),
-        ("", "has no dictionary TOOL_FORMATS"),
+        ("TOOL_FORMATS = 5", "defines no dictionary TOOL_FORMATS"),
+        ("", "defines no dictionary TOOL_FORMATS"),
         ("TOOL_FORMATS = {'mine': print}", "format 'mine' has no parser"),
         (None, "cannot be imported: FileNotFoundError"),
     ],
@@ -165,7 +165,7 @@ def test_formats_are_checked_before_startup(plugin: str) -> None:
         check_formats(engine, ServerConfig(tool_call_parser="shouting"))
     with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'x'"):
         check_formats(EngineArgs("fake", reasoning_parser="x").create_engine_config(), server)
-    with pytest.raises(ConfigError, match="--tool-parser-plugin: name the one of its formats"):
+    with pytest.raises(ConfigError, match="--tool-parser-plugin: needs --tool-call-parser"):
         ServerConfig(tool_parser_plugin=plugin)
-    with pytest.raises(ConfigError, match="--reasoning-parser-plugin: name the one of its formats"):
+    with pytest.raises(ConfigError, match="--reasoning-parser-plugin: needs --reasoning-parser"):
         EngineArgs("fake", reasoning_parser_plugin=plugin).create_engine_config()

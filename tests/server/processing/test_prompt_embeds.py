@@ -225,5 +225,5 @@ def test_what_cannot_be_had_with_rows(llm: LLM, table: np.ndarray) -> None:
 
 
 def test_the_setting_is_for_models_that_generate(make: Make) -> None:
-    with pytest.raises(ConfigError, match="--enable-prompt-embeds: is for models that generate"):
+    with pytest.raises(ConfigError, match="--enable-prompt-embeds: is not supported for pooling models"):
         make(runner="pooling")

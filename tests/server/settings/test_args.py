@@ -40,7 +40,7 @@ def test_flags_reach_the_configuration() -> None:
         *("--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1G", "--no-async-scheduling", "--seed", "7"),
     )
     assert config.model == ModelConfig(model="m", max_model_len=4000, served_model_name=("a", "b"), seed=7)
-    assert config.cache.prefix_caching is False
+    assert config.cache.enable_prefix_caching is False
     assert config.cache.kv_cache_memory_bytes == 2**30
     assert config.cache.gpu_memory_utilization == 0.5
     assert config.scheduler.async_scheduling is False
@@ -135,8 +135,8 @@ def example(setting: Setting) -> Any:
     if setting.is_json:
         return {"a": {"b": [1, "x"]}, "c": True}
     if setting.is_list:
-        return {"a list of whole numbers": (3, 5), "a list of numbers": (1.5, 2.0)}.get(setting.kind, ("a", "b.c"))
-    if setting.kind == "a whole number":
+        return {"a list of integers": (3, 5), "a list of numbers": (1.5, 2.0)}.get(setting.kind, ("a", "b.c"))
+    if setting.kind == "an integer":
         return (setting.default or 0) + 7
     return (setting.default or 0.0) + 0.25 if setting.kind == "a number" else "a.b"
 
@@ -180,7 +180,7 @@ NOT_ALONE = {"reasoning_parser_plugin"}
 NAMED = [
     pytest.param(each, id=each.name)
     for each in ENGINE_SETTINGS.values()
-    if each.option.becomes is None and each.name not in NOT_ALONE
+    if each.option.maps_to is None and each.name not in NOT_ALONE
 ]
 
 

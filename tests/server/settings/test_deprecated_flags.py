@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS
-from pagoda.common.config.settings import Settled
+from pagoda.common.config.commands import COMMAND_SETTINGS
+from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.serve import add_arguments
-from pagoda.server.settings.args import EngineArgs, settle_all
+from pagoda.server.settings.args import EngineArgs, resolve_settings
 from pagoda.server.settings.flags import FlagParser
 
 
-def settled(*flags: str) -> Settled:
+def settled(*flags: str) -> ResolvedSettings:
     parser = FlagParser()
     add_arguments(parser)
-    return settle_all(parser.parse_args(flags), COMMAND_SETTINGS["serve"])
+    return resolve_settings(parser.parse_args(flags), COMMAND_SETTINGS["serve"])
 
 
 @pytest.mark.setting("--task", "--device", "--rope-scaling", "--rope-theta", "--override-pooler-config")
@@ -80,7 +80,7 @@ def test_an_old_flag_that_contradicts_the_new_one() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--task", "transcription", "transcription reads audio; this version serves text only"),
+        ("--task", "transcription", "transcription needs audio input; this version serves text only"),
         ("--task", "transcribe", "'transcribe' is not one of auto, generate, embed"),
         ("--runner", "transcription", "'transcription' is not one of auto, generate, pooling"),
         ("--convert", "transcription", "'transcription' is not one of auto, none, embed, classify, reward"),

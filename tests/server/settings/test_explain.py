@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ENGINE_SETTINGS
 from pagoda.server.cli import main
 

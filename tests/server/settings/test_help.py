@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.common.config.groups.commands import COMMAND_SETTINGS
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS
 from pagoda.server.cli import main
 from pagoda.server.settings.flags import FlagParser
@@ -102,7 +102,7 @@ def test_groups_under_their_older_names(what: str, group: str, capsys: pytest.Ca
 def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(command, capsys, what)
     assert text.startswith("--max-num-seqs SEQS\n")
-    for part in ("Most sequences in one step.", "SchedulerConfig", "a whole number", "implemented"):
+    for part in ("Maximum number of sequences per step", "SchedulerConfig", "an integer", "implemented"):
         assert part in text
     for part in ("max-num-seqs:", "PAGODA_MAX_NUM_SEQS", "LLM(max_num_seqs=...)"):
         assert part in text
@@ -150,7 +150,7 @@ def test_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_word_of_the_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("serve", capsys, "TLS")
     assert {"--ssl-keyfile"} <= set(flags_in(text))
-    assert "Saying tls:" in text
+    assert "Flags that mention tls:" in text
 
 
 def test_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_a_folder_of_gguf_files_and_a_quantisation(quants: Path) -> None:
 
 
 def test_quantization_gguf_wants_a_gguf_file(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization: the model is no GGUF file; name one"):
+    with pytest.raises(ConfigError, match="--quantization: the model is not a GGUF file; name one"):
         info(folder, quantization="gguf")
 
 
@@ -154,7 +154,7 @@ def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> N
 def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> None:
     found = resolve(args("org/tiny").create_engine_config(), "server")
     (row,) = (row for row in found.rows if row.name == "revision")
-    assert (row.value, row.why) == (None, "the repository's default branch")
+    assert (row.value, row.reason) == (None, "the repository's default branch")
     assert found.limits.max_model_len == 128
     assert "model.safetensors" not in hub.fetched
 
@@ -282,7 +282,7 @@ def test_the_models_own_length(asked: object, folder: Path) -> None:
 
 @pytest.mark.variable("PAGODA_ALLOW_LONG_MAX_MODEL_LEN")
 def test_a_longer_one_when_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="exceeds the model's positions, 128"):
+    with pytest.raises(ConfigError, match="exceeds the model's maximum context length, 128"):
         info(folder, max_model_len=200)
     monkeypatch.setenv("PAGODA_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert len(answer(folder, [5] * 150, max_model_len=200)) == 8
@@ -324,7 +324,11 @@ def test_generation_config_and_what_overrides_it(generating: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("over", "error", "words"),
     [
-        ({"num_beams": 4}, ConfigError, "--override-generation-config: num_beams sets nothing here; what it may set"),
+        (
+            {"num_beams": 4},
+            ConfigError,
+            "--override-generation-config: num_beams is not supported; use repetition_penalty",
+        ),
         ({"top_k": "x"}, ModelError, "top_k is 'x', not a number"),
         ({"max_new_tokens": 0}, ModelError, "max_new_tokens is 0, not a positive number"),
         ({"max_new_tokens": 1.5}, ModelError, "max_new_tokens is 1.5, not a positive number"),
@@ -355,10 +359,10 @@ def test_without_sliding_windows(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert info(tmp_path).max_model_len == 128
     with caplog.at_level(logging.INFO):
         assert info(tmp_path, disable_sliding_window=True).max_model_len == 8
-    assert "--disable-sliding-window: sequences are cut to the window, 8 tokens" in caplog.text
+    assert "--disable-sliding-window: the context length is capped at the window size, 8" in caplog.text
     # Within the window both see everything.
     assert answer(tmp_path, PROMPT[:4], 4, disable_sliding_window=True) == answer(tmp_path, PROMPT[:4], 4)
-    with pytest.raises(ConfigError, match="--max-model-len: 9 exceeds its sliding window, which is disabled, 8"):
+    with pytest.raises(ConfigError, match="--max-model-len: 9 exceeds the size of the disabled sliding window, 8"):
         info(tmp_path, disable_sliding_window=True, max_model_len=9)
 
 

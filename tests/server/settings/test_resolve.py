@@ -42,29 +42,29 @@ def test_every_setting_of_the_engine_has_one_row(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "source", "why"),
     [
-        ("dtype", "float32", "model", "the checkpoint says float32"),
-        ("max_model_len", 128, "model", "the model's positions, if the KV cache holds as many"),
+        ("dtype", "float32", "model", "the checkpoint's dtype is float32"),
+        ("max_model_len", 128, "model", "the model's maximum context length, if the KV cache is large enough"),
         ("max_num_batched_tokens", 2048, "platform default", "for an API server on a CPU"),
         ("max_num_seqs", 128, "platform default", "for an API server on a CPU"),
-        ("block_size", 32, "platform default", "suits the backend's kernels"),
-        ("enable_prefix_caching", True, "model", "the model supports it"),
-        ("enable_chunked_prefill", True, "model", "the model supports it"),
-        ("backend", "reference", "platform default", "the first that can run here"),
+        ("block_size", 32, "platform default", "preferred by the backend's kernels"),
+        ("enable_prefix_caching", True, "model", "supported"),
+        ("enable_chunked_prefill", True, "model", "supported"),
+        ("backend", "reference", "platform default", "the first that can run on this machine"),
         ("generation_config", "auto", "default", "sets no default"),
         ("swap_space", 4.0, "default", ""),
-        ("kv_cache_memory_bytes", None, "default", "what the weights leave of the memory for it"),
+        ("kv_cache_memory_bytes", None, "default", "computed from the memory left by the weights"),
     ],
 )
 def test_what_nobody_stated(folder: Path, name: str, value: object, source: str, why: str) -> None:
     row = rows(resolved(folder))[name]
     assert (row.value, row.source) == (value, source)
-    assert row.why.startswith(why)
+    assert row.reason.startswith(why)
 
 
 def test_names_follow_the_model(folder: Path) -> None:
     found = rows(resolved(folder))
     assert found["served_model_name"].value == (str(folder),)
-    assert found["tokenizer"] == ResolvedRow("tokenizer", str(folder), "model", "the model's own")
+    assert found["tokenizer"] == ResolvedRow("tokenizer", str(folder), "model", "the model's tokenizer")
 
 
 def test_what_was_stated_names_its_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +73,17 @@ def test_what_was_stated_names_its_source(folder: Path, monkeypatch: pytest.Monk
     assert found["dtype"] == ResolvedRow("dtype", "float16", "keyword", "half is float16")
     assert found["max_model_len"] == ResolvedRow("max_model_len", 64, "keyword")
     assert found["max_num_seqs"] == ResolvedRow("max_num_seqs", 3, "environment PAGODA_MAX_NUM_SEQS")
-    assert found["max_num_batched_tokens"].why == "max_num_seqs * max_model_len, below the default 2048"
+    assert found["max_num_batched_tokens"].reason == "max_num_seqs * max_model_len, below the default 2048"
     assert found["generation_config"].source == "keyword"
     stated_as_auto = resolve(
         EngineArgs(str(folder)).create_engine_config(), "server", {"max_model_len": "flag", "dtype": "file x.yaml"}
     )
     row = rows(stated_as_auto)["max_model_len"]
-    assert (row.value, row.source, row.why) == (128, "flag", "the model's positions, if the KV cache holds as many")
+    assert (row.value, row.source, row.reason) == (
+        128,
+        "flag",
+        "the model's maximum context length, if the KV cache is large enough",
+    )
     assert rows(stated_as_auto)["dtype"].source == "file x.yaml"
 
 
@@ -96,27 +100,27 @@ def test_a_token_is_never_shown(folder: Path) -> None:
 def test_a_gguf_file_decides_format_and_quantisation(folder: Path, tmp_path: Path) -> None:
     convert(folder, tmp_path / "m.gguf", "llama")
     found = rows(resolved(tmp_path / "m.gguf"))
-    assert found["quantization"] == ResolvedRow("quantization", "gguf", "model", "as the file's tensors are")
+    assert found["quantization"] == ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
     assert found["load_format"] == ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
 
 
 def test_generation_defaults_are_told(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 9}')
-    assert rows(resolved(tmp_path))["generation_config"].why == "sets temperature 0.6, max_tokens 9"
+    assert rows(resolved(tmp_path))["generation_config"].reason == "sets temperature 0.6, max_tokens 9"
 
 
 @pytest.mark.parametrize(
     ("stated", "dtype", "why"),
     [
-        ("float64", "bfloat16", "the checkpoint says float64, which is not served"),
-        (None, "bfloat16", "the checkpoint says nothing"),
-        ("float16", "float16", "the checkpoint says float16"),
+        ("float64", "bfloat16", "the checkpoint's dtype is float64, which is not supported"),
+        (None, "bfloat16", "the checkpoint names no dtype"),
+        ("float16", "float16", "the checkpoint's dtype is float16"),
     ],
 )
 def test_dtype_of_the_checkpoint(stated: str | None, dtype: str, why: str, tmp_path: Path) -> None:
     found = resolved(write_model(tmp_path, torch_dtype=stated))
-    assert (found.dtype, rows(found)["dtype"].why) == (dtype, why)
+    assert (found.dtype, rows(found)["dtype"].reason) == (dtype, why)
 
 
 @pytest.mark.parametrize("usage", ["llm", "server"])
@@ -148,7 +152,7 @@ def test_no_weights_are_needed_and_no_framework_is_imported(folder: Path, tmp_pa
     ("settings", "error", "words"),
     [
         ({"backend": "none"}, ConfigError, "--backend: none is unknown"),
-        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the model's positions, 128"),
+        ({"max_model_len": 129}, ConfigError, "--max-model-len: 129 exceeds the model's maximum context length, 128"),
         ({"load_format": "gguf"}, ModelError, r"no \.gguf file"),
         ({"generation_config": "/no/where"}, ConfigError, "--generation-config: /no/where"),
         ({"hf_overrides": {"architectures": ["Abacus"]}}, ModelError, "architecture Abacus is not supported"),

@@ -245,12 +245,18 @@ def test_the_attention_kernel(
             "--attention-backend: 'FLEX_ATTENTION': not in this version; use one of AUTO, ",
         ),
         ("--attention-backend flash_atn", "--attention-backend: 'flash_atn': unknown; did you mean FLASH_ATTN"),
-        ('--attention-config {"flash_attn_version":3}', "--attention-config: flash_attn_version is not supported, "),
+        (
+            '--attention-config {"flash_attn_version":3}',
+            "--attention-config: flash_attn_version is not supported; drop it",
+        ),
         (
             '--attention-config {"backend":"FLEX_ATTENTION"}',
             "--attention-config: FLEX_ATTENTION: not in this version; use ",
         ),
-        ('--attention-backend auto --attention-config {"backend":"AUTO"}', "--attention-config: names a backend, and "),
+        (
+            '--attention-backend auto --attention-config {"backend":"AUTO"}',
+            "--attention-config: backend is also set by --attention-backend",
+        ),
     ],
 )
 def test_attention_kernels_that_are_not_to_be_had(folder: Path, flags: str, line: str) -> None:
@@ -293,8 +299,8 @@ def test_what_asks_for_nothing_is_said(
     sizes = ["--max-num-seqs", "6", "--num-gpu-blocks-override", "16", "--cudagraph-capture-sizes", "2", "7", "9"]
     tiny(folder, "--backend", "torch_cuda", "--distributed-executor-backend", "ray", *sizes).shutdown()
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "--distributed-executor-backend: ray starts nothing for --tensor-parallel-size 1",
-        "--cudagraph-capture-sizes: no step has 7 and 9 sequences; --max-num-seqs is 6",
+        "--distributed-executor-backend: ray has no effect with --tensor-parallel-size 1",
+        "--cudagraph-capture-sizes: ignoring 7, 9, above --max-num-seqs 6",
     ]
 
 
@@ -303,9 +309,9 @@ def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pyte
     tiny(folder, "--enforce-eager", "-O.level=3", "--gpu-memory-utilization", "0.5", *blocks).shutdown()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sorted(said) == [
-        "--compilation-config: level has no effect: nothing goes through torch.compile",
-        "--enforce-eager: reference captures no CUDA graphs",
-        "--gpu-memory-utilization: reference takes no share of memory; see --kv-cache-memory-bytes",
+        "--compilation-config: level has no effect: torch.compile is not used",
+        "--enforce-eager: no effect on reference, which captures no CUDA graphs",
+        "--gpu-memory-utilization has no effect on reference; use --kv-cache-memory-bytes",
     ]
 
 

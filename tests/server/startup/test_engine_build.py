@@ -103,7 +103,7 @@ def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
         (
             {"max_model_len": 129},
             ConfigError,
-            "--max-model-len: 129 exceeds the model's positions, 128; use 128 or less, or set",
+            "--max-model-len: 129 exceeds the model's maximum context length, 128; use 128 or less, or set",
         ),
         ({"load_format": "auto"}, ModelError, "no weights|holds no|safetensors"),
     ],

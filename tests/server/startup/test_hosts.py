@@ -160,7 +160,7 @@ def test_shared_settings_are_settings() -> None:
     [
         (["--nnodes", "0"], "--nnodes: 0 is not positive; use 1 or more"),
         (["--nnodes", "2", "--node-rank", "2"], "--node-rank: 2 is none of 2 hosts; use 0 to 1"),
-        (["--nnodes", "2", "--master-port", "65535"], "--master-port: 65535 and the next are not both ports"),
+        (["--nnodes", "2", "--master-port", "65535"], "--master-port: 65535 or the following port is invalid"),
         (["--nnodes", "2", "--node-rank", "-1"], "--node-rank: -1 is negative; use 0"),
         (["--nnodes", "2", "--node-rank", "1"], "--node-rank: only host 0 serves HTTP; add --headless"),
         (["--nnodes", "2", "--headless"], "--headless: host 0 takes the requests; drop it, or give"),

@@ -236,10 +236,10 @@ def test_how_it_pools_can_be_said(tmp_path: Path) -> None:
         ({"seq_pooling_type": "CLS", "pooling_type": "MEAN"}, "pooling_type and seq_pooling_type contradict"),
         ({"normalize": "yes"}, "normalize is 'yes'; use true or false"),
         ({"normalise": True}, "normalise is unknown; did you mean normalize?"),
-        ({"dimensions": 0}, "dimensions is 0; use a number of at least 1"),
-        ({"dimensions": 4}, "dimensions is 4, but the model is not known to keep its meaning in fewer"),
-        ({"step_tag_id": 5}, "step_tag_id: pooling at the ends of steps is not in this version"),
-        ({"task": "embed"}, "task: requests name their task"),
+        ({"dimensions": 0}, "dimensions is 0; use an integer of at least 1"),
+        ({"dimensions": 4}, "dimensions is 4, but the model does not support Matryoshka embeddings"),
+        ({"step_tag_id": 5}, "step_tag_id: step pooling is not in this version"),
+        ({"task": "embed"}, "task is set per request"),
     ],
 )
 def test_what_cannot_be_said(tmp_path: Path, stated: dict[str, Any], words: str) -> None:
@@ -262,7 +262,7 @@ def test_dimensions_are_those_that_the_model_offers(tmp_path: Path) -> None:
     [
         ({"runner": "generate"}, "--runner", "BertModel only pools, it generates no text"),
         ({"runner": "draft"}, "--runner", "speculation"),
-        ({"runner": "generate", "convert": "embed"}, "--convert", "embed makes a pooling model"),
+        ({"runner": "generate", "convert": "embed"}, "--convert", "embed needs --runner pooling"),
         ({"quantization": "fp8", "backend": "reference"}, "--quantization", "reference cannot make weights"),
         ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb", "reference"),
     ],
@@ -274,7 +274,7 @@ def test_settings_that_do_not_suit_it(tmp_path: Path, more: dict[str, Any], sett
 
 
 def test_a_generator_made_for_nothing_else_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM generates; use embed, classify or reward"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is generative; use embed, classify or reward"):
         offered(write_model(tmp_path), runner="pooling", convert="none")
 
 

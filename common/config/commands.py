@@ -1,0 +1,215 @@
+"""The settings of each sub-command, read by the parsers, the help and the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pagoda.common.config.fields import option
+from pagoda.common.config.groups.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
+from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
+from pagoda.common.errors import ConfigError
+
+BATCH_SERVER_SETTINGS: Final = (
+    "port",  # of --enable-metrics
+    "response_role",
+    "chat_template",
+    "default_chat_template_kwargs",
+    "chat_template_content_format",
+    "trust_request_chat_template",
+    "enable_prompt_tokens_details",
+    "return_tokens_as_token_ids",
+    "max_log_len",
+    "max_body_bytes",
+    "disable_frontend_multiprocessing",
+    "log_error_stack",
+)
+"""Server settings that `run-batch` takes too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Input, output and metrics of `run-batch`."""
+
+    input_file: str | None = option(
+        None, "Input file of requests in OpenAI's batch format (JSON Lines): a path or an HTTP(S) URL.", aliases=("-i",)
+    )
+    output_file: str | None = option(
+        None,
+        "Output file: a path, or an HTTP(S) URL for a PUT request. Running the same command again resumes an "
+        "interrupted run.",
+        aliases=("-o",),
+    )
+    output_tmp_dir: str | None = option(
+        None,
+        "Directory for the output until it is complete; default: the output file's, or for a URL the temporary "
+        "directory.",
+    )
+    enable_metrics: bool = option(False, "Serve GET /metrics while the batch runs.")
+    url: str = option("0.0.0.0", "Address that --enable-metrics listens on.")
+
+    def __post_init__(self) -> None:
+        if not self.input_file:
+            raise ConfigError("--input-file", "is required; name the file of requests with -i FILE")
+        if not self.output_file:
+            raise ConfigError("--output-file", "is required; name the output file with -o FILE")
+        if self.input_file == self.output_file:
+            raise ConfigError("--output-file", "is the input file; name another")
+
+    @property
+    def source(self) -> str:
+        """--input-file as a str."""
+        return self.input_file or ""
+
+    @property
+    def target(self) -> str:
+        """--output-file as a str."""
+        return self.output_file or ""
+
+
+def is_address(path: str) -> bool:
+    """True for an HTTP(S) URL."""
+    return path.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Server and model that `chat` and `complete` connect to."""
+
+    url: str = option("http://localhost:8000/v1", "Base URL of the server.")
+    model_name: str | None = option(None, "Model name; default: the first model that the server lists.")
+    api_key: str | None = option(None, "API key; default: the environment variable OPENAI_API_KEY.")
+    max_tokens: int | None = option(None, "Maximum number of output tokens; default: the server's.")
+    quick: str | None = option(None, "Send this prompt, print the output and exit.", aliases=("-q",))
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError("--max-tokens", f"{self.max_tokens} is not positive; use 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """The conversation of `chat`."""
+
+    system_prompt: str | None = option(None, "System message of the conversation.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """Target devices and outputs of `compile`; the devices need not be present."""
+
+    topology: str | None = option(
+        None, "Devices to compile for, such as v6e:2x4 or v5p:2x2x1; cpu: this machine's processor."
+    )
+    config_only: bool = option(False, "Read config.json only (the file or its directory); weights are not needed.")
+    tensor_parallel_size: int | None = option(
+        None,
+        "Tensor-parallel size: number of devices each layer is sharded across; default: all devices of the topology.",
+        aliases=("-tp",),
+    )
+    budget_only: bool = option(
+        False,
+        "Compile the largest program of each kind only: enough for the memory budget, not for --output.",
+    )
+    output: str | None = option(
+        None,
+        "Directory for the compiled programs, for serve --compiled-bundle; loading it executes code from it.",
+        aliases=("-o",),
+    )
+    output_json: str | None = option(None, "Output file for the table of programs, as JSON.")
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
+            raise ConfigError("--tensor-parallel-size", f"{self.tensor_parallel_size} is not positive; use 1 or more")
+        if self.budget_only and self.output is not None:
+            raise ConfigError("--budget-only", "does not compile all programs, which --output needs; drop one of them")
+
+
+CONVERT_ENGINE_SETTINGS: Final = (
+    "tokenizer",
+    "tokenizer_revision",
+    "skip_tokenizer_init",
+    "dtype",
+    "seed",
+    "hf_config_path",
+    "hf_overrides",
+    "hf_token",
+    "revision",
+    "load_format",
+    "download_dir",
+    "ignore_patterns",
+    "safetensors_load_strategy",
+    "use_tqdm_on_load",
+)
+"""Engine settings that `convert` takes: those of its source model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertConfig:
+    """Target devices of `convert`; they need not be present."""
+
+    tensor_parallel_size: int = option(
+        1,
+        "Tensor-parallel size to shard the weights for; they load on any number of devices, fastest on this one.",
+        aliases=("-tp",),
+    )
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError("--tensor-parallel-size", f"{self.tensor_parallel_size} is not positive; use 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """Server settings that `doctor` checks this machine for."""
+
+    model: str | None = option(None, "Model to check: a local directory, a .gguf file or a Hub id.")
+    backend: str = option(
+        "auto", "Device backend: reference (CPU), torch_cuda or jax_tpu; auto: the first that can run on this machine."
+    )
+    tensor_parallel_size: int = option(
+        1, "Tensor-parallel size: number of devices each layer is sharded across.", aliases=("-tp",)
+    )
+    data_parallel_size: int = option(1, "Data-parallel size: number of model replicas.", aliases=("-dp",))
+    host: str | None = option(None, "Address that the server listens on; default: 127.0.0.1.")
+    port: int = option(8000, "Port that the server listens on; 0: any free port.")
+    download_dir: str | None = option(None, "Directory for Hub downloads; default: the Hub client's cache.")
+    rpc_base_path: str | None = option(
+        None, "Directory of the engine's Unix sockets; default: the system's temporary directory."
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("--port", f"{self.port} is not a port; use 1 to 65535, or 0 for any free one")
+
+
+_ALL_COMMANDS: Final = {"log_error_stack": SERVER_SETTINGS["log_error_stack"]}
+
+OWN_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
+    "serve": SERVER_SETTINGS,
+    "run-batch": {**table(BatchConfig), **{name: SERVER_SETTINGS[name] for name in BATCH_SERVER_SETTINGS}},
+    "bench latency": table(LatencyConfig) | _ALL_COMMANDS,
+    "bench throughput": table(ThroughputConfig) | _ALL_COMMANDS,
+    "bench startup": table(StartupConfig) | _ALL_COMMANDS,
+    "bench serve": table(ServeLoadConfig) | _ALL_COMMANDS,
+    "compile": table(CompileConfig) | _ALL_COMMANDS,
+    "convert": {
+        **{name: ENGINE_SETTINGS[name] for name in CONVERT_ENGINE_SETTINGS},
+        **table(ConvertConfig),
+        **_ALL_COMMANDS,
+    },
+    "chat": table(ClientConfig, ChatConfig) | _ALL_COMMANDS,
+    "complete": table(ClientConfig) | _ALL_COMMANDS,
+    "doctor": table(DoctorConfig) | _ALL_COMMANDS,
+}
+"""Command -> its settings by name, without the engine's."""
+
+WITH_ENGINE: Final = ("serve", "run-batch", "bench latency", "bench throughput", "bench startup", "compile")
+"""Commands that start or compile an engine; they read its settings from flags, --config and the environment."""
+
+COMMAND_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
+    name: {**ENGINE_SETTINGS, **own} if name in WITH_ENGINE else own for name, own in OWN_SETTINGS.items()
+}
+"""Command -> all its settings by name. Commands without an engine read flags only: the environment's settings, above
+all the API key, are for a server on this machine, not for the one that they connect to."""
