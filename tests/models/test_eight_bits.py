@@ -15,6 +15,7 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.text.tokenizer import load_tokenizer
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.rules import apply_rules
 
 pytestmark = pytest.mark.model
 
@@ -34,7 +35,7 @@ BOUNDS = {
 def test_eight_bits_lose_little(model_file: Path) -> None:
     checkpoint = open_checkpoint(model_file)
     spec, family = spec_from_config(checkpoint.config())
-    weights = list(family.weights(params(spec), checkpoint.tensors()))
+    weights = list(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     ids = load_tokenizer(str(model_file)).encode(TEXT)
 
     def answers(quantized: str | None, cache: str) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ from pagoda import LLM, SamplingParams
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.rules import apply_rules
 
 pytestmark = pytest.mark.model
 
@@ -25,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=T
 def embedding_table(file: Path) -> np.ndarray:
     checkpoint = open_checkpoint(str(file), "auto", weights=True)
     spec, family = spec_from_config(checkpoint.config())
-    weights = dict(family.weights(params(spec), checkpoint.tensors()))
+    weights = dict(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     return np.asarray(weights["embed"], np.float32)
 
 

@@ -8,7 +8,7 @@ from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, PoolUse, classifier
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-from pagoda.common.weights.rules import Rename, Rule, linear
+from pagoda.common.models.weight_rules import Rename, Rule, linear
 
 _POOLER: Final = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 """`pooler_*` of the first release's files, which its own code does not read."""

@@ -15,7 +15,7 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.rules import fused_linear, linear
+from pagoda.common.models.weight_rules import fused_linear, linear
 
 
 def _phi3(config: HfConfig) -> ModelSpec:

@@ -18,7 +18,7 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Ffn, Mlp, ModelSpec, Moe, Router
-from pagoda.common.weights.rules import Rename, Stack
+from pagoda.common.models.weight_rules import Rename, Stack
 
 
 def _qwen2(config: HfConfig) -> ModelSpec:

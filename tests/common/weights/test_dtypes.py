@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from pagoda.common.models.shapes import Param
+from pagoda.common.models.weight_rules import Rename, Split, Stack
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.gguf.checkpoint import LAYOUTS
-from pagoda.common.weights.rules import Rename, Split, Stack, apply
+from pagoda.common.weights.rules import apply_rules
 
 TAGS = [getattr(dtypes, name) for name in dir(dtypes) if name.startswith(("BFLOAT", "FLOAT"))]
 EVERY = np.arange(1 << 16, dtype=np.uint16)
@@ -65,9 +66,9 @@ def test_every_rule_carries_tagged_arrays() -> None:
     }
     tagged = {name: dtypes.to_bfloat16(value) for name, value in wide.items()}
     params = {name: Param(name, shape, "." * len(shape)) for name, shape in shapes.items()}
-    got = dict(apply(rules, params, tagged.items()))
+    got = dict(apply_rules(rules, params, tagged.items()))
     rounded = {name: value.astype(ml_dtypes.bfloat16).astype(np.float32) for name, value in wide.items()}
-    for name, expected in apply(rules, params, rounded.items()):
+    for name, expected in apply_rules(rules, params, rounded.items()):
         assert got[name].dtype == dtypes.BFLOAT16
         np.testing.assert_array_equal(dtypes.to_float32(got[name]), expected)
     assert np.shares_memory(got["a"], tagged["a"])

@@ -13,7 +13,7 @@ from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
-from pagoda.common.weights.rules import apply
+from pagoda.common.weights.rules import apply_rules
 from pagoda.tests.common.weights.gguf_writing import convert
 from pagoda.tests.models.tiny import TINY, Tiny
 
@@ -80,7 +80,7 @@ def test_reads_back_what_transformers_saved(case: str, tmp_path: Path) -> None:
 
     spec, family = spec_from_config(checkpoint.config())
     assert _close(spec, spec_from_config(open_checkpoint(tmp_path / "hf").config())[0])
-    names = [name for name, _ in apply(family.rules, params(spec), checkpoint.tensors(), family.ignored)]
+    names = [name for name, _ in apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)]
     assert sorted(names) == sorted(params(spec))
 
 

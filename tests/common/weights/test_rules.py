@@ -7,7 +7,8 @@ import pytest
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import Param
-from pagoda.common.weights.rules import Rename, Rule, Split, Stack, apply, fused_linear, linear
+from pagoda.common.models.weight_rules import Rename, Rule, Split, Stack, fused_linear, linear
+from pagoda.common.weights.rules import apply_rules
 
 RULES: tuple[Rule, ...] = (
     Rename("[model.]embed.weight", "embed"),
@@ -25,7 +26,7 @@ def array(*shape: int) -> np.ndarray:
 
 def run(shapes: dict[str, tuple[int, ...]], tensors: dict[str, np.ndarray], ignored: tuple[str, ...] = ()):
     params = {name: Param(name, shape, "." * len(shape)) for name, shape in shapes.items()}
-    return dict(apply(RULES, params, tensors.items(), ignored))
+    return dict(apply_rules(RULES, params, tensors.items(), ignored))
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "model.embed.weight"])
@@ -70,7 +71,7 @@ def test_stack_is_kept_until_complete_and_streams():
     params = {
         name: Param(name, shape, "..") for name, shape in {"layers.0.experts": (2, 2, 2), "embed": (2, 2)}.items()
     }
-    stream = apply(RULES, params, tensors())
+    stream = apply_rules(RULES, params, tensors())
     name, stacked = next(stream)
     assert (name, len(seen)) == ("layers.0.experts", 2)
     np.testing.assert_array_equal(stacked, [array(2, 2), array(2, 2) + 1])

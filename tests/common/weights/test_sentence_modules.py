@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import Dense
-from pagoda.common.weights.sentence_modules import read_sentence_modules
+from pagoda.common.weights.sentence_modules import module_tensors, read_sentence_modules
 
 MEAN = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
 
@@ -73,14 +73,14 @@ def test_dense_layers_and_the_rest(tmp_path: Path):
     assert found.normalise
     assert found.max_seq_length == 77
     assert found.prompts == {"query": "task: search | query: "}
-    tensors = dict(found.tensors())
+    tensors = dict(module_tensors(found))
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
         "sentence_modules.0.linear.weight": (24, 8),
         "sentence_modules.1.linear.weight": (6, 8),
     }
     (tmp_path / "3_Dense/model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"3_Dense: no weights: expected model.safetensors"):
-        dict(found.tensors())
+        dict(module_tensors(found))
 
 
 @pytest.mark.parametrize(
