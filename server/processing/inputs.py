@@ -163,7 +163,7 @@ def encode_kept(
     """Token ids of a text; of a long one that is truncated, at least those that are kept. Raises RequestError."""
     keep = kept_tokens(params, max_model_len)
     if keep is not None:
-        text = tokenizer.end_with(text, keep, "right" if params.truncation_side == "right" else "left")
+        text = tokenizer.pre_truncate(text, keep, "right" if params.truncation_side == "right" else "left")
     return tokenizer.encode(text, add_special_tokens)
 
 

@@ -60,7 +60,7 @@ class TextOptions:
 def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, side: Side | None) -> list[int]:
     """Token ids of a text, at most `keep` of them: the text is cut, not the special tokens around it."""
     if keep is not None:
-        text = tokenizer.end_with(text, keep, side or "right")
+        text = tokenizer.pre_truncate(text, keep, side or "right")
     whole = tokenizer.encode(text, special)
     if keep is None or len(whole) <= keep:
         return whole
@@ -75,7 +75,7 @@ def encode_pair(
 ) -> tuple[list[int], int | None]:
     """Token ids of a pair, at most `keep` of them, and where tokens of type 1 begin. The longer text is cut first."""
     if keep is not None:
-        first, second = (tokenizer.end_with(text, keep, side or "right") for text in (first, second))
+        first, second = (tokenizer.pre_truncate(text, keep, side or "right") for text in (first, second))
     whole, type_one = tokenizer.encode_pair(first, second)
     if keep is None or len(whole) <= keep:
         return whole, type_one
@@ -93,7 +93,7 @@ def shortened(tokenizer: Tokenizer, text: str, most: int) -> str:
     """The beginning of a text that is its first `most` tokens; 0: all of it."""
     if not most:
         return text
-    offsets = tokenizer.offsets(tokenizer.end_with(text, most, "right"), False)
+    offsets = tokenizer.offsets(tokenizer.pre_truncate(text, most, "right"), False)
     return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
 
