@@ -21,8 +21,7 @@ from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
-from pagoda.common.weights.gguf.file import pick_gguf
-from pagoda.common.weights.hub import resolve_model
+from pagoda.common.weights.hub import pick_gguf, resolve_model
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.processing.output_constraints import AnswerForms
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS

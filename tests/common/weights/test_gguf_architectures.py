@@ -176,7 +176,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
         ({"rope.scaling.type": "other"}, "rope scaling other is not supported"),
         ({"rope.scaling.attn_factor": 2.0}, "attn_factor is not supported without yarn"),
         ({"attention.value_length": 8}, "keys and values differ"),
-        ({"attention.causal": False}, "looks ahead"),
+        ({"attention.causal": False}, "non-causal attention"),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_ext_factor": 0.5},
             "yarn_ext_factor",

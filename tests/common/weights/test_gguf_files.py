@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda.common.errors import ModelError
-from pagoda.common.weights.gguf.file import pick_gguf
+from pagoda.common.weights.hub import pick_gguf
 
 FILES = [
     "Model-1B-Q4_K_M.gguf",

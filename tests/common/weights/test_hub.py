@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.weights.hub import Wanted, is_local, resolve_model, wanted_files
+from pagoda.common.weights.hub import DownloadPlan, is_local, plan_download, resolve_model
 
 
 class Hub:
@@ -65,7 +65,7 @@ def test_downloads_one_format(hub: Hub) -> None:
     assert not any(".bin" in pattern or "gguf" in pattern or ".py" in pattern for pattern in patterns)
 
 
-COMMON = wanted_files([], "auto").patterns
+COMMON = plan_download([], "auto").patterns
 SAFETENSORS = (*COMMON, "model*.safetensors")
 TORCH = (*COMMON, "pytorch_model*.bin")
 
@@ -73,42 +73,42 @@ TORCH = (*COMMON, "pytorch_model*.bin")
 @pytest.mark.parametrize(
     ("names", "load_format", "wanted"),
     [
-        (["config.json", "model.safetensors", "pytorch_model.bin", "x.gguf"], "auto", Wanted(SAFETENSORS)),
-        (["config.json", "model.safetensors", "pytorch_model.bin"], "pt", Wanted(TORCH)),
-        (["config.json", "model.safetensors", "x.gguf"], "gguf", Wanted((*COMMON, "x.gguf"), "x.gguf")),
-        (["config.json", "model.safetensors", "x.gguf"], "dummy", Wanted(COMMON)),
-        (["pytorch_model.bin", "x.gguf"], "auto", Wanted(TORCH)),
-        (["pytorch_model.bin", "x.gguf"], "safetensors", Wanted(COMMON)),
-        (["config.json", "x.gguf"], "auto", Wanted((*COMMON, "x.gguf"), "x.gguf")),
-        (["config.json", "x.gguf", "y.gguf"], "dummy", Wanted(COMMON)),
-        (["x.gguf", "mmproj-x.gguf"], "dummy", Wanted((*COMMON, "x.gguf"), "x.gguf")),
-        (["tokenizer.json"], "auto", Wanted(COMMON)),
+        (["config.json", "model.safetensors", "pytorch_model.bin", "x.gguf"], "auto", DownloadPlan(SAFETENSORS)),
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "pt", DownloadPlan(TORCH)),
+        (["config.json", "model.safetensors", "x.gguf"], "gguf", DownloadPlan((*COMMON, "x.gguf"), "x.gguf")),
+        (["config.json", "model.safetensors", "x.gguf"], "dummy", DownloadPlan(COMMON)),
+        (["pytorch_model.bin", "x.gguf"], "auto", DownloadPlan(TORCH)),
+        (["pytorch_model.bin", "x.gguf"], "safetensors", DownloadPlan(COMMON)),
+        (["config.json", "x.gguf"], "auto", DownloadPlan((*COMMON, "x.gguf"), "x.gguf")),
+        (["config.json", "x.gguf", "y.gguf"], "dummy", DownloadPlan(COMMON)),
+        (["x.gguf", "mmproj-x.gguf"], "dummy", DownloadPlan((*COMMON, "x.gguf"), "x.gguf")),
+        (["tokenizer.json"], "auto", DownloadPlan(COMMON)),
         (
             ["model.safetensors", "2_Dense/pytorch_model.bin"],
             "auto",
-            Wanted((*SAFETENSORS, "2_Dense/pytorch_model.bin")),
+            DownloadPlan((*SAFETENSORS, "2_Dense/pytorch_model.bin")),
         ),
     ],
 )
-def test_wanted_files(names: list[str], load_format: str, wanted: Wanted) -> None:
-    assert wanted_files(names, load_format) == wanted
+def test_wanted_files(names: list[str], load_format: str, wanted: DownloadPlan) -> None:
+    assert plan_download(names, load_format) == wanted
 
 
 def test_without_weights_only_what_describes_the_model_is_wanted() -> None:
-    assert wanted_files(["config.json", "model.safetensors"], "auto", weights=False) == Wanted(COMMON)
+    assert plan_download(["config.json", "model.safetensors"], "auto", weights=False) == DownloadPlan(COMMON)
     # A GGUF file holds config and tokenizer, so there is no way around it.
-    assert wanted_files(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
+    assert plan_download(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
 
 
 def test_a_quantisation_names_the_file() -> None:
     names = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "model.safetensors", "config.json"]
-    assert wanted_files(names, "auto", quant="q8_0") == Wanted((*COMMON, "m-Q8_0.gguf"), "m-Q8_0.gguf")
+    assert plan_download(names, "auto", quant="q8_0") == DownloadPlan((*COMMON, "m-Q8_0.gguf"), "m-Q8_0.gguf")
     with pytest.raises(ModelError, match=r"no GGUF file in it is Q2_K; there are: m-Q4_K_M.gguf, m-Q8_0.gguf"):
-        wanted_files(names, "auto", quant="Q2_K")
+        plan_download(names, "auto", quant="Q2_K")
     with pytest.raises(ModelError, match=r":Q8_0 names a GGUF file, but --load-format is safetensors"):
-        wanted_files(names, "safetensors", quant="Q8_0")
+        plan_download(names, "safetensors", quant="Q8_0")
     with pytest.raises(ModelError, match=r"it holds no GGUF file; drop :Q8_0"):
-        wanted_files(["model.safetensors"], "auto", quant="Q8_0")
+        plan_download(["model.safetensors"], "auto", quant="Q8_0")
 
 
 def test_a_choice_of_gguf_files_names_the_model(hub: Hub) -> None:
@@ -143,7 +143,7 @@ def _http(kind: type[Exception]) -> Exception:
     ("kind", "message"),
     [
         (errors.RepositoryNotFoundError, "no such public model on the hub"),
-        (errors.GatedRepoError, "accept its terms there and set HF_TOKEN"),
+        (errors.GatedRepoError, "accept its terms on the hub and set HF_TOKEN"),
         (errors.RevisionNotFoundError, "the hub has no revision v1"),
         (errors.LocalTokenNotFoundError, "no token is stored; log in with `hf auth login`"),
         (errors.OfflineModeIsEnabled, "not downloaded before, and the hub cannot be reached"),

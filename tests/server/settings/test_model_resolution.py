@@ -145,7 +145,7 @@ def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> N
     assert hub.tokens - {None} == {"secret"}
     assert info("org/tiny", revision="old", download_dir=str(tmp_path / "mine")).max_model_len == 64
     assert (tmp_path / "mine" / "models--org--tiny").is_dir()
-    with pytest.raises(ModelError, match="org/tiny: the hub has no revision new; drop or mend --revision"):
+    with pytest.raises(ModelError, match="org/tiny: the hub has no revision new; drop or correct --revision"):
         info("org/tiny", revision="new")
     with pytest.raises(ModelError, match=r"no weights: expected model.safetensors"):
         info("org/tiny", revision="old", ignore_patterns=["*.safetensors"], download_dir=str(tmp_path / "none"))
