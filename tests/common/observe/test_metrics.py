@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
-from pagoda.common.observe.metrics import FinishedAnswer, FinishedRequest, Metrics
+from pagoda.common.observe.metrics import FinishedRequest, FinishedSequence, Metrics
 
 
 def step(*outputs: EngineOutput, **stats: int) -> StepOutputs:
@@ -22,7 +22,7 @@ def values(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
-def answer(**changes: object) -> FinishedAnswer:
+def answer(**changes: object) -> FinishedSequence:
     facts = {
         "is_complete": True,
         "scheduled": 1.75,
@@ -32,12 +32,12 @@ def answer(**changes: object) -> FinishedAnswer:
         "generation_tokens": 5,
         "preemptions": 0,
     }
-    return FinishedAnswer(**(facts | changes))
+    return FinishedSequence(**(facts | changes))
 
 
-def finished(*answers: FinishedAnswer, **changes: object) -> FinishedRequest:
+def finished(*answers: FinishedSequence, **changes: object) -> FinishedRequest:
     facts = {"finish_reason": "stop", "arrival": 1.0, "queued": 1.25, "prompt_tokens": 7, "max_tokens": 9}
-    return FinishedRequest(**({"n": len(answers)} | facts | changes), answers=answers)
+    return FinishedRequest(**({"n": len(answers)} | facts | changes), sequences=answers)
 
 
 def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float, float]]:
