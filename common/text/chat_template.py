@@ -329,7 +329,7 @@ def _calls(path: str, calls: object) -> list[Any]:
 def _tool_call(path: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        raise RequestError("messages", f"{path} must hold objects with a function")
+        raise RequestError("messages", f"{path} must contain objects with a function")
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
@@ -355,4 +355,4 @@ def _plain_json(path: str, value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_plain_json(f"{path}[{i}]", item) for i, item in enumerate(value)]
     field = path.partition("[")[0].partition(".")[0]
-    raise RequestError(field, f"{path} holds a {type(value).__name__}, which is no JSON value")
+    raise RequestError(field, f"{path} contains a {type(value).__name__}, which is not a JSON value")

@@ -81,14 +81,14 @@ SPLITS: Final[dict[str, str]] = {
 """`tokenizer.ggml.pre` -> pre-tokenizer: a regular expression, GPT2 or SINGLE_DIGITS."""
 
 IGNORE_MERGES: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
-"""Rules under which a piece that is itself a token skips merging, and bos is added unless the file says otherwise."""
+"""Rules under which a piece that is itself a token skips merging, and bos is added unless the file overrides it."""
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Return the tokenizer described by a GGUF file's metadata. Raises ModelError if absent or unsupported."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or not metadata.get("tokenizer.ggml.tokens"):
-        raise ModelError("the GGUF file holds no tokenizer; name the original model's folder with --tokenizer")
+        raise ModelError("the GGUF file has no tokenizer; name the original model's folder with --tokenizer")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
             f"the GGUF file's tokenizer {kind!r} is not supported (gpt2 and llama are); "

@@ -284,8 +284,8 @@ def _encoding(
             return batch([text], add_special_tokens=add_special_tokens)[0]
         return backend.encode(text, add_special_tokens=add_special_tokens)
     except UnicodeEncodeError:
-        raise RequestError("prompt", "the text holds half of a surrogate pair, which is no character") from None
+        raise RequestError("prompt", "the text contains half of a surrogate pair, which is not a character") from None
     except TypeError:
         if isinstance(text, str):  # some versions of the library report the surrogate as a type error
-            raise RequestError("prompt", "the text holds characters that cannot be encoded as UTF-8") from None
+            raise RequestError("prompt", "the text contains characters that cannot be encoded as UTF-8") from None
         raise

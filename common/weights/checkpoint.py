@@ -103,7 +103,7 @@ def open_checkpoint(
 
 def _open_file(path: Path, load_format: str, weights: bool) -> Checkpoint:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
-        raise ModelError(f"{path}: weights alone are not a model; give the folder that holds it and config.json")
+        raise ModelError(f"{path}: weights alone are not a model; give the folder that contains them and config.json")
     if load_format in _FOLDER_ONLY:
         raise ModelError(f"{path}: is a file, but --load-format {load_format} reads a folder")
     return GgufCheckpoint(GgufFile(path), weights=weights)

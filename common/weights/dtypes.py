@@ -50,5 +50,5 @@ def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     """Round float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
     wide = values.view(np.uint32)
     rounded = (wide + (0x7FFF + (wide >> 16 & 1))) >> 16
-    quiet = wide >> 16 | 0x40  # a NaN whose payload lies in the lower half must not become infinity
+    quiet = wide >> 16 | 0x40  # a NaN with its payload in the lower half must not become infinity
     return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(BFLOAT16)

@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ModelError naming file and problem."""
     value = _parse_json(path)
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+        raise ModelError(f"{path}: contains a JSON {type(value).__name__}, expected an object")
     return value
 
 
@@ -61,7 +61,7 @@ def read_json_list(path: Path) -> list[Any]:
     """Return the JSON array in a file. Raises ModelError naming file and problem."""
     value = _parse_json(path)
     if not isinstance(value, list):
-        raise ModelError(f"{path}: holds a JSON {type(value).__name__}, expected an array")
+        raise ModelError(f"{path}: contains a JSON {type(value).__name__}, expected an array")
     return value
 
 

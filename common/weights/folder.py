@@ -126,7 +126,7 @@ def _open_shards(index: Path, kind: str) -> list[tuple[WeightFile, list[str]]]:
         file = _open(_shard_path(index, shard), kind)
         missing = next((name for name in names if name not in file.sizes), None)
         if missing is not None:
-            raise WeightError(f"{file.path}: tensor {missing} is missing, which {index.name} places there")
+            raise WeightError(f"{file.path}: tensor {missing} is missing, which {index.name} assigns to it")
         result.append((file, names))
     return result
 

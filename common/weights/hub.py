@@ -232,7 +232,7 @@ def pick_gguf(names: Sequence[str], quant: str = "") -> str:
     """
     files = [name for name in names if _is_model(name)]
     if not files:
-        raise ModelError("it holds no GGUF file; " + (f"drop :{quant}" if quant else "drop --load-format gguf"))
+        raise ModelError("it has no GGUF file; " + (f"drop :{quant}" if quant else "drop --load-format gguf"))
     matches = [name for name in files if _matches(name, quant)] if quant else files
     if not matches:
         raise ModelError(f"no GGUF file in it is {quant}; there are: {', '.join(files)}")
@@ -242,7 +242,7 @@ def pick_gguf(names: Sequence[str], quant: str = "") -> str:
         )
     if len(matches) > 1:
         example = PurePosixPath(matches[0]).stem
-        raise ModelError(f"it holds several GGUF files; name one after a colon, like :{example}: {', '.join(matches)}")
+        raise ModelError(f"it has several GGUF files; name one after a colon, like :{example}: {', '.join(matches)}")
     return matches[0]
 
 

@@ -83,7 +83,7 @@ class SafetensorsFile:
 
 def _header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:
     if len(data) < _LENGTH_BYTES:
-        raise WeightError(f"{path}: truncated: {len(data)} bytes do not hold a header; download it again")
+        raise WeightError(f"{path}: truncated: {len(data)} bytes are too few for a header; download it again")
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     if length > _MAX_HEADER:
         raise WeightError(f"{path}: corrupt: states a header of {length} bytes; is it a safetensors file?")

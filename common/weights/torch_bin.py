@@ -1,6 +1,6 @@
 """Read a state dict saved by torch.save (.bin, .pt) without torch and without executing pickled code.
 
-The file is a zip archive: `data.pkl` describes the tensors, `data/N` hold their bytes, normally uncompressed, so that
+The file is a zip archive: `data.pkl` describes the tensors, `data/N` contain their bytes, normally uncompressed, so that
 they can be memory-mapped. Unpickling admits only the names of a state dict, each mapped to a function of this module.
 Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
@@ -158,7 +158,7 @@ def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, Tens
     except Exception as error:  # a hostile or broken pickle may raise anything
         raise WeightError(f"{path}: corrupt description of the tensors ({type(error).__name__}: {error})") from None
     if not isinstance(state, dict):
-        raise WeightError(f"{path}: holds no state dict but a {type(state).__name__}")
+        raise WeightError(f"{path}: contains no state dict but a {type(state).__name__}")
     for name, value in dict.items(state):
         if not isinstance(name, str) or not isinstance(value, TensorView):
             raise WeightError(f"{path}: entry {name!r} of the state dict is no tensor")
@@ -214,7 +214,7 @@ class Unpickler(pickle.Unpickler):
             return name
         if (module, name) in self._globals:
             return self._globals[module, name]
-        raise WeightError(f"refused: its pickle asks for {module}.{name}, which no state dict needs")
+        raise WeightError(f"refused: its pickle refers to {module}.{name}, which no state dict needs")
 
     def persistent_load(self, pid: Any) -> _Storage:
         texts = isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[1], str) and isinstance(pid[2], str)

@@ -23,7 +23,7 @@ _ENTRY_MAGIC: Final = b"PK\1\2"
 _LOCAL_MAGIC: Final = b"PK\3\4"
 _LOCAL_HEADER: Final = 30  # bytes of a zip local header before the name
 
-_NOT_A_TENSOR: Final = "it holds something else than one dense tensor"
+_NOT_A_TENSOR: Final = "it contains something else than one dense tensor"
 
 _OPCODES: Final = frozenset(
     (

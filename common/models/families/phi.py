@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4 (dense): fused q-k-v and gate-up weights, LongRoPE, in some sizes partial."""
+"""Phi-3, 3.5 and 4 (dense): fused q-k-v and gate-up weights, LongRoPE, partial RoPE in some sizes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class _Reader:
                 raise WeightError(f"{self._path}: corrupt: tensor {name} occurs twice")
             if offset % alignment:
                 raise WeightError(
-                    f"{self._path}: corrupt: tensor {name} at offset {offset}, no multiple of {alignment}"
+                    f"{self._path}: corrupt: tensor {name} at offset {offset}, not a multiple of {alignment}"
                 )
             result[name] = GgufTensor(name, shape, kind, start + offset, prod(shape) // kind.elements * kind.bytes)
         self._check_extents(result)
@@ -138,8 +138,8 @@ class _Reader:
             raise WeightError(f"{self._path}: tensor {name}: type number {number} is unknown to this version")
         if (shape[-1] if shape else 1) % kind.elements:
             raise WeightError(
-                f"{self._path}: corrupt: rows of tensor {name} hold {shape[-1]} elements, "
-                f"no multiple of {kind.name}'s {kind.elements}"
+                f"{self._path}: corrupt: rows of tensor {name} have {shape[-1]} elements, "
+                f"not a multiple of {kind.name}'s {kind.elements}"
             )
         return name, shape, kind, offset
 

@@ -197,7 +197,7 @@ def test_text_parts_are_joined():
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text"),
         ([{"role": "user", "content": [{"text": "x"}]}], "with a type"),
-        ([{"role": "user", "content": "x", "extra": {1, 2}}], "no JSON value"),
+        ([{"role": "user", "content": "x", "extra": {1, 2}}], "not a JSON value"),
         ([{"role": "user", "content": "x", "tool_calls": ["y"]}], "with a function"),
         ([{"role": "assistant", "tool_calls": {"id": "x"}}], r"messages\[0\].tool_calls must be a list"),
     ],

@@ -351,8 +351,8 @@ def test_merges_of_nothing():
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({}, "holds no tokenizer"),
-        ({"tokenizer.ggml.model": "gpt2"}, "holds no tokenizer"),
+        ({}, "has no tokenizer"),
+        ({"tokenizer.ggml.model": "gpt2"}, "has no tokenizer"),
         ({**byte_level(), "tokenizer.ggml.model": "rwkv"}, "'rwkv' is not supported"),
         (byte_level("unheard-of"), "'unheard-of' is not known here"),
         ({k: v for k, v in byte_level().items() if not k.endswith("merges")}, "lacks tokenizer.ggml.merges"),

@@ -91,7 +91,7 @@ def test_dummy_needs_no_weights(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no config.json"), ("{", "not valid JSON"), ("[1]", "holds a JSON list, expected an object")],
+    [(None, "no config.json"), ("{", "not valid JSON"), ("[1]", "contains a JSON list, expected an object")],
 )
 def test_config_is_needed(content: str | None, message: str, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -136,7 +136,7 @@ def test_broken_index(folder: Path, index: dict[str, Any], message: str) -> None
 
 def test_paths_that_are_no_model(folder: Path) -> None:
     save_file(TENSORS, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="give the folder that holds it"):
+    with pytest.raises(ModelError, match="give the folder that contains them"):
         open_checkpoint(folder / "model.safetensors")
     with pytest.raises(ModelError, match="no such file or folder"):
         open_checkpoint(folder / "none")

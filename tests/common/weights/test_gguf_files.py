@@ -46,7 +46,7 @@ def test_a_quantisation_names_one_file(quant: str, file: str) -> None:
         (FILES, "Q2_K", r"split into 2 parts; merge them \(llama-gguf-split --merge\)"),
         (FILES, "", "several GGUF files; name one after a colon, like :Model-1B-Q4_K_M: "),
         (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "several GGUF files; .*: a-Q8_0.gguf, b-Q8_0.gguf$"),
-        (["config.json", "mmproj.gguf"], "", "it holds no GGUF file; drop --load-format gguf"),
+        (["config.json", "mmproj.gguf"], "", "it has no GGUF file; drop --load-format gguf"),
     ],
 )
 def test_what_is_no_choice_lists_what_there_is(names: list[str], quant: str, words: str) -> None:

@@ -107,13 +107,13 @@ def test_a_quantisation_names_the_file() -> None:
         plan_download(names, "auto", quant="Q2_K")
     with pytest.raises(ModelError, match=r":Q8_0 names a GGUF file, but --load-format is safetensors"):
         plan_download(names, "safetensors", quant="Q8_0")
-    with pytest.raises(ModelError, match=r"it holds no GGUF file; drop :Q8_0"):
+    with pytest.raises(ModelError, match=r"it has no GGUF file; drop :Q8_0"):
         plan_download(["model.safetensors"], "auto", quant="Q8_0")
 
 
 def test_a_choice_of_gguf_files_names_the_model(hub: Hub) -> None:
     hub.files = ("x.gguf", "y.gguf")
-    with pytest.raises(ModelError, match=r"^org/name: it holds several GGUF files; name one .*: x.gguf, y.gguf$"):
+    with pytest.raises(ModelError, match=r"^org/name: it has several GGUF files; name one .*: x.gguf, y.gguf$"):
         resolve_model("org/name")
     assert resolve_model("org/name:y") == hub.folder / "y.gguf"
     assert hub.asked["allow_patterns"][-1] == "y.gguf"

@@ -162,7 +162,7 @@ def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> Non
 def test_a_gguf_repository_and_a_quantisation(hub: HubServer) -> None:
     assert info("org/tiny-GGUF:Q4_K_M").max_model_len == 64
     assert "tiny-Q8_0.gguf" not in hub.fetched
-    with pytest.raises(ModelError, match=r"^org/tiny-GGUF: it holds several GGUF files"):
+    with pytest.raises(ModelError, match=r"^org/tiny-GGUF: it has several GGUF files"):
         info("org/tiny-GGUF")
 
 
