@@ -1,7 +1,7 @@
 """Read a state dict saved by torch.save (.bin, .pt) without torch and without executing pickled code.
 
-The file is a zip archive: `data.pkl` describes the tensors, `data/N` contain their bytes, normally uncompressed, so that
-they can be memory-mapped. Unpickling admits only the names of a state dict, each mapped to a function of this module.
+The file is a zip archive: `data.pkl` describes the tensors, `data/N` are their bytes, normally uncompressed and then
+memory-mapped. Unpickling admits only the names of a state dict, each mapped to a function of this module.
 Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
 
