@@ -1,4 +1,4 @@
-"""Architectures by name, and configs as they stand on the hub in the wild."""
+"""Architectures by name, and published configs."""
 
 from __future__ import annotations
 

@@ -150,10 +150,10 @@ def test_arguments_as_text_become_objects():
     assert isinstance(function["arguments"], str)
 
 
-@pytest.mark.parametrize("said", ['{"city": "Zü', "[]", "42", "", "[" * 100_000, None, [1]])
-def test_arguments_that_are_no_object_end_no_conversation(said):
+@pytest.mark.parametrize("arguments", ['{"city": "Zü', "[]", "42", "", "[" * 100_000, None, [1]])
+def test_arguments_that_are_no_object_end_no_conversation(arguments):
     calls = json.loads(json.dumps(CALLS))
-    calls[1]["tool_calls"][0]["function"]["arguments"] = said
+    calls[1]["tool_calls"][0]["function"]["arguments"] = arguments
     assert '"name": "get", "arguments": {}' in render(CHATML, calls)
 
 

@@ -172,13 +172,13 @@ def sentencepiece(**extra):
 def greedy_pieces(metadata, text):
     """Sentencepiece's definition, naively: again and again merge the pair whose union scores best, leftmost first."""
     scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]))
-    found = list("▁" + text.replace(" ", "▁"))
+    pieces = list("▁" + text.replace(" ", "▁"))
     while True:
-        unions = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(found)) if a + b in scores]
+        unions = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
         if not unions:
-            return found
+            return pieces
         at = min(unions)[1]
-        found[at : at + 2] = [found[at] + found[at + 1]]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
 
 
 def test_scores_decide_what_merges_first():

@@ -1,4 +1,4 @@
-"""Long texts: refused without being tokenised whole, or only the end that is kept is tokenised."""
+"""Long texts: rejected without being tokenised whole, or pre-truncated."""
 
 from __future__ import annotations
 

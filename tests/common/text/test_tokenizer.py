@@ -290,7 +290,7 @@ def test_long_texts_leave_other_threads_running(folder, text, monkeypatch):
     for special in (False, True):
         ids = tokenizer.backend.encode(text, add_special_tokens=special).ids
         with monkeypatch.context() as patch:
-            patch.setattr(tokenizers.Tokenizer, "encode", None)  # it holds the interpreter's lock
+            patch.setattr(tokenizers.Tokenizer, "encode", None)  # it does not release the GIL
             assert tokenizer.encode(text, special) == ids
     with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
         tokenizer.encode(text + "\ud800")

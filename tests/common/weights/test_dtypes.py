@@ -1,4 +1,4 @@
-"""Tagged bits: conversions against ml_dtypes, and what an array of them can and cannot do."""
+"""bfloat16 and 8-bit float dtypes: conversions against ml_dtypes, supported and unsupported array operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole, sharded, in either format, and what a broken one says."""
+"""Checkpoint folders: whole, sharded, in either format, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_index_cannot_leave_its_folder(folder: Path, shard: str) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "gone.safetensors"}}, "names the shard gone.safetensors, which is missing"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "names the shard absent.safetensors, which is missing"),
         (
             {"weight_map": {"z": "model-00001-of-00002.safetensors"}},
             "tensor z is missing, which model.safetensors.index",

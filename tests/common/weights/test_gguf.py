@@ -1,4 +1,4 @@
-"""The GGUF container against the gguf package, and every way a file can be broken."""
+"""The GGUF container against the gguf package, and every kind of broken file."""
 
 from __future__ import annotations
 

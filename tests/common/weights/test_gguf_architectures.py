@@ -50,8 +50,8 @@ MOE = {
 def _tiny(case: str) -> Tiny:
     if case == "qwen3moe":
         return Tiny(case, "Qwen3MoeForCausalLM", MOE)
-    found = next(tiny for tiny in TINY if tiny.name == CASES[case][1])
-    return Tiny(found.name, found.architecture, {**found.extra, **OVERRIDES.get(case, {})}, found.base)
+    base = next(tiny for tiny in TINY if tiny.name == CASES[case][1])
+    return Tiny(base.name, base.architecture, {**base.extra, **OVERRIDES.get(case, {})}, base.base)
 
 
 def _close(mine: object, theirs: object) -> bool:

@@ -1,4 +1,4 @@
-"""From MODEL to a path, with a hub that answers from a table."""
+"""Resolving MODEL to a path, with a fake hub client."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pagoda.common.weights.hub import DownloadPlan, is_local, pick_gguf, plan_do
 
 
 class Hub:
-    """Stands in for the client: `problem` is raised by whatever goes to the network."""
+    """A fake hub client; `problem` is raised by every network call."""
 
     def __init__(self, folder: Path, files: tuple[str, ...] = (), problem: Exception | None = None) -> None:
         self.folder, self.files, self.problem = folder, files, problem
         self.cached = False
-        self.asked: dict[str, Any] = {}
+        self.request: dict[str, Any] = {}
 
     def model_info(self, model: str, **kwargs: Any) -> Any:
         if self.problem:
@@ -30,7 +30,7 @@ class Hub:
     def snapshot_download(self, model: str, **kwargs: Any) -> str:
         if kwargs.get("local_files_only") and not self.cached:
             raise errors.LocalEntryNotFoundError("nothing here")
-        self.asked = {"model": model, **kwargs}
+        self.request = {"model": model, **kwargs}
         return str(self.folder)
 
 
@@ -52,14 +52,14 @@ def test_local_paths_need_no_hub(tmp_path: Path) -> None:
 def test_what_cannot_be_a_hub_id_is_a_wrong_path(model: str, hub: Hub) -> None:
     with pytest.raises(ModelError, match="no such file or folder; give a local folder"):
         resolve_model(model)
-    assert not hub.asked
+    assert not hub.request
 
 
 def test_downloads_one_format(hub: Hub) -> None:
     assert resolve_model("org/name", revision="v1", token="t", download_dir="/d") == hub.folder
-    assert hub.asked["model"] == "org/name"
-    assert (hub.asked["revision"], hub.asked["token"], hub.asked["cache_dir"]) == ("v1", "t", "/d")
-    patterns = hub.asked["allow_patterns"]
+    assert hub.request["model"] == "org/name"
+    assert (hub.request["revision"], hub.request["token"], hub.request["cache_dir"]) == ("v1", "t", "/d")
+    patterns = hub.request["allow_patterns"]
     assert "model*.safetensors" in patterns
     assert "*.json" in patterns
     assert not any(".bin" in pattern or "gguf" in pattern or ".py" in pattern for pattern in patterns)
@@ -96,7 +96,7 @@ def test_wanted_files(names: list[str], load_format: str, wanted: DownloadPlan) 
 
 def test_without_weights_only_what_describes_the_model_is_wanted() -> None:
     assert plan_download(["config.json", "model.safetensors"], "auto", weights=False) == DownloadPlan(COMMON)
-    # A GGUF file holds config and tokenizer, so there is no way around it.
+    # A GGUF file contains config and tokenizer, so it is downloaded anyway.
     assert plan_download(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
 
 
@@ -116,7 +116,7 @@ def test_a_choice_of_gguf_files_names_the_model(hub: Hub) -> None:
     with pytest.raises(ModelError, match=r"^org/name: it has several GGUF files; name one .*: x.gguf, y.gguf$"):
         resolve_model("org/name")
     assert resolve_model("org/name:y") == hub.folder / "y.gguf"
-    assert hub.asked["allow_patterns"][-1] == "y.gguf"
+    assert hub.request["allow_patterns"][-1] == "y.gguf"
 
 
 def test_a_local_folder_and_a_quantisation(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_problems_are_one_line_with_a_remedy(kind: type[Exception], message: str
 def test_an_earlier_download_serves_offline(hub: Hub) -> None:
     hub.problem, hub.cached = ConnectionError("no network\nat all"), True
     assert resolve_model("org/name", revision="v1") == hub.folder
-    assert hub.asked["revision"] == "v1"
+    assert hub.request["revision"] == "v1"
 
 
 FILES = [

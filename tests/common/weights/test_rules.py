@@ -1,4 +1,4 @@
-"""Names as data: each operation, and strictness on both sides."""
+"""Each weight-name rule, and strictness on both sides."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def test_rename_with_optional_prefix_shares_memory(name: str):
 
 
 def test_numbers_are_carried_over():
-    found = run(
+    filled = run(
         {"layers.0.o": (1, 2), "layers.12.o": (1, 2)}, {f"layers.{n}.out.weight": array(1, 2) + n for n in (12, 0)}
     )
-    assert found["layers.12.o"][0, 0] == 12
-    assert found["layers.0.o"][0, 0] == 0
+    assert filled["layers.12.o"][0, 0] == 12
+    assert filled["layers.0.o"][0, 0] == 0
 
 
 def test_split_takes_sizes_from_the_shapes():
     fused = array(5, 2)
-    found = run({"layers.0.q": (3, 2), "layers.0.k": (2, 2)}, {"layers.0.qk.weight": fused})
-    np.testing.assert_array_equal(found["layers.0.q"], fused[:3])
-    np.testing.assert_array_equal(found["layers.0.k"], fused[3:])
+    filled = run({"layers.0.q": (3, 2), "layers.0.k": (2, 2)}, {"layers.0.qk.weight": fused})
+    np.testing.assert_array_equal(filled["layers.0.q"], fused[:3])
+    np.testing.assert_array_equal(filled["layers.0.k"], fused[3:])
 
 
 def test_transpose_and_transposed_split():
     turned, both = array(2, 3), array(2, 5)
-    found = run(
+    filled = run(
         {"layers.0.t": (3, 2), "layers.0.x": (1, 2), "layers.0.y": (4, 2)},
         {"layers.0.turned": turned, "layers.0.both": both},
     )
-    np.testing.assert_array_equal(found["layers.0.t"], turned.T)
-    np.testing.assert_array_equal(found["layers.0.y"], both.T[1:])
+    np.testing.assert_array_equal(filled["layers.0.t"], turned.T)
+    np.testing.assert_array_equal(filled["layers.0.y"], both.T[1:])
 
 
 def test_stack_is_kept_until_complete_and_streams():

@@ -1,4 +1,4 @@
-"""The mapped reader against the safetensors library, and every way a file can be broken."""
+"""The reader against the safetensors library, and every kind of broken file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of torch.save against torch, and pickles that try to do more than describe tensors."""
+"""Files of torch.save against torch, and malicious pickles."""
 
 from __future__ import annotations
 
