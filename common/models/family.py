@@ -43,11 +43,7 @@ class Family:
         *linear("score", "pooler.classifier"),
         *linear("classifier", "pooler.classifier"),
     )
-    heads: tuple[str, ...] = (
-        "score.*",
-        "classifier.*",
-        "lm_head.*",
-    )  # ignored by pooling models
+    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # ignored by pooling models
     generates: bool = True  # False for encoders, which can only pool
 
 

@@ -27,26 +27,11 @@ TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text"
 MAX_TEMPLATE_KEYWORDS: Final = 64
 
 _RESERVED_KEYWORDS: Final = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "template",
-        "tokenize",
-        "add_generation_prompt",
-        "continue_final_message",
-        "bos_token",
-        "eos_token",
-        "pad_token",
-        "unk_token",
-        "return_dict",
-        "return_tensors",
-        "content_format",
-        "special_tokens",
-        "raise_exception",
-        "strftime_now",
-    }
+    (
+        *("messages", "tools", "documents", "chat_template", "template", "tokenize", "add_generation_prompt"),
+        *("continue_final_message", "bos_token", "eos_token", "pad_token", "unk_token", "return_dict"),
+        *("return_tensors", "content_format", "special_tokens", "raise_exception", "strftime_now"),
+    )
 )
 """Names that chat_template_kwargs may not set: other request fields, and the template's built-in variables."""
 

@@ -43,7 +43,6 @@ class Tokenizer:
 
     @cached_property
     def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-text token, if any."""
         return self._role("bos_token")
 
     @cached_property
@@ -53,7 +52,6 @@ class Tokenizer:
 
     @cached_property
     def pad_token_id(self) -> int | None:
-        """Id of the padding token, if any."""
         return self._role("pad_token")
 
     @cached_property
@@ -63,7 +61,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the default chat template, if any."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
