@@ -25,7 +25,20 @@ OURS: dict[str, tuple[str, ...]] = {
     "kernels_pallas": ("pagoda.kernels_pallas",),
     "server": ("pagoda.common", "pagoda.server", *BACKENDS, "pagoda.__version__"),
 }
-# The folders of `server`, each of which knows only those before it. Modules beside them come first, entry points last.
+# The folders and modules of `common`, each of which may import only earlier entries. The engine and the protocols
+# beside it that describe its interface form one entry.
+COMMON_STORIES = (
+    ("errors",),
+    ("config",),
+    ("models",),
+    ("weights",),
+    ("text",),
+    ("engine", "backend", "sampling_params", "pooling_params"),
+    ("beam_search",),
+    ("observe",),
+    ("distributed",),
+)
+# The folders of `server`, likewise. Modules beside them come first, entry points last.
 STORIES = (
     ("outputs", "ipc_messages", "plugins", "redact", "child"),
     ("settings",),
@@ -66,7 +79,7 @@ def imports(path: Path) -> list[str]:
             assert node.level == 0, f"{path}: relative import; write it from pagoda on"
             assert node.module is not None
             found.append(node.module)
-            if node.module in ("pagoda", "pagoda.server"):
+            if node.module in ("pagoda", "pagoda.common", "pagoda.server"):
                 found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
 
@@ -88,10 +101,20 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         assert not {top, name} & forbidden, f"{path} may not import {name}"
 
 
-def story(name: str) -> int:
-    """Where `pagoda.server.<first>` stands in STORIES."""
+def story(name: str, stories: tuple[tuple[str, ...], ...] = STORIES) -> int:
+    """Index of the third part of a module's name in the stories of its package."""
     first = name.split(".")[2]
-    return next(place for place, names in enumerate(STORIES) if first in names)
+    return next(index for index, names in enumerate(stories) if first in names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_common_is_built_in_stories(path: Path) -> None:
+    if path == ROOT / "common" / "__init__.py":
+        return
+    own = story("pagoda." + ".".join(path.relative_to(ROOT).with_suffix("").parts), COMMON_STORIES)
+    for name in imports(path):
+        if name.startswith("pagoda.common."):
+            assert story(name, COMMON_STORIES) <= own, f"{path} may not import {name}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -111,3 +134,4 @@ def test_the_rules_bite(tmp_path: Path) -> None:
     source.write_text("def f():\n    import torch\n    from pagoda.server import llm\n")
     assert imports(source) == ["torch", "pagoda.server", "pagoda.server.llm"]
     assert story("pagoda.server.processing.inputs") < story("pagoda.server.http.body")
+    assert story("pagoda.common.models.spec", COMMON_STORIES) < story("pagoda.common.weights.rules", COMMON_STORIES)

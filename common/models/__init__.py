@@ -1,1 +1,1 @@
-"""Models as data: the vocabulary, and one file per family."""
+"""Model specifications, config.json readers and one file per model family."""

@@ -1,29 +1,25 @@
-"""What one model family is to the rest: a reader of its config and the rules of its tensor names.
+"""`Family`: how a model family's config.json becomes a spec and its checkpoint tensors become parameters.
 
-Also the pieces that most families spell alike. Does not know any family.
+Also the builders and weight-name rules that most families share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-import numpy.typing as npt
-
-from pagoda.common.backend import Weight
 from pagoda.common.models import hf_config
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.shapes import Param
 from pagoda.common.models.spec import Attention, Classifier, Ffn, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-from pagoda.common.weights.rules import Rename, Rule, apply, linear
+from pagoda.common.models.weight_rules import Rename, Rule, linear
 
 PoolUse: TypeAlias = Literal["embed", "classify", "token_classify", "reward"]
-"""What a pooling model is for. `reward`: every token's hidden state."""
+"""Task of a pooling model. `reward`: the hidden state of every token."""
 
 
 def decoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
-    """The last token has read them all. A classifier is one product, without a bias where it is of whole texts."""
+    """Return a decoder's pooler: last token, then a linear classifier (without bias when it classifies whole texts)."""
     match use:
         case "embed":
             return Pooler("last")
@@ -37,28 +33,18 @@ def decoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. `build` reads a config; `ignored`: patterns of tensors that hold nothing to learn.
+    """A model family: a config reader and weight-name rules, for its generating and its pooling models."""
 
-    A head among the tensors of a model whose head is its embedding table is ignored too.
-    `pooler` reads a config for what takes the head's place in a model that pools, `pooler_rules` name its tensors, and
-    `heads`: patterns of the tensors of all heads, of which a model that pools needs one at most.
-    `generates`: False for encoders, which can only pool.
-    """
-
-    build: Callable[[HfConfig], ModelSpec]
+    build: Callable[[HfConfig], ModelSpec]  # reads config.json
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "lm_head.weight")
-    pooler: Callable[[HfConfig, PoolUse], Pooler] = decoder_pooler
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "lm_head.weight")  # patterns of tensors to drop if unmatched
+    pooler: Callable[[HfConfig, PoolUse], Pooler] = decoder_pooler  # replaces the LM head in a pooling model
     pooler_rules: tuple[Rule, ...] = (
         *linear("score", "pooler.classifier"),
         *linear("classifier", "pooler.classifier"),
     )
-    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")
-    generates: bool = True
-
-    def weights(self, params: Mapping[str, Param], tensors: Iterable[tuple[str, npt.NDArray[Any]]]) -> Iterator[Weight]:
-        """Checkpoint tensors as parameters. Raises WeightError, see common.weights.rules.apply."""
-        return apply(self.rules, params, tensors, self.ignored)
+    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # ignored by pooling models
+    generates: bool = True  # False for encoders, which can only pool
 
 
 EMBED_RULES: Final[tuple[Rule, ...]] = (
@@ -99,17 +85,15 @@ FOUR_NORM_RULES: Final[tuple[Rule, ...]] = (
 
 
 def rms_norm(config: HfConfig, default: float, *, unit_offset: bool = False) -> Norm:
-    """RMSNorm with the config's `rms_norm_eps`."""
     return Norm(config.opt("rms_norm_eps", float, default), unit_offset=unit_offset)
 
 
 def gated_mlp(config: HfConfig, *, bias: bool = False) -> Mlp:
-    """The gated feed-forward of most families."""
     return Mlp(config.size("intermediate_size"), config.activation("hidden_act", "silu"), gated=True, bias=bias)
 
 
 def rotary_attention(config: HfConfig, width: int, *, theta: float = 10_000.0) -> Attention:
-    """Grouped-query attention over full rotary heads, without biases, norms or window."""
+    """Return grouped-query attention with RoPE on whole heads, without biases, qk norms or sliding window."""
     heads = config.size("num_attention_heads")
     head_dim = hf_config.head_dim(config, width, heads)
     return Attention(
@@ -124,13 +108,13 @@ def rotary_attention(config: HfConfig, width: int, *, theta: float = 10_000.0) -
 def pre_norm_decoder(
     config: HfConfig, mixers: Iterable[Attention], ffns: Iterable[Ffn], norm: Norm, *, tied: bool = False
 ) -> ModelSpec:
-    """Layers x += mixer(norm(x)); x += ffn(norm(x)), a norm at the end. `tied`: the family's default."""
+    """Return a pre-norm decoder: x += mixer(norm(x)); x += ffn(norm(x)); a final norm. `tied`: the family's default."""
     norms = Norms(before_mixer=norm, before_ffn=norm)
     return decoder(config, (Layer(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns)), norm, tied=tied)
 
 
 def decoder(config: HfConfig, layers: Iterable[Layer], final_norm: Norm, *, tied: bool = False) -> ModelSpec:
-    """A model of rotary layers between an embedding and a head. `tied`: the family's default."""
+    """Return a decoder whose positions come from RoPE alone. `tied`: the family's default."""
     stack = tuple(layers)
     rope = stack[0].mixer.rope
     return ModelSpec(
@@ -144,17 +128,17 @@ def decoder(config: HfConfig, layers: Iterable[Layer], final_norm: Norm, *, tied
 
 
 def classifier(config: HfConfig, *, bias: bool = True) -> Classifier:
-    """One number for each label that the config names, and what the config says they pass through."""
+    """Return the classification head: one output per label in the config, with the config's activation."""
     labels = len(config.opt("id2label", dict, {})) or config.opt_size("num_labels", 2)
     return Classifier(labels, _label_activation(config, labels), bias)
 
 
-_BY_PROBLEM: Final[dict[str, Literal["sigmoid", "softmax"] | None]] = {
+_BY_PROBLEM_TYPE: Final[dict[str, Literal["sigmoid", "softmax"] | None]] = {
     "regression": None,
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
-_BY_NAME: Final[dict[str, Literal["sigmoid", "softmax"] | None]] = {
+_BY_MODULE_NAME: Final[dict[str, Literal["sigmoid", "softmax"] | None]] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
     "torch.nn.modules.linear.Identity": None,
@@ -162,13 +146,13 @@ _BY_NAME: Final[dict[str, Literal["sigmoid", "softmax"] | None]] = {
 
 
 def _label_activation(config: HfConfig, labels: int) -> Literal["sigmoid", "softmax"] | None:
-    """By the kind of problem, or as the authors of a cross-encoder noted it; else labels exclude each other."""
+    """From `problem_type`, else from a cross-encoder's stated activation, else softmax (sigmoid for one label)."""
     problem = config.opt("problem_type", str, "")
-    if problem in _BY_PROBLEM:
-        found = _BY_PROBLEM[problem]
-        return "sigmoid" if found == "softmax" and labels == 1 else found
-    noted = config.opt("sentence_transformers", dict, {}).get("activation_fn")
-    name = noted or config.opt("sbert_ce_default_activation_function", str, "")
-    if name and name not in _BY_NAME:
-        raise config.error("activation_fn", f"is {name!r}; supported: {', '.join(_BY_NAME)}")
-    return _BY_NAME[name] if name else "sigmoid" if labels == 1 else "softmax"
+    if problem in _BY_PROBLEM_TYPE:
+        activation = _BY_PROBLEM_TYPE[problem]
+        return "sigmoid" if activation == "softmax" and labels == 1 else activation
+    cross_encoder = config.opt("sentence_transformers", dict, {}).get("activation_fn")
+    name = cross_encoder or config.opt("sbert_ce_default_activation_function", str, "")
+    if name and name not in _BY_MODULE_NAME:
+        raise config.error("activation_fn", f"is {name!r}; supported: {', '.join(_BY_MODULE_NAME)}")
+    return _BY_MODULE_NAME[name] if name else "sigmoid" if labels == 1 else "softmax"

@@ -1,9 +1,7 @@
-"""A strict reader over a Hugging Face `config.json`.
+"""Strict reader of a Hugging Face `config.json`, and of the keys that many families share.
 
-Knows: that every key must be read, expected or ignored by name, and how keys that many families share are spelled
-(activations, rotary positions in old and new form, layer types). Does not know any family.
-
-A key that no reader asked for could change the maths, so it is an error. A null counts as absent.
+Every key must be read, expected or ignored by name: an unread key could change the maths, so it is an error. A null
+counts as absent. Shared keys: activations, RoPE in its old and new form, layer types.
 """
 
 from __future__ import annotations
@@ -28,92 +26,34 @@ from pagoda.common.models.spec import (
 
 T = TypeVar("T", int, float, bool, str, list[Any], dict[str, Any])
 
-# Training, bookkeeping, tokenizer and generation settings, in any family: none of them changes a forward pass.
+# Keys of any family that do not change a forward pass: training, bookkeeping, tokenizer and generation settings.
 HARMLESS: Final = (
-    # Where the file comes from, and what wrote it.
-    "*name_or_path",
-    "_commit_hash",
-    "architectures",
-    "model_type",
-    "auto_map",
-    "transformers*",
-    "unsloth*",
-    "is_llama_config",
-    "torch_dtype",
-    "dtype",
-    "xla_device",
-    # How it is computed, not what.
-    "*attn_implementation*",
-    "*experts_implementation*",
-    "*flash_attn*",
-    "use_cache",
-    "cache_implementation",
-    "pretraining_tp",
-    "chunk_size_feed_forward",
-    "tf_legacy_loss",
-    "output_*",
-    "return_dict*",
-    "use_return_dict",
-    "keys_to_ignore_at_inference",
+    # Origin of the file.
+    *("*name_or_path", "_commit_hash", "architectures", "model_type", "auto_map", "transformers*", "unsloth*"),
+    *("is_llama_config", "torch_dtype", "dtype", "xla_device"),
+    # Implementation, not maths.
+    *("*attn_implementation*", "*experts_implementation*", "*flash_attn*", "use_cache", "cache_implementation"),
+    *("pretraining_tp", "chunk_size_feed_forward", "tf_legacy_loss", "output_*", "return_dict*", "use_return_dict"),
+    *("keys_to_ignore_at_inference",),
     # Training.
-    "*dropout",
-    "*_pdrop",
-    "*dropout_prob",
-    "layerdrop",
-    "initializer_*",
-    "init_std",
-    "gradient_checkpointing*",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
+    *("*dropout", "*_pdrop", "*dropout_prob", "layerdrop", "initializer_*", "init_std", "gradient_checkpointing*"),
+    *("router_aux_loss_coef", "router_jitter_noise"),
     # The tokenizer.
-    "*token_id",
-    "*_token_ids",
-    "tokenizer_class",
-    "max_sequence_length",
-    "model_max_length",
-    "prefix",
-    "use_sep_token",
+    *("*token_id", "*_token_ids", "tokenizer_class", "max_sequence_length", "model_max_length", "prefix"),
+    *("use_sep_token",),
     # Tasks; classifiers read the labels.
-    "task_specific_params",
-    "finetuning_task",
-    "problem_type",
-    "id2label",
-    "label2id",
-    "num_labels",
-    "_num_labels",
-    "sentence_transformers",
-    "sbert_ce_default_activation_function",
-    "is_matryoshka",
-    "matryoshka_dimensions",
-    # Generation settings that old files kept here; generation_config.json is where they count.
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "num_beams",
-    "num_beam_groups",
-    "max_length",
-    "min_length",
-    "max_new_tokens",
-    "min_new_tokens",
-    "repetition_penalty",
-    "length_penalty",
-    "exponential_decay_length_penalty",
-    "diversity_penalty",
-    "penalty_alpha",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "early_stopping",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "num_return_sequences",
-    "remove_invalid_values",
+    *("task_specific_params", "finetuning_task", "problem_type", "id2label", "label2id", "num_labels", "_num_labels"),
+    *("sentence_transformers", "sbert_ce_default_activation_function", "is_matryoshka", "matryoshka_dimensions"),
+    # Generation settings of old files; only generation_config.json counts.
+    *("do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups", "max_length"),
+    *("min_length", "max_new_tokens", "min_new_tokens", "repetition_penalty", "length_penalty"),
+    *("exponential_decay_length_penalty", "diversity_penalty", "penalty_alpha", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "early_stopping", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("num_return_sequences", "remove_invalid_values"),
 )
 
 _OFF: Final[tuple[object, ...]] = (False,)
-PLAIN: Final[dict[str, tuple[object, ...]]] = {
+OFF_VALUES: Final[dict[str, tuple[object, ...]]] = {
     **dict.fromkeys(
         (
             *("add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"),
@@ -127,10 +67,7 @@ PLAIN: Final[dict[str, tuple[object, ...]]] = {
     "pruned_heads": ({},),
     "shared_expert_intermediate_size": (0,),
 }
-"""What configs of any family may spell out although the family has none of it: key -> the values that say so.
-
-A family that has it reads the key or expects another value, and then this table does not count.
-"""
+"""Key of an optional mechanism -> values that mean it is off, accepted in any family that does not read the key."""
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
@@ -144,26 +81,26 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 
 
 class HfConfig:
-    """One config as a set of keys to be used up: `need`, `opt`, `nullable`, `expect`, `ignore`, then `finish`.
+    """A config whose keys must all be consumed by `need`, `opt`, `nullable`, `expect` or `ignore` before `finish`.
 
-    Every error is a ModelError that names the key and the model type.
+    Every error is a ModelError naming the key and the model type.
     """
 
     def __init__(self, values: Mapping[str, Any], *, label: str | None = None, path: tuple[str, ...] = ()) -> None:
         self._values = values
         self._label = label or f"model type {values.get('model_type', 'unknown')!r}"
-        self._path = path  # of the object, from the top of the file
+        self._path = path  # keys from the top of the file to this object
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def error(self, key: str, problem: str) -> ModelError:
-        """A ModelError about one key."""
+        """Return a ModelError about one key."""
         return ModelError(f"config.json: {key} {problem} ({self._label})")
 
     def need(self, key: str, kind: type[T], *aliases: str) -> T:
-        """The value of `key`, or of the first alias there is. Raises ModelError when there is none."""
+        """Return the value of `key` or of its first alias present. Raises ModelError if all are absent."""
         self._read.update((key, *aliases))
         for name in (key, *aliases):
             if name in self:
@@ -171,52 +108,52 @@ class HfConfig:
         raise self.error(key, "is missing")
 
     def opt(self, key: str, kind: type[T], default: T) -> T:
-        """The value, or `default` where the key is absent or null."""
+        """Return the value, or `default` if the key is absent or null."""
         self._read.add(key)
         return self._typed(key, kind) if key in self else default
 
     def nullable(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The value, None where it is null, `default` where the key is absent."""
+        """Return the value, None if it is null, `default` if the key is absent."""
         self._read.add(key)
         if key not in self._values:
             return default
         return self._typed(key, kind) if key in self else None
 
     def size(self, key: str, *aliases: str) -> int:
-        """A needed integer of at least 1."""
+        """Return a required integer of at least 1."""
         return self._positive(key, self.need(key, int, *aliases))
 
     def opt_size(self, key: str, default: int) -> int:
-        """An optional integer of at least 1."""
+        """Return an optional integer of at least 1."""
         return self._positive(key, self.opt(key, int, default))
 
     def window(self, default: int | None) -> int | None:
-        """`sliding_window` in tokens; None where null: every token is seen."""
+        """Return `sliding_window` in tokens; None if it is null: full attention."""
         window = self.nullable("sliding_window", int, default)
         return None if window is None else self._positive("sliding_window", window)
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Refuse every value but the allowed ones; absent and null are allowed."""
+        """Raise ModelError unless the value is allowed, absent or null."""
         self._read.add(key)
         if key in self and self._values[key] not in allowed:
             choices = " or ".join(repr(value) for value in allowed)
             raise self.error(key, f"is {self._values[key]!r}; only {choices} is supported")
 
     def ignore(self, *keys: str) -> None:
-        """Keys that do not change this family's maths."""
+        """Mark keys as read that do not change this family's maths."""
         self._read.update(keys)
 
     def section(self, key: str) -> HfConfig | None:
-        """A nested object, to be finished on its own; None where absent."""
+        """Return a reader of a nested object, to be finished separately; None if absent."""
         self._read.add(key)
         if key not in self:
             return None
         return HfConfig(self._typed(key, dict), label=f"{key}, {self._label}", path=(*self._path, key))
 
     def finish(self) -> None:
-        """Raises ModelError naming every key that was not read and could matter, and how to leave it out."""
-        for key in PLAIN.keys() - self._read:
-            self.expect(key, *PLAIN[key])
+        """Raise ModelError naming every unread key that could matter, and the override that drops it."""
+        for key in OFF_VALUES.keys() - self._read:
+            self.expect(key, *OFF_VALUES[key])
         left = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
         if left:
             noun, pronoun = ("key", "it does") if len(left) == 1 else ("keys", "they do")
@@ -226,21 +163,21 @@ class HfConfig:
             )
 
     def _nulls(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The override that makes these keys absent."""
-        found: dict[str, Any] = dict.fromkeys(keys)
+        """The override that sets these keys to null."""
+        override: dict[str, Any] = dict.fromkeys(keys)
         for name in reversed(self._path):
-            found = {name: found}
-        return found
+            override = {name: override}
+        return override
 
     def activation(self, key: str, default: str) -> Activation:
-        """An activation by its Hugging Face name."""
+        """Return the activation with the given Hugging Face name."""
         name = self.opt(key, str, default)
         if name not in _ACTIVATIONS:
             raise self.error(key, f"is {name!r}; supported: {', '.join(sorted(_ACTIVATIONS))}")
         return _ACTIVATIONS[name]
 
     def layer_types(self, layers: int, default: Sequence[str]) -> tuple[str, ...]:
-        """`full_attention` or `sliding_attention` for each layer."""
+        """Return `full_attention` or `sliding_attention` for each layer."""
         kinds = self.opt("layer_types", list, list(default))
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
@@ -270,14 +207,14 @@ def _is_harmless(key: str) -> bool:
 
 
 def head_dim(config: HfConfig, width: int, heads: int) -> int:
-    """`head_dim`, or the width split evenly over the heads."""
+    """Return `head_dim`, or width / heads."""
     if "head_dim" not in config and width % heads:
         raise config.error("num_attention_heads", f"{heads} does not divide hidden_size {width}")
     return config.opt_size("head_dim", width // heads)
 
 
 def kv_heads(config: HfConfig, heads: int) -> int:
-    """`num_key_value_heads`, or as many as query heads. Must divide them."""
+    """Return `num_key_value_heads` (default: `heads`). Raises ModelError unless it divides `heads`."""
     count = config.opt_size("num_key_value_heads", heads)
     if heads % count:
         raise config.error("num_key_value_heads", f"{count} does not divide num_attention_heads {heads}")
@@ -285,7 +222,7 @@ def kv_heads(config: HfConfig, heads: int) -> int:
 
 
 def rope(config: HfConfig, head_dim: int, *, theta: float = 10_000.0) -> Rope:
-    """Rotary positions from `rope_theta` + `rope_scaling`, or from `rope_parameters` (transformers 5).
+    """Return RoPE from `rope_theta` + `rope_scaling`, or from `rope_parameters` (transformers 5).
 
     `theta`: the family's default base.
     """
@@ -295,7 +232,7 @@ def rope(config: HfConfig, head_dim: int, *, theta: float = 10_000.0) -> Rope:
 
 
 def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding: float) -> dict[str, Rope]:
-    """Rotary positions by layer type: one base for `full_attention`, another for `sliding_attention`.
+    """Return RoPE by layer type, with separate bases for `full_attention` and `sliding_attention`.
 
     Old form: `rope_theta` and `rope_scaling` for full layers, `rope_local_base_freq` for sliding ones.
     New form: `rope_parameters` with one entry per layer type. `full`, `sliding`: the family's default bases.
@@ -313,12 +250,12 @@ def rope_per_layer_type(config: HfConfig, head_dim: int, *, full: float, sliding
 
 
 def rope_section(config: HfConfig) -> HfConfig | None:
-    """The object that holds the rotary parameters, under either name."""
+    """Return the reader of `rope_parameters` or `rope_scaling`, if any."""
     return config.section("rope_parameters") or config.section("rope_scaling")
 
 
 def context_length(config: HfConfig, rope: Rope) -> int:
-    """The longest context in tokens: `max_position_embeddings`, stretched by the scalings that extend it."""
+    """Return the maximum context in tokens: `max_position_embeddings`, extended by the RoPE scaling."""
     positions = config.size("max_position_embeddings")
     match rope.scaling:
         case LinearScaling(factor) | DynamicScaling(factor):
@@ -345,7 +282,7 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
 def _scaling(config: HfConfig, section: HfConfig, dim: int) -> RopeScaling | None:
     kind = section.opt("rope_type", str, section.opt("type", str, "default"))
     positions = config.size("max_position_embeddings")
-    # Beside the section in the families that have it there, and then that one counts.
+    # A key beside the section takes precedence.
     original = config.opt_size(
         "original_max_position_embeddings", section.opt_size("original_max_position_embeddings", positions)
     )

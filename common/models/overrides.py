@@ -1,4 +1,4 @@
-"""A user's changes to a model's config, made before any family reads it; and a spec without its sliding windows."""
+"""Changes to a model before it is built: --hf-overrides, the check for quantised weights, --disable-sliding-window."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FULL: Final = "full_attention"
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with `overrides` over it, objects within objects merged.
+    """Return the config with `overrides` merged into it recursively.
 
-    `rope_scaling` and `rope_theta` reach `rope_parameters` where a config spells them so. A rope section that names its
-    type replaces the old one, whose factors would mean nothing to the new type.
+    `rope_scaling` and `rope_theta` are moved into `rope_parameters` if the config has that key. A rope section that
+    names its type replaces the old section, whose factors belong to the old type.
     """
     changes = dict(overrides)
     base = dict(config)
@@ -37,7 +37,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays of a rope section under a new one: the base of the rotation, when the type is stated anew."""
+    """The old rope section to merge under the new one: only theta and partial factor if the new one names a type."""
     if isinstance(old.get(_FULL), Mapping) and isinstance(new.get(_FULL), Mapping):
         return {**old, _FULL: _without_old_kind(old[_FULL], new[_FULL])}
     if any(kind in new for kind in _ROPE_KINDS):
@@ -46,12 +46,12 @@ def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raise ModelError, naming the method, when the config says that the weights are quantised."""
+    """Raise ModelError naming the method if the config describes quantised weights."""
     for key in ("quantization_config", "compression_config"):
-        found = config.get(key)
-        if found is None:
+        section = config.get(key)
+        if section is None:
             continue
-        details = found if isinstance(found, Mapping) else {}
+        details = section if isinstance(section, Mapping) else {}
         method = details.get("quant_method") or "a method it does not name"
         kind = f" ({details['format']})" if details.get("format") else ""
         raise ModelError(
@@ -61,10 +61,7 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
 
 
 def without_windows(spec: ModelSpec) -> ModelSpec:
-    """The same model cut to its narrowest window, within which every layer attends to all. Unchanged without windows.
-
-    Exact: a window of n tokens hides nothing from a sequence of n.
-    """
+    """Return the spec without sliding windows, its context limited to the narrowest one (exact up to that length)."""
     windows = [layer.mixer.window for layer in spec.layers if layer.mixer.window is not None]
     if not windows:
         return spec

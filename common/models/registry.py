@@ -1,23 +1,23 @@
-"""Hugging Face architecture names -> families, each in its own file, imported when asked for.
+"""Hugging Face architecture name -> family, and config.json -> spec.
 
-To add a model: write its file with a `Family`, and give it a line here.
+To add a model: write a file in `families` that defines a `Family`, and list its architectures here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
-from pagoda.common.config.groups.pooler import PoolerConfig
+from pagoda.common.config.groups.pooler import PoolerConfig, PoolingKind
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import Family, PoolUse
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.overrides import refuse_quantised
-from pagoda.common.models.spec import ModelSpec, Pooler
-from pagoda.common.weights.rules import Rule, linear
-from pagoda.common.weights.sentence_modules import SentenceModules
+from pagoda.common.models.spec import Dense, ModelSpec, Pooler
+from pagoda.common.models.weight_rules import Rule, linear
 
 ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "GPT2LMHeadModel": ("gpt2", "GPT2"),
@@ -34,8 +34,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "Qwen3ForCausalLM": ("qwen", "QWEN3"),
     "Qwen3MoeForCausalLM": ("qwen", "QWEN3_MOE"),
 }
-"""Architecture -> (module of this package, name of the Family in it)."""
-
+"""Architecture -> (module in `families`, name of its Family)."""
 
 ENCODERS: Final[dict[str, tuple[str, str]]] = {
     "Bert": ("bert", "BERT"),
@@ -44,10 +43,10 @@ ENCODERS: Final[dict[str, tuple[str, str]]] = {
     "Roberta": ("bert", "ROBERTA"),
     "XLMRoberta": ("bert", "ROBERTA"),
 }
-"""Beginnings of the architectures that only pool, likewise."""
+"""Name stem of encoder architectures, which only pool -> (module in `families`, name of its Family)."""
 
 _GENERATORS: Final = ("ForCausalLM", "LMHeadModel")
-_POOLS: Final[dict[str, PoolUse]] = {
+_POOLING_SUFFIXES: Final[dict[str, PoolUse]] = {
     "ForSequenceClassification": "classify",
     "ForTokenClassification": "token_classify",
     "ForMaskedLM": "embed",
@@ -55,27 +54,27 @@ _POOLS: Final[dict[str, PoolUse]] = {
     "TextModel": "embed",
     "Model": "embed",
 }
-"""Ends of the names of architectures that pool."""
+"""Suffix of a pooling architecture -> its task."""
 
 
 def find(architecture: str) -> tuple[Family, PoolUse | None]:
-    """The family of an architecture, and what it is for where it pools. Raises ModelError listing the supported ones.
+    """Return the family of an architecture and its pooling task (None: it generates).
 
-    Every family that generates has architectures that pool: GreatModel and GreatForSequenceClassification are what
-    GreatForCausalLM is, without its head.
+    Every generating family also has pooling architectures: XModel and XForSequenceClassification share the layers of
+    XForCausalLM. Raises ModelError listing the supported architectures.
     """
     if architecture in ARCHITECTURES:
         return _load(*ARCHITECTURES[architecture]), None
-    for end in _POOLS:
-        if not architecture.endswith(end):
+    for suffix, use in _POOLING_SUFFIXES.items():
+        if not architecture.endswith(suffix):
             continue
-        stem = architecture.removesuffix(end)
+        stem = architecture.removesuffix(suffix)
         names = [stem + generator for generator in _GENERATORS if stem + generator in ARCHITECTURES]
         if stem in ENCODERS:
-            return _load(*ENCODERS[stem]), _POOLS[end]
-        if names and end != "ForMaskedLM":
-            return _load(*ARCHITECTURES[names[0]]), _POOLS[end]
-    pooling = ", ".join(f"{stem}{end}" for stem in ENCODERS for end in ("Model", "ForSequenceClassification"))
+            return _load(*ENCODERS[stem]), use
+        if names and suffix != "ForMaskedLM":
+            return _load(*ARCHITECTURES[names[0]]), use
+    pooling = ", ".join(f"{stem}{suffix}" for stem in ENCODERS for suffix in ("Model", "ForSequenceClassification"))
     raise ModelError(
         f"architecture {architecture} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}, the same for "
         f"pooling, and {pooling}"
@@ -83,12 +82,12 @@ def find(architecture: str) -> tuple[Family, PoolUse | None]:
 
 
 def family(architecture: str) -> Family:
-    """The family of an architecture. Raises ModelError listing the supported ones."""
+    """Return the family of an architecture. Raises ModelError listing the supported ones."""
     return find(architecture)[0]
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The one architecture that a Hugging Face config names. Raises ModelError."""
+    """Return the single entry of `architectures`. Raises ModelError unless there is exactly one."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ModelError(f"config.json: architectures is {architectures!r}; it must name one architecture")
@@ -96,43 +95,53 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
-    """The model that generates, as a Hugging Face config describes it, and its family.
+    """Return the spec of a generating model described by a Hugging Face config, and its family.
 
-    Raises ModelError for quantised weights, an unknown architecture, one that only pools, and a key missing, unknown or
-    out of range.
+    Raises ModelError for quantised weights, an unknown or pooling-only architecture, and a missing, unknown or
+    out-of-range key.
     """
     refuse_quantised(config)
     architecture = architecture_of(config)
-    found, use = find(architecture)
+    family, use = find(architecture)
     if use is not None:
         raise ModelError(f"architecture {architecture} only pools, it generates no text; use --runner pooling, or auto")
     reader = HfConfig(config)
-    spec = found.build(reader)
+    spec = family.build(reader)
     reader.finish()
     if not all(layer.mixer.causal for layer in spec.layers):
         raise ModelError(f"architecture {architecture} attends to later tokens, so it cannot generate text")
-    return spec, found
+    return spec, family
 
 
 def _load(module: str, name: str) -> Family:
-    found = getattr(import_module(f"{__package__}.families.{module}"), name)
-    assert isinstance(found, Family)
-    return found
+    family = getattr(import_module(f"{__package__}.families.{module}"), name)
+    assert isinstance(family, Family)
+    return family
 
 
-# A model that pools: a family's layers with a pooler in place of the head.
-#
-# The pooler is the family's, changed by the files of a sentence-transformers folder, and those by what the user says.
+@dataclass(frozen=True, slots=True)
+class SentenceModules:
+    """Modules that follow the model in a sentence-transformers folder, see `common.weights.sentence_modules`."""
+
+    kind: PoolingKind
+    width: int  # of the hidden states it pools
+    dense: tuple[Dense, ...] = ()
+    normalise: bool = False  # L2-normalise the embedding
+    folders: tuple[Path, ...] = ()  # weights of each dense layer
+    max_seq_length: int | None = None  # in tokens; longer texts are truncated
+    prompts: Mapping[str, str] | None = None  # name -> text to put before the input
+
 
 _MODULE_RULES: Final[tuple[Rule, ...]] = linear("sentence_modules.{l}.linear", "pooler.dense.{l}")
 
 
 def pooling_spec(
-    config: Mapping[str, Any], use: PoolUse, modules: SentenceModules | None, stated: PoolerConfig
+    config: Mapping[str, Any], use: PoolUse, modules: SentenceModules | None, overrides: PoolerConfig
 ) -> tuple[ModelSpec, Family]:
-    """The model that a config describes, as one that pools for `use`, and its family with the rules of the pooler.
+    """Return the spec of a pooling model for the task `use`, and its family with the pooler's weight rules.
 
-    Raises ModelError as `spec_from_config` does, and for modules that do not fit.
+    The pooler is the family's, overridden by `modules`, overridden by `overrides`.
+    Raises ModelError as `spec_from_config` does, and for modules that do not fit the model.
     """
     refuse_quantised(config)
     family, _ = find(architecture_of(config))
@@ -143,9 +152,9 @@ def pooling_spec(
     if modules is not None and use == "embed":
         pooler, rules = Pooler(modules.kind, modules.dense), _MODULE_RULES
         if modules.width != spec.hidden_width:
-            raise ModelError(f"1_Pooling/config.json: pools {modules.width} numbers, the model has {spec.hidden_width}")
+            raise ModelError(f"1_Pooling/config.json: pools width {modules.width}, the model has {spec.hidden_width}")
     if modules is not None and modules.max_seq_length is not None:
         spec = replace(spec, max_positions=min(spec.max_positions, modules.max_seq_length))
-    pooler = replace(pooler, kind=stated.kind or pooler.kind)
+    pooler = replace(pooler, kind=overrides.kind or pooler.kind)
     spec = replace(spec, pooler=pooler, tied=True, head_bias=False)
     return spec, replace(family, rules=(*family.rules, *rules), ignored=(*family.ignored, *family.heads))

@@ -1,7 +1,4 @@
-"""Rotary frequencies of every scaling, in numpy float64.
-
-Knows: how theta and a scaling become one frequency per channel pair. Does not know: tensors, positions in flight,
-which half of a head a pair lives in.
+"""RoPE frequencies for every scaling, in numpy float64.
 
 Sources: RoFormer (arXiv 2104.09864); position interpolation (2306.15595); dynamic NTK (reddit, u/emozilla);
 Llama 3.1's ramp (meta-llama/llama-models); YaRN (2309.00071); LongRoPE (2402.13753).
@@ -20,10 +17,10 @@ Float64 = npt.NDArray[np.float64]
 
 
 def inverse_frequencies(rope: Rope, max_len: int) -> tuple[Float64, float]:
-    """Radians per token of each channel pair, float64 [dim/2], and the factor on cos and sin.
+    """Return radians per token of each channel pair, float64 [dim/2], and the factor on cos and sin.
 
-    `max_len`: the longest context in tokens that will be served. Scalings that depend on the length (dynamic,
-    LongRoPE) are fixed by it, so that a cached key never changes.
+    `max_len`: maximum served context in tokens. It fixes the length-dependent scalings (dynamic, LongRoPE), so that
+    cached keys stay valid.
     """
     match rope.scaling:
         case None:
@@ -42,7 +39,7 @@ def inverse_frequencies(rope: Rope, max_len: int) -> tuple[Float64, float]:
 
 
 def cos_sin(rope: Rope, max_len: int, positions: npt.NDArray[np.integer]) -> tuple[Float64, Float64]:
-    """cos and sin, float64 [T, dim/2] each, of integer positions [T], attention factor included."""
+    """Return cos and sin, float64 [T, dim/2] each, at integer positions [T], attention factor included."""
     frequencies, factor = inverse_frequencies(rope, max_len)
     angles = positions[:, None] * frequencies
     return np.cos(angles) * factor, np.sin(angles) * factor
@@ -60,23 +57,23 @@ def _dynamic(rope: Rope, scaling: DynamicScaling, max_len: int) -> Float64:
 
 
 def _llama3(frequencies: Float64, scaling: Llama3Scaling) -> Float64:
-    turns = frequencies * scaling.original / (2 * math.pi)  # full rotations within the trained context
+    rotations = frequencies * scaling.original / (2 * math.pi)  # within the trained context
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep: Float64 = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    keep: Float64 = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
     blended: Float64 = keep * frequencies + (1 - keep) * frequencies / scaling.factor
     return blended
 
 
 def _yarn(rope: Rope, scaling: YarnScaling) -> Float64:
     def pair_at(rotations: float) -> float:
-        """The (fractional) pair that makes so many rotations within the trained context."""
+        """Fractional index of the pair that makes `rotations` rotations within the trained context."""
         return rope.dim * math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_at(scaling.beta_fast), pair_at(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
-    width = high - low if high != low else 0.001  # a step instead of a division by zero
+    width = high - low if high != low else 0.001  # avoids a division by zero
     interpolate: Float64 = np.clip((np.arange(rope.dim // 2) - low) / width, 0.0, 1.0)
     frequencies = _plain(rope.theta, rope.dim)
     return frequencies / scaling.factor * interpolate + frequencies * (1 - interpolate)

@@ -1,7 +1,4 @@
-"""Every parameter of a model: canonical name, shape and logical axes, derived from its spec.
-
-Dummy weights, strict loading, memory planning and tests without weights all read this one table.
-"""
+"""Every parameter of a model, derived from its spec: canonical name, shape and logical axes."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Moe, Nor
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter. `axes`: one logical axis name per dimension (the design's letters; `.` for none)."""
+    """One parameter."""
 
     name: str
     shape: tuple[int, ...]
-    axes: str
+    axes: str  # one axis letter per dimension (see `spec`), `.` for none
 
     @property
     def size(self) -> int:
@@ -85,7 +82,7 @@ def _pooler(pooler: Pooler, width: int) -> Iterator[Param]:
 
 
 def params(spec: ModelSpec) -> dict[str, Param]:
-    """Every parameter of the model by canonical name, in the order a forward pass meets them."""
+    """Return every parameter by canonical name, in the order of the forward pass."""
     return {param.name: param for param in _params(spec)}
 
 

@@ -1,10 +1,9 @@
-"""The vocabulary in which every model is written down: frozen values, logical maths only.
+"""Specification of a model's computation, layer by layer: frozen values, logical maths only.
 
-Knows: which computation a model performs, layer by layer. Does not know: dtypes, fusing, padding, sharding,
-kernels, checkpoint names or any model's name. q, k, v, gate and up always stay separate here; a backend's
-`layout` fuses what it likes. Fields are named after mechanisms. A field needs two users, else it is a new kind.
+No dtypes, fusing, padding, sharding, kernels, checkpoint names or model names: q, k, v, gate and up stay separate, and
+a backend fuses them as it likes. Fields are named after mechanisms. A field needs two users, else it is a new kind.
 
-Axis letters: T tokens, S rows, P pages, B page size, N query heads, K KV heads, H head dim, D width,
+Axis letters: T tokens, S sequences, P pages, B page size, N query heads, K KV heads, H head dim, D width,
 F ffn width, V vocab, E experts, L layers.
 """
 
@@ -21,15 +20,12 @@ PoolerActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm or LayerNorm over the last axis, computed in float32.
-
-    `unit_offset`: multiply by (1 + weight). `bias`: has an additive bias (LayerNorm only).
-    """
+    """RMSNorm or LayerNorm over the last axis, computed in float32."""
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
-    unit_offset: bool = False
-    bias: bool = False
+    unit_offset: bool = False  # multiply by (1 + weight)
+    bias: bool = False  # LayerNorm only
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +37,15 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """NTK scaling whose base grows with the sequence; `original` is the trained context in tokens.
-
-    Served with the base of the longest context allowed (`max_positions`), so that a token's key never changes.
-    """
+    """Dynamic NTK scaling, fixed at the base of the maximum context so that cached keys stay valid."""
 
     factor: float
-    original: int
+    original: int  # trained context in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a smooth ramp between (Llama 3.1)."""
+    """Low frequencies divided by `factor`, high ones unchanged, a smooth ramp between (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -74,17 +67,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): one factor per frequency, from a short or a long list.
-
-    `attention_factor` multiplies cos and sin.
-
-    The long list applies when the served context exceeds `original` tokens.
-    """
+    """LongRoPE (arXiv 2402.13753): one divisor per frequency."""
 
     short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]  # applies if the served context exceeds `original` tokens
     original: int
-    attention_factor: float
+    attention_factor: float  # multiplies cos and sin
 
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -92,7 +80,7 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | Lon
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions on the first `dim` channels of each head (dim < head_dim: partial), half-split pairs."""
+    """RoPE on the first `dim` channels of each head (partial if dim < head_dim), in half-split pairs."""
 
     theta: float
     dim: int
@@ -101,23 +89,17 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Softmax attention with grouped KV heads.
-
-    `scale` multiplies q.k. `causal`: a query sees no token after it. `window`: a query sees itself and the window-1
-    tokens before it, and as many after it unless `causal`; None sees all.
-    `softcap`: scores become softcap * tanh(scores / softcap). `qk_norm`: norm on q and k before RoPE, over each
-    head (`per_head`) or over the whole projection (`full`).
-    """
+    """Softmax attention with grouped KV heads."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float
+    scale: float  # multiplies q.k
     rope: Rope | None
-    window: int | None = None
-    softcap: float | None = None
-    qk_norm: Norm | None = None
-    qk_norm_over: Literal["per_head", "full"] = "per_head"
+    window: int | None = None  # a query attends to itself and window-1 tokens before it (and after, unless causal)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    qk_norm: Norm | None = None  # on q and k before RoPE
+    qk_norm_over: Literal["per_head", "full"] = "per_head"  # axis of qk_norm: each head, or the whole projection
     qkv_bias: bool = False
     out_bias: bool = False
     causal: bool = True
@@ -138,15 +120,15 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Softmax over E experts in float32, the best `top_k` kept; `renormalise`: the kept weights sum to one."""
+    """Softmax over E experts in float32, of which the `top_k` largest are used."""
 
     top_k: int
-    renormalise: bool
+    renormalise: bool  # scale the top-k weights to sum to one
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """`experts` copies of one Mlp, mixed by the router's weights."""
+    """Mixture of `experts` Mlps, weighted by the router."""
 
     experts: int
     expert: Mlp
@@ -158,7 +140,7 @@ Ffn = Mlp | Moe
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Where a layer normalises: before and after its mixer and its ffn (after: before the residual add)."""
+    """A layer's norms, before and after its mixer and its ffn (after: before the residual add)."""
 
     before_mixer: Norm | None = None
     after_mixer: Norm | None = None
@@ -168,48 +150,39 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x))).
-
-    `norm_after_add`: the after-norms apply to the sum instead of to the update.
-    """
+    """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x)))."""
 
     mixer: Mixer
     ffn: Ffn
     norms: Norms
-    norm_after_add: bool = False
+    norm_after_add: bool = False  # apply the after-norms to the sum instead of to the update
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Token embedding. `scale`, rounded to the weights' dtype, multiplies it.
+    """Token embedding: norm(scale * token + position + token type)."""
 
-    `positions`: learned table of that many rows, indexed by position + `position_offset`.
-    `width`: of the table when it differs from the model's width, with projections in and out; None: the same.
-    `token_types`: rows of a learned table that is added too, by the text of a pair that a token is of. `norm`: of the
-    sum of all these.
-    """
-
-    scale: float = 1.0
-    positions: int | None = None
+    scale: float = 1.0  # rounded to the weights' dtype
+    positions: int | None = None  # rows of a learned position table, indexed by position + position_offset
     position_offset: int = 0
-    width: int | None = None
-    token_types: int = 0
+    width: int | None = None  # of the table if it differs from the model's, with projections in and out
+    token_types: int = 0  # rows of a learned table, indexed by a token's segment in a text pair
     norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """norm(act(W x + b)) of a vector, to `width` numbers; None: the identity."""
+    """norm(act(W x + b)) of a vector."""
 
-    width: int
-    activation: PoolerActivation | None = None
+    width: int  # of the output
+    activation: PoolerActivation | None = None  # None: identity
     bias: bool = True
     norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """W x + b, to one number for each of `labels`; `activation`: what turns them into answers, None: nothing."""
+    """activation(W x + b), one output per label."""
 
     labels: int
     activation: Literal["sigmoid", "softmax"] | None = None
@@ -218,40 +191,33 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """How hidden states become answers: those of all tokens become one, then `dense` after each other, then classifier.
+    """Hidden states to outputs: pooling over tokens, then the `dense` layers, then the classifier.
 
-    `kind`: the first token's, the last one's, their mean; `all` keeps every token's, each an answer of its own.
-    A request for every token's answer keeps all of them whatever the kind. Without a classifier the answer is an
-    embedding.
+    Without a classifier the output is an embedding. A request for per-token outputs overrides `kind` by "all".
     """
 
-    kind: PoolingKind
+    kind: PoolingKind  # first token, last token, mean, or all: one output per token
     dense: tuple[Dense, ...] = ()
     classifier: Classifier | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model: frozen, hashable, one `Layer` per layer.
-
-    `max_positions`: the longest context in tokens the checkpoint states. `tied`: the head is the embedding table.
-    `logit_softcap`: logits become softcap * tanh(logits / softcap). `logit_scale` multiplies the logits.
-    `pooler`: in place of the head, of a model that pools; None: the model generates.
-    """
+    """One model: frozen, hashable, one `Layer` per layer."""
 
     vocab: int
     width: int
     layers: tuple[Layer, ...]
     final_norm: Norm | None
-    tied: bool
-    max_positions: int
+    tied: bool  # the head is the embedding table
+    max_positions: int  # maximum context in tokens, from the checkpoint
     embedding: Embedding = Embedding()
     head_bias: bool = False
-    logit_softcap: float | None = None
-    logit_scale: float = 1.0
-    pooler: Pooler | None = None
+    logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    logit_scale: float = 1.0  # multiplies the logits
+    pooler: Pooler | None = None  # replaces the head; None: the model generates
 
     @property
     def hidden_width(self) -> int:
-        """Numbers in what the head, or the pooler, reads of a token."""
+        """Width of the hidden state that the head or pooler reads."""
         return self.embedding.width or self.width

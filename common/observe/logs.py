@@ -1,7 +1,4 @@
-"""Logs: one line per record, whatever a client managed to put into it, and the periodic line about the engine.
-
-Knows the logging module. Does not know what is logged, nor where the figures come from.
-"""
+"""Logging set-up: one escaped line per record, and the periodic statistics line."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = "pagoda"
 FOREIGN_ROOT: Final = "vllm"
-"""A configuration file written for that logger is meant for ours."""
+"""vLLM's logger: its entry in a --log-config-file also configures ours."""
 
 _ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     ord("\n"): "\\n",
@@ -34,12 +31,12 @@ _ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F
 
 
 def one_line(text: str) -> str:
-    """The text with control characters written as escapes, so that it cannot forge a second log line."""
+    """Escape control characters, so that the text cannot forge a second log line."""
     return text.translate(_ESCAPES)
 
 
 def shortened(text: str, limit: int | None) -> str:
-    """At most `limit` characters of the text, an ellipsis for the rest; None: all of it."""
+    """Truncate the text to `limit` characters plus an ellipsis; None: no limit."""
     return text if limit is None or len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -51,17 +48,15 @@ class LineFormatter(logging.Formatter):
         self._prefix = prefix
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
-        """The message on one line."""
         return one_line(self._prefix + super().formatMessage(record))
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - the name is logging's
-        """The traceback, indented."""
         text = super().formatException(ei)  # type: ignore[arg-type]
         return "\n".join(one_line(f"{self._prefix}    {line}") for line in text.splitlines())
 
 
 def configure(config: LoggingConfig, also: Sequence[str] = ()) -> None:
-    """Set up logging as the configuration says, for the loggers `also` besides our own. Raises ConfigError."""
+    """Set up logging for our logger and the loggers in `also`. Raises ConfigError."""
     if not config.configure_logging:
         return
     if config.log_config_file is not None:
@@ -73,7 +68,7 @@ def configure(config: LoggingConfig, also: Sequence[str] = ()) -> None:
 
 
 def configure_unless_done(config: LoggingConfig) -> None:
-    """Set up logging, unless the program around has done so. Raises ConfigError."""
+    """Set up logging unless the embedding program already has. Raises ConfigError."""
     if config.log_config_file is not None or not logging.getLogger(ROOT).hasHandlers():
         configure(config)
 
@@ -81,26 +76,26 @@ def configure_unless_done(config: LoggingConfig) -> None:
 def _configure_from(path: str) -> None:
     flag = "--log-config-file"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(flag, f"{path}: {error.strerror or error}; give a JSON file") from None
     except ValueError as error:
         raise ConfigError(flag, f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(flag, f"{path}: a JSON object for logging.config.dictConfig is needed")
     try:
-        logging.config.dictConfig(_ours({"version": 1, "disable_existing_loggers": False} | found))
+        logging.config.dictConfig(_with_root({"version": 1, "disable_existing_loggers": False} | settings))
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         cause = f": {error.__cause__}" if error.__cause__ is not None else ""
         raise ConfigError(flag, f"{path}: {error}{cause}") from None
 
 
-def _ours(found: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with our logger in it, should it name only the one it was written for."""
-    loggers = found.get("loggers")
+def _with_root(settings: dict[str, Any]) -> dict[str, Any]:
+    """Copy the entry of vLLM's logger to ours, unless ours has an entry."""
+    loggers = settings.get("loggers")
     if not isinstance(loggers, dict) or ROOT in loggers or FOREIGN_ROOT not in loggers:
-        return found
-    return found | {"loggers": loggers | {ROOT: loggers[FOREIGN_ROOT]}}
+        return settings
+    return settings | {"loggers": loggers | {ROOT: loggers[FOREIGN_ROOT]}}
 
 
 def setup_logging(level: str = "INFO", stream: TextIO | None = None, prefix: str = "") -> logging.Logger:
@@ -116,15 +111,15 @@ def setup_logging(level: str = "INFO", stream: TextIO | None = None, prefix: str
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters at one moment. `time` in seconds of any monotonic clock."""
+    """Token counters at one moment."""
 
-    time: float
+    time: float  # monotonic seconds
     prompt_tokens: float
     generation_tokens: float
 
 
 def stats_line(before: Totals, now: Totals, stats: EngineStats) -> str | None:
-    """One line about the time between two moments; None when nothing ran in it and nothing waits."""
+    """Return the statistics line of an interval; None if nothing ran in it and nothing is queued."""
     seconds = max(now.time - before.time, 1e-9)
     prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
     generation = (now.generation_tokens - before.generation_tokens) / seconds

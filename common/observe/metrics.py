@@ -1,7 +1,6 @@
-"""What the server counts and times, in a registry of its own; what vLLM has too is under vLLM's name.
+"""Prometheus metrics of one server, in a separate registry, under vLLM's names where vLLM has them.
 
-Knows engine steps and finished requests. Does not know HTTP. Labels come from a closed set: the served model's name,
-the engine's number, a finish reason, a kind of ignored request part.
+Labels come from a closed set: served model name, engine number, finish reason, kind of ignored request part.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS: Final = ("stop", "length", "abort", "error", "repetition")
 
 IGNORED_KINDS: Final = ("unknown", "hint", "tool")
-"""Kinds of request parts that are accepted without effect."""
+"""Kinds of request parts that are accepted and ignored."""
 
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
-"""By level of sleep, 0: none."""
+"""Indexed by sleep level; 0: awake."""
 
 _LABELS: Final = ("model_name", "engine")
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -50,18 +49,15 @@ _CHOICES: Final = (1, 2, 5, 10, 20)
 _PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 _SPARE_TIMES: Final = 64
-"""Sequences that may be timed beyond the running ones before the table of last tokens is cleaned."""
+"""Entries in the table of last tokens, beyond twice the running sequences, that trigger its clean-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedAnswer:
-    """One of the n answers to a prompt. Seconds are monotonic, 0 for what did not happen or was not told.
+class FinishedSequence:
+    """One of a request's n sequences. Monotonic seconds, 0 if it did not happen or is unknown."""
 
-    `is_complete`: it came to an end of its own. `scheduled`: when the engine first had a place for it.
-    """
-
-    is_complete: bool
-    scheduled: float
+    is_complete: bool  # ended by itself, not aborted
+    scheduled: float  # first scheduled
     first_token: float
     last_token: float
     cached_tokens: int
@@ -71,19 +67,19 @@ class FinishedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """One prompt whose answers have all ended. Monotonic seconds. `queued`: when it went to the engine."""
+    """A request whose n sequences have all ended. Monotonic seconds."""
 
     finish_reason: str
     arrival: float
-    queued: float
+    queued: float  # sent to the engine
     prompt_tokens: int
     n: int
     max_tokens: int | None
-    answers: tuple[FinishedAnswer, ...]
+    sequences: tuple[FinishedSequence, ...]
 
 
 class Metrics:
-    """All collectors of one server."""
+    """All metrics of one server."""
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
         self.registry = CollectorRegistry()
@@ -95,12 +91,12 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.registry.register(_StatsCollector(self, model_name, engine))
 
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         success = Counter(
             "vllm:request_success",
-            "Requests that ended, by reason.",
+            "Finished requests, by reason.",
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
@@ -112,9 +108,9 @@ class Metrics:
         self._first_token = self._seconds(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_SECONDS
         )
-        self._inter_token = _ManyTimes(
+        self._inter_token = _WeightedHistogram(
             "vllm:inter_token_latency_seconds",
-            "Between tokens of a sequence. Seconds.",
+            "Time between tokens of a sequence. Seconds.",
             _TOKEN_SECONDS,
             (model_name, engine),
         )
@@ -124,50 +120,48 @@ class Metrics:
         )
         self._end_to_end = self._seconds("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_SECONDS)
         self._decode = self._seconds("request_decode_time_seconds", "First to last token.", _REQUEST_SECONDS)
-        self._queue = self._seconds(
-            "request_queue_time_seconds", "Handed to the engine to first run.", _REQUEST_SECONDS
-        )
-        self._prefill = self._seconds("request_prefill_time_seconds", "First run to first token.", _REQUEST_SECONDS)
-        self._inference = self._seconds("request_inference_time_seconds", "First run to last token.", _REQUEST_SECONDS)
+        self._queue = self._seconds("request_queue_time_seconds", "Sent to the engine to scheduled.", _REQUEST_SECONDS)
+        self._prefill = self._seconds("request_prefill_time_seconds", "Scheduled to first token.", _REQUEST_SECONDS)
+        self._inference = self._seconds("request_inference_time_seconds", "Scheduled to last token.", _REQUEST_SECONDS)
         self._request_preemptions = self._histogram(
-            "request_num_preemptions", "How often an answer lost its KV blocks to others.", _PREEMPTIONS
+            "request_num_preemptions", "Preemptions per sequence.", _PREEMPTIONS
         )
         self._computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the prefix cache.", _LENGTHS
+            "request_prefill_kv_computed_tokens", "Prompt tokens computed, not found in the prefix cache.", _LENGTHS
         )
         self._longest = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest of a request's answers.", _LENGTHS
+            "request_max_num_generation_tokens", "Generated tokens of the longest sequence of a request.", _LENGTHS
         )
-        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per answer.", _LENGTHS)
-        self._request_generated = self._histogram("request_generation_tokens", "Tokens per answer.", _LENGTHS)
-        self._params_n = self._histogram("request_params_n", "n of requests.", _CHOICES)
-        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens, per answer.", _LENGTHS)
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per sequence.", _LENGTHS)
+        self._request_generated = self._histogram("request_generation_tokens", "Tokens per sequence.", _LENGTHS)
+        self._params_n = self._histogram("request_params_n", "n per request.", _CHOICES)
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens per sequence.", _LENGTHS)
 
         ignored = Counter(
             "pagoda:ignored_request_parts",
-            "Request fields, hints and tools that were accepted without effect, by kind.",
+            "Request fields, hints and tools accepted and ignored, by kind.",
             (*_LABELS, "kind"),
             registry=self.registry,
         )
         self._ignored = {kind: ignored.labels(model_name, engine, kind) for kind in IGNORED_KINDS}
 
     def on_ignored(self, kinds: Iterable[str]) -> None:
-        """Count the ignored parts of a request, each of a kind of IGNORED_KINDS."""
+        """Count the ignored parts of a request; each kind is one of IGNORED_KINDS."""
         for kind in kinds:
             self._ignored[kind].inc()
 
     def on_step(self, step: StepOutputs) -> None:
-        """Take in an engine step, or several that were joined, at the moment they are heard of."""
+        """Record the outputs of one engine step, or of several merged ones, as of now."""
         self.stats = stats = step.stats
         for each in (*step.earlier, stats):
-            if each.last_step_tokens:  # zero where the engine reports that it is idle
+            if each.last_step_tokens:  # zero when the engine is idle
                 self._step_tokens.observe(each.last_step_tokens)
-        if not step.outputs:  # a part of a prompt: it has no token yet
+        if not step.outputs:  # a prefill chunk without a token
             return
         now = time.monotonic()
         generated = 0
         last = self._last_tokens
-        waits: dict[float, int] = {}  # sequences of one batch got their last token at one time
+        waits: dict[float, int] = {}  # most sequences of a batch have the same time of their last token
         for output in step.outputs:
             count = len(output.new_token_ids)
             generated += count
@@ -183,38 +177,38 @@ class Metrics:
             self._inter_token.observe(wait, times)
         self._generation_tokens.inc(generated)
         self._generated += generated
-        if len(last) > 2 * stats.running + _SPARE_TIMES:  # sequences that were aborted say no goodbye
+        if len(last) > 2 * stats.running + _SPARE_TIMES:  # aborted sequences have no final output
             current = {output.request_id for output in step.outputs}
             self._last_tokens = {request_id: at for request_id, at in last.items() if request_id in current}
 
     def on_first_token(self, *, arrival: float, first_token: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """A prompt is computed and its first token is there. Monotonic seconds."""
+        """Record a request's first token. Monotonic seconds."""
         self._first_token.observe(max(0.0, first_token - arrival))
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
         self._prompted += prompt_tokens
 
     def on_finish(self, request: FinishedRequest) -> None:
-        """A prompt's answers have all ended. Those that were cut short are not timed."""
+        """Record a finished request. Aborted sequences are not timed."""
         self._success[request.finish_reason].inc()
-        complete = [answer for answer in request.answers if answer.is_complete and answer.first_token]
-        for answer in complete:
-            self._on_answer(request, answer)
+        complete = [sequence for sequence in request.sequences if sequence.is_complete and sequence.first_token]
+        for sequence in complete:
+            self._on_sequence(request, sequence)
         if len(complete) == request.n:
             self._params_n.observe(request.n)
-            self._longest.observe(max(answer.generation_tokens for answer in complete))
+            self._longest.observe(max(sequence.generation_tokens for sequence in complete))
 
-    def _on_answer(self, request: FinishedRequest, answer: FinishedAnswer) -> None:
+    def _on_sequence(self, request: FinishedRequest, sequence: FinishedSequence) -> None:
         if request.max_tokens is not None:
             self._params_max_tokens.observe(request.max_tokens)
-        decode = max(0.0, answer.last_token - answer.first_token)
-        self._request_generated.observe(answer.generation_tokens)
-        self._end_to_end.observe(max(0.0, answer.last_token - request.arrival))
+        decode = max(0.0, sequence.last_token - sequence.first_token)
+        self._request_generated.observe(sequence.generation_tokens)
+        self._end_to_end.observe(max(0.0, sequence.last_token - request.arrival))
         self._decode.observe(decode)
-        if answer.generation_tokens > 1:
-            self._per_token.observe(decode / (answer.generation_tokens - 1))
-        self._on_prompt(request.prompt_tokens, answer.cached_tokens, answer.preemptions)
-        self._on_run(request.queued, answer.scheduled, answer.first_token, answer.last_token)
+        if sequence.generation_tokens > 1:
+            self._per_token.observe(decode / (sequence.generation_tokens - 1))
+        self._on_prompt(request.prompt_tokens, sequence.cached_tokens, sequence.preemptions)
+        self._on_run(request.queued, sequence.scheduled, sequence.first_token, sequence.last_token)
 
     def _on_prompt(self, tokens: int, cached: int = 0, preemptions: int = 0) -> None:
         self._request_prompt.observe(tokens)
@@ -223,7 +217,7 @@ class Metrics:
 
     def _on_run(self, queued: float, scheduled: float, first: float, last: float) -> None:
         if not scheduled:
-            return  # a scheduler of somebody else's need not say
+            return  # not reported by a custom scheduler
         self._queue.observe(max(0.0, scheduled - queued))
         self._prefill.observe(max(0.0, first - scheduled))
         self._inference.observe(max(0.0, last - scheduled))
@@ -231,10 +225,7 @@ class Metrics:
     def on_pooled(
         self, finish_reason: str, *, arrival: float, scheduled: float = 0.0, finished: float, prompt_tokens: int
     ) -> None:
-        """A prompt of a pooling model ended: there are no tokens to time. Monotonic seconds.
-
-        `arrival`: when it went to the engine. `scheduled`: when it first ran; 0: the engine did not say.
-        """
+        """Record a finished pooling request. Monotonic seconds; `scheduled` 0: unknown."""
         self._success[finish_reason].inc()
         if finish_reason != "stop":
             return
@@ -245,17 +236,17 @@ class Metrics:
         self._on_run(arrival, scheduled, finished, finished)
 
     def set_cache_info(self, info: Mapping[str, object]) -> None:
-        """Publish facts about the KV cache, once they are known."""
+        """Publish the KV cache configuration."""
         labels = {key: str(value) for key, value in info.items()}
-        gauge = Gauge("vllm:cache_config_info", "The KV cache.", ("engine", *labels), registry=self.registry)
+        gauge = Gauge("vllm:cache_config_info", "KV cache configuration.", ("engine", *labels), registry=self.registry)
         gauge.labels(self._engine, *labels.values()).set(1)
 
     def totals(self) -> Totals:
-        """Token counters now, for the periodic log line."""
+        """Return the current token counters, for the periodic log line."""
         return Totals(time.monotonic(), self._prompted, self._generated)
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -270,8 +261,8 @@ class Metrics:
         return histogram.labels(self._model_name, self._engine)
 
 
-class _ManyTimes(Collector):
-    """A histogram of values that come many at a time, which the library's own takes one by one."""
+class _WeightedHistogram(Collector):
+    """A histogram that observes a value many times at once; the library's takes one observation per call."""
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...], labels: tuple[str, str]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -280,12 +271,10 @@ class _ManyTimes(Collector):
         self._sum = 0.0
 
     def observe(self, value: float, times: int) -> None:
-        """Count a value so many times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def collect(self) -> Iterator[Metric]:
-        """The family."""
         names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         family = HistogramMetricFamily(self._name, self._help, labels=_LABELS)
         family.add_metric(self._labels, list(zip(names, accumulate(self._counts))), self._sum)
@@ -293,25 +282,24 @@ class _ManyTimes(Collector):
 
 
 class _StatsCollector(Collector):
-    """Gauges and totals that the engine reports with every step, read when somebody asks."""
+    """Gauges and totals from the engine's latest statistics, read at scrape time."""
 
     def __init__(self, metrics: Metrics, model_name: str, engine: str) -> None:
         self._metrics = metrics
         self._labels = (model_name, engine)
 
     def collect(self) -> Iterator[Metric]:
-        """The families."""
         stats = self._metrics.stats
         for name, help, value in (
-            ("num_requests_running", "Sequences that run.", float(stats.running)),
-            ("num_requests_waiting", "Sequences that wait.", float(stats.waiting)),
-            ("kv_cache_usage_perc", "Share of KV blocks held by requests; 1 is all.", stats.kv_usage),
+            ("num_requests_running", "Running sequences.", float(stats.running)),
+            ("num_requests_waiting", "Queued sequences.", float(stats.waiting)),
+            ("kv_cache_usage_perc", "Fraction of KV blocks in use (0 to 1).", stats.kv_usage),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=_LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
         asleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
+            "vllm:engine_sleep_state", "1 for the engine's current state.", labels=(*_LABELS, "sleep_state")
         )
         for level, state in enumerate(SLEEP_STATES):
             asleep.add_metric((*self._labels, state), float(self._metrics.sleep_level == level))
@@ -319,8 +307,8 @@ class _StatsCollector(Collector):
         for name, help, total in (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("vllm:num_preemptions", "Sequences that lost their KV blocks to others.", stats.preemptions),
-            ("pagoda:recompiles", "Programs compiled while serving: more than none is a fault.", stats.recompiles),
+            ("vllm:num_preemptions", "Preempted sequences.", stats.preemptions),
+            ("pagoda:recompiles", "Programs compiled while serving; should be 0.", stats.recompiles),
         ):
             counter = CounterMetricFamily(name, help, labels=_LABELS)
             counter.add_metric(self._labels, total)

@@ -1,7 +1,7 @@
-"""The text of one answer as it grows: stream out what is safe, stop at a stop string.
+"""Incremental detokenisation of one sequence, with stop strings.
 
-Knows one sequence's tokens and stop strings; knows nothing of the engine. Streamed text and whole text are the same by
-construction, however the tokens were chunked: whole characters only, and nothing that may still begin a stop string.
+Streamed and whole text are equal however the tokens were chunked: only whole characters are emitted, and no text that
+may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -13,124 +13,21 @@ from typing import Final, Protocol
 from pagoda.common.text.token_bytes import TokenBytes
 from pagoda.common.text.tokenizer import Tokenizer
 
-# Token ids to text, piece by piece: no half character comes out, and the pieces add up to the whole.
-#
-# Knows tokens; knows nothing of stop strings or requests. `ByteStream` serves tokenizers whose decoding is the
-# concatenation of bytes (nearly all); `WindowStream` serves any other by decoding a short window again.
-
 CONTEXT_TOKENS: Final = 8
-"""Prompt tokens that a WindowStream decodes along, so that the first piece keeps its leading space."""
+"""Prompt tokens that a WindowStream decodes as context, so that the first piece keeps its leading space."""
 MAX_WINDOW: Final = 64
-"""Tokens a WindowStream waits for a whole character; longer than any run of bytes that can still become one."""
+"""Tokens a WindowStream buffers for an incomplete character; longer than any byte run that can still complete one."""
 REPLACEMENT: Final = "\ufffd"
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
-class TextStream(Protocol):
-    """The text of a growing sequence. Bytes at the end that begin a character stay inside until it is whole."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens complete."""
-        ...
-
-
-def open_stream(
-    tokenizer: Tokenizer,
-    prompt_token_ids: Sequence[int],
-    skip_special_tokens: bool = True,
-    spaces_between_special_tokens: bool = True,
-) -> TextStream:
-    """A stream of the text that follows a prompt; options as in `Tokenizer.decode`."""
-    skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-    table = tokenizer.byte_table
-    if table is None:
-        return WindowStream(tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
-    at_start = table.strip_first_space and all(token in skipped for token in prompt_token_ids)
-    return ByteStream(table, skipped, at_start)
-
-
-class ByteStream:
-    """Concatenates the bytes of tokens and decodes them as UTF-8; what is no UTF-8 becomes U+FFFD.
-
-    Nearly always one token comes, no bytes of an earlier one wait, and it is whole characters: then it is looked up.
-    """
-
-    __slots__ = ("_at_start", "_decoder", "_skipped", "_table", "_texts", "_waits")
-
-    def __init__(self, table: TokenBytes, skipped: frozenset[int], at_start: bool) -> None:
-        self._table = table
-        self._texts = table.texts
-        self._skipped = skipped
-        self._at_start = at_start  # the next byte is the first of the whole text, and a space there is dropped
-        self._decoder = _Utf8Decoder("replace")
-        self._waits = False  # the decoder holds the beginning of a character
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens complete."""
-        if len(token_ids) == 1 and not (self._waits or self._at_start):
-            token = token_ids[0]
-            if token in self._skipped:
-                return ""
-            text = self._texts[token]
-            if text is not None:
-                return text
-        return self._decoded(token_ids)
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        table, skipped = self._table, self._skipped
-        data = b"".join([table[token] for token in token_ids if token not in skipped])
-        if self._at_start and data:
-            self._at_start = False
-            data = data.removeprefix(b" ")
-        text = self._decoder.decode(data)
-        self._waits = bool(self._decoder.getstate()[0])
-        return text
-
-
-class WindowStream:
-    """Decodes the last few tokens twice, with and without the new ones: the difference is new.
-
-    Window tokens [0, read) are emitted already; they stay as context until the next character is whole.
-    """
-
-    __slots__ = ("_read", "_skip", "_spaces", "_tokenizer", "_window")
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip: bool, spaces: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip
-        self._spaces = spaces
-        shown = [token for token in prompt_token_ids if not (skip and token in tokenizer.special_ids)]
-        self._window = shown[-CONTEXT_TOKENS:]
-        self._read = len(self._window)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens complete."""
-        return "".join([self._push(token) for token in token_ids])
-
-    def _push(self, token_id: int) -> str:
-        if self._skip and token_id in self._tokenizer.special_ids:
-            return ""
-        self._window.append(token_id)
-        before, after = self._text(self._window[: self._read]), self._text(self._window)
-        unread = len(self._window) - self._read
-        if unread < MAX_WINDOW and (len(after) <= len(before) or after.endswith(REPLACEMENT)):
-            return ""
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return after[len(before) :]
-
-    def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip, self._spaces)
-
-
 class Detokenizer:
-    """Incremental text of one answer.
+    """Incremental text of one sequence.
 
-    `stop`: the answer ends before the stop string that is complete first (of several complete at the same character,
-    the longest), or after it with `include_stop_str_in_output`; one that is complete within the first `min_tokens`
-    tokens does not count. Bytes at the very end that are only part of a character are dropped.
-    `stop_hit` is the stop string that ended the text; `num_tokens` counts the tokens taken, up to the one that did.
+    `stop`: the text ends before the first complete stop string (the longest of those that complete at the same
+    character), or after it with `include_stop_str_in_output`. A stop string completed within the first `min_tokens`
+    tokens is ignored. An incomplete character at the very end is dropped.
     """
 
     __slots__ = ("_include", "_min_tokens", "_parts", "_pending", "_stop", "_stream", "num_tokens", "stop_hit")
@@ -151,19 +48,19 @@ class Detokenizer:
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._parts: list[str] = []  # emitted
-        self._pending = ""  # decoded but not emitted: it may begin a stop string, so every match lies within it
-        self.num_tokens = 0
-        self.stop_hit: str | None = None
+        self._pending = ""  # decoded but not emitted, as it may begin a stop string; every match lies within it
+        self.num_tokens = 0  # tokens consumed, up to the one that completed a stop string
+        self.stop_hit: str | None = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
-        """Everything emitted so far; after the end, the whole text."""
+        """All text emitted so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     def append(self, token_ids: Sequence[int], finished: bool = False) -> str:
-        """The text that is safe to emit now. `finished`: no more tokens come, so nothing is held back."""
+        """Return the text that can be emitted now. `finished`: these are the last tokens, so emit all pending text."""
         if self.stop_hit is not None:
             return ""
         if not self._stop:
@@ -175,7 +72,7 @@ class Detokenizer:
         return self._flush(len(self._pending) if finished else self._safe_length())
 
     def _completes_stop(self, token: int) -> bool:
-        """Take one token; True when it completed a stop string, beyond which the pending text is then cut off."""
+        """Consume one token. If it completes a stop string, truncate the pending text there and return True."""
         searched = len(self._pending)
         self._pending += self._stream.push((token,))
         self.num_tokens += 1
@@ -193,7 +90,7 @@ class Detokenizer:
         return True
 
     def _safe_length(self) -> int:
-        """Length of the pending text before its longest suffix that begins a stop string."""
+        """Length of the pending text before its longest suffix that is a prefix of a stop string."""
         pending = self._pending
         safe = len(pending)
         for stop in self._stop:
@@ -212,3 +109,100 @@ class Detokenizer:
         if text:
             self._parts.append(text)
         return text
+
+
+class TextStream(Protocol):
+    """Token ids to text, piece by piece; the bytes of an incomplete character are buffered until it is whole."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text these tokens complete."""
+        ...
+
+
+def open_stream(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> TextStream:
+    """Return a stream for the text that follows a prompt; options as in `Tokenizer.decode`."""
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    table = tokenizer.byte_table
+    if table is None:
+        return WindowStream(tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+    at_start = table.strip_first_space and all(token in skipped for token in prompt_token_ids)
+    return ByteStream(table, skipped, at_start)
+
+
+class ByteStream:
+    """Concatenates the tokens' bytes and decodes them as UTF-8, invalid bytes as U+FFFD. Serves nearly all tokenizers.
+
+    Fast path for the usual case of one token of whole characters after no incomplete one: a table lookup.
+    """
+
+    __slots__ = ("_at_start", "_decoder", "_incomplete", "_skipped", "_table", "_texts")
+
+    def __init__(self, table: TokenBytes, skipped: frozenset[int], at_start: bool) -> None:
+        self._table = table
+        self._texts = table.texts
+        self._skipped = skipped
+        self._at_start = at_start  # the next byte is the first of the whole text; drop it if it is a space
+        self._decoder = _Utf8Decoder("replace")
+        self._incomplete = False  # the decoder has buffered part of a character
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text these tokens complete."""
+        if len(token_ids) == 1 and not (self._incomplete or self._at_start):
+            token = token_ids[0]
+            if token in self._skipped:
+                return ""
+            text = self._texts[token]
+            if text is not None:
+                return text
+        return self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        table, skipped = self._table, self._skipped
+        data = b"".join([table[token] for token in token_ids if token not in skipped])
+        if self._at_start and data:
+            self._at_start = False
+            data = data.removeprefix(b" ")
+        text = self._decoder.decode(data)
+        self._incomplete = bool(self._decoder.getstate()[0])
+        return text
+
+
+class WindowStream:
+    """Decodes a short window with and without the new token; the difference is the new text. Serves any tokenizer.
+
+    Window tokens [0, read) are already emitted and serve as context until the next character is whole.
+    """
+
+    __slots__ = ("_read", "_skip", "_spaces", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip: bool, spaces: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip
+        self._spaces = spaces
+        visible = [token for token in prompt_token_ids if not (skip and token in tokenizer.special_ids)]
+        self._window = visible[-CONTEXT_TOKENS:]
+        self._read = len(self._window)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text these tokens complete."""
+        return "".join([self._push(token) for token in token_ids])
+
+    def _push(self, token_id: int) -> str:
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token_id)
+        before, after = self._text(self._window[: self._read]), self._text(self._window)
+        unread = len(self._window) - self._read
+        if unread < MAX_WINDOW and (len(after) <= len(before) or after.endswith(REPLACEMENT)):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return after[len(before) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip, self._spaces)

@@ -1,9 +1,8 @@
-"""A tokenizer from the metadata of a GGUF file.
+"""Build a tokenizer from the metadata of a GGUF file.
 
-GGUF keeps a vocabulary and the name of a splitting rule, not a pipeline. `tokenizer.ggml.model` "gpt2" is byte-level
-BPE: tokens, merges, and `tokenizer.ggml.pre` for the rule. "llama" is sentencepiece BPE: tokens and scores, where the
-better score merges first. Source: the GGUF specification (ggml project) and llama.cpp's vocabulary loader, whose
-reading of the keys defines their meaning.
+GGUF stores a vocabulary and the name of a pre-tokenizer rule, not a pipeline. `tokenizer.ggml.model` "gpt2" is
+byte-level BPE: tokens, merges, and `tokenizer.ggml.pre` for the rule. "llama" is sentencepiece BPE: tokens and scores,
+higher scores merge first. Source: the GGUF specification (ggml project) and llama.cpp's vocabulary loader.
 """
 
 from __future__ import annotations
@@ -21,128 +20,11 @@ from pagoda.common.errors import ModelError
 from pagoda.common.text.token_bytes import SPACE_MARK, byte_alphabet
 from pagoda.common.text.tokenizer_files import TokenizerParts, add_ends
 
-# The merges that a sentencepiece vocabulary implies: its tokens have scores, and the union with the best merges first.
-#
-# Every split of a token into two tokens is a merge. A large vocabulary has two million places where a token could be
-# split; which of them leave two tokens is computed by numpy from hashes of the parts.
-# Source: Kudo and Richardson, "SentencePiece" (2018), section 3.
-
 Array = npt.NDArray[Any]
-
-_BASE: Final = 0x9E3779B97F4A7C15  # odd, so that powers of it have inverses modulo 2**64
-_MIX: Final = np.uint64(0xD6E8FEB86659FD93)
-_FILTER_BITS: Final = 22
-_GUESS_BITS: Final = 20
-_TOKENS_AT_ONCE: Final = 1 << 14  # what is computed for them fits a processor's cache
-
-
-def merges_of_scores(
-    tokens: Sequence[str], scores: Sequence[float], mergeable: Sequence[bool] | Array
-) -> list[tuple[str, str]]:
-    """The pairs whose union is a mergeable token, best score first, then by id.
-
-    Raises ValueError when the lengths differ. The order of the splits of one token does not matter: what merged before
-    leaves one of them at most. Two strings of one hash would yield a pair whose union is no token, which the library
-    refuses; at 64 bits that is one vocabulary of ten million.
-    """
-    if not len(tokens) == len(scores) == len(mergeable):
-        raise ValueError(f"{len(tokens)} tokens, {len(scores)} scores and {len(mergeable)} types")
-    union, left, right = _splits(tokens, np.asarray(mergeable, np.bool_))
-    order = np.argsort(-np.asarray(scores, np.float64)[union], kind="stable")
-    texts = np.array(tokens, np.object_)
-    return list(zip(texts[left[order]].tolist(), texts[right[order]].tolist()))
-
-
-def _splits(tokens: Sequence[str], mergeable: Array) -> tuple[Array, Array, Array]:
-    """Ids of each mergeable token and of the two tokens it splits into, for every split, in the order of ids."""
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    text = _HashedText("".join(tokens))
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    ids = _Ids(text.hashes(starts, ends))
-    parts: list[tuple[Array, Array, Array]] = []
-    for first in range(0, len(tokens), _TOKENS_AT_ONCE):
-        some = slice(first, first + _TOKENS_AT_ONCE)
-        begin, here = starts[first], lengths[some]
-        left = text.prefixes(starts[some], here)  # of the part of a token before each of its characters
-        inside = np.repeat(mergeable[some], here) & ids.possible(left)
-        inside[starts[some][here > 0] - begin] = False  # nothing is before the first
-        at = np.flatnonzero(inside)
-        union = np.repeat(np.arange(first, first + len(here)), here)[at]
-        left, right = left[at], text.hashes(at + begin, ends[union])
-        known = ids.possible(right)
-        union, pair = union[known], (ids.of(left[known]), ids.of(right[known]))
-        known = (pair[0] >= 0) & (pair[1] >= 0)
-        parts.append((union[known], pair[0][known], pair[1][known]))
-    union, left, right = (np.concatenate(column) for column in zip(*parts))
-    return union, left, right
-
-
-class _HashedText:
-    """The hash of any part of a text: the sum of its characters, each times a power of a base by its place."""
-
-    def __init__(self, text: str) -> None:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        self._sums = np.zeros(len(codes) + 1, np.uint64)
-        # Counted from 1, so that no character is without weight.
-        np.cumsum((codes + np.uint64(1)) * _powers(_BASE, len(codes)), out=self._sums[1:])
-        self._back = _powers(pow(_BASE, -1, 1 << 64), len(self._sums))
-
-    def hashes(self, start: Array, end: Array) -> Array:
-        """Of the parts from `start` to `end`; parts of the same text have the same hash wherever they are."""
-        found: Array = (self._sums[end] - self._sums[start]) * self._back[start]
-        return found
-
-    def prefixes(self, start: Array, length: Array) -> Array:
-        """Of the parts from each start to each place within `length` of it; one part's places follow another's."""
-        places = slice(start[0], start[-1] + length[-1])
-        found: Array = self._sums[places] - np.repeat(self._sums[start], length)
-        found *= np.repeat(self._back[start], length)
-        return found
-
-
-class _Ids:
-    """Hash -> position in `hashes`."""
-
-    def __init__(self, hashes: Array) -> None:
-        self._hashes = hashes
-        self._order = np.argsort(hashes)
-        self._sorted = hashes[self._order]
-        self._used = np.zeros(1 << _FILTER_BITS, np.bool_)
-        self._used[_slot(hashes, _FILTER_BITS)] = True
-        self._guess = np.zeros(1 << _GUESS_BITS, np.int32)
-        self._guess[_slot(hashes, _GUESS_BITS)] = np.arange(len(hashes))
-
-    def possible(self, hashes: Array) -> Array:
-        """False for most hashes that have no position."""
-        return self._used[_slot(hashes, _FILTER_BITS)]
-
-    def of(self, hashes: Array) -> Array:
-        """The position of each hash, -1 where there is no such hash."""
-        found = self._guess[_slot(hashes, _GUESS_BITS)]
-        missed = np.flatnonzero(self._hashes[found] != hashes)
-        at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
-        found[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
-        return found
-
-
-def _powers(base: int, count: int) -> Array:
-    """base**0, base**1, ... modulo 2**64."""
-    powers = np.full(count, base, np.uint64)
-    powers[:1] = 1
-    return np.cumprod(powers, out=powers)
-
-
-def _slot(hashes: Array, bits: int) -> Array:
-    slots = hashes >> np.uint64(29)
-    slots ^= hashes
-    slots *= _MIX
-    slots >>= np.uint64(64 - bits)
-    return slots
 
 
 class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
+    """Values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -163,6 +45,7 @@ ROLE_KEYS: Final = {
     "mask_token": "mask_token_id",
 }
 
+# Parts of the pre-tokenizer expressions.
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -172,9 +55,9 @@ _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD: Final = r"[^\r\n\p{L}\p{N}]?"
 _PATH_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
-DIGITS_APART: Final = "digits apart"
-"""GPT-2's rule after every digit was cut out."""
 GPT2: Final = "gpt2"
+SINGLE_DIGITS: Final = "single digits"
+"""GPT-2's rule after splitting off each digit."""
 LLAMA3: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_ENDS}"
 QWEN2: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS}|{_ENDS}"
 QWEN35: Final = (
@@ -187,7 +70,7 @@ GPT4O: Final = (
 )
 SPLITS: Final[dict[str, str]] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS_APART),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), SINGLE_DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), QWEN2),
@@ -195,17 +78,17 @@ SPLITS: Final[dict[str, str]] = {
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
 }
-"""`tokenizer.ggml.pre` -> the expression that cuts a text into pieces, within which merges happen."""
+"""`tokenizer.ggml.pre` -> pre-tokenizer: a regular expression, GPT2 or SINGLE_DIGITS."""
 
-WHOLE_WORDS_FIRST: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
-"""Rules under which a piece that is itself a token is taken whole, and bos is added unless the file says otherwise."""
+IGNORE_MERGES: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"})
+"""Rules under which a piece that is itself a token skips merging, and bos is added unless the file overrides it."""
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """The tokenizer of a GGUF file's metadata. ModelError in one line when it has none, or one not known here."""
+    """Return the tokenizer described by a GGUF file's metadata. Raises ModelError if absent or unsupported."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or not metadata.get("tokenizer.ggml.tokens"):
-        raise ModelError("the GGUF file holds no tokenizer; name the original model's folder with --tokenizer")
+        raise ModelError("the GGUF file has no tokenizer; name the original model's folder with --tokenizer")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
             f"the GGUF file's tokenizer {kind!r} is not supported (gpt2 and llama are); "
@@ -217,11 +100,11 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     byte_level = kind == "gpt2"
     if not byte_level:
         types = types or [TokenType.NORMAL] * len(tokens)
-        tokens = _with_marked_spaces(tokens, types)
+        tokens = _lookup_spelling(tokens, types)
     special = _special_tokens(metadata, tokens)
     backend = _byte_level(metadata, tokens, rule) if byte_level else _sentencepiece(metadata, tokens, types, special)
     _add_tokens(backend, tokens, types, set(special.values()), byte_level)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", not byte_level or rule in WHOLE_WORDS_FIRST)
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", not byte_level or rule in IGNORE_MERGES)
     add_ends(
         backend,
         special.get("bos_token") if add_bos else None,
@@ -240,7 +123,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], rule: str) -
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _need(metadata, "merges"))]
     try:
         model = models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=rule in WHOLE_WORDS_FIRST
+            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=rule in IGNORE_MERGES
         )
     except Exception as error:  # the library raises bare Exception
         raise _broken(error) from None
@@ -253,7 +136,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], rule: str) -
 def _splitter(split: str) -> pre_tokenizers.PreTokenizer:
     if split == GPT2:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split == DIGITS_APART:
+    if split == SINGLE_DIGITS:
         first: Any = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     first = pre_tokenizers.Split(Regex(split), behavior="isolated")
@@ -265,7 +148,7 @@ def _sentencepiece(
 ) -> tokenizers.Tokenizer:
     kinds = np.asarray(types)
     try:
-        merges = merges_of_scores(
+        merges = merges_from_scores(
             tokens, _need(metadata, "scores"), (kinds == TokenType.NORMAL) | (kinds == TokenType.UNUSED)
         )
         model = models.BPE(
@@ -280,21 +163,21 @@ def _sentencepiece(
     except Exception as error:  # the library raises bare Exception
         raise _broken(error) from None
     backend = tokenizers.Tokenizer(model)
-    marks: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
+    normal: list[Any] = [normalizers.Replace(" ", SPACE_MARK)]
     steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        marks.insert(0, normalizers.Prepend(SPACE_MARK))
+        normal.insert(0, normalizers.Prepend(SPACE_MARK))
         steps.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = normalizers.Sequence(marks)
+    backend.normalizer = normalizers.Sequence(normal)
     backend.decoder = decoders.Sequence(steps)
     return backend
 
 
-def _with_marked_spaces(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
-    """The tokens as they are spelled where they are looked up.
+def _lookup_spelling(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+    """Spell tokens as they are looked up: user-defined ones with real spaces, all others with space marks.
 
-    A user-defined token is matched in the text as written, so it has real spaces. Any other is looked up after the
-    text's spaces became marks; some files spell those that are runs of spaces with real ones.
+    User-defined tokens are matched in the raw text, others after spaces became marks; some files spell tokens that are
+    runs of spaces with real ones.
     """
     spelled = [SPACE_MARK * len(token) if token[:1] == " " and not token.strip(" ") else token for token in tokens]
     for i in np.flatnonzero(np.asarray(types) == TokenType.USER_DEFINED).tolist():
@@ -309,11 +192,10 @@ def _add_tokens(
     roles: Collection[str],
     byte_level: bool,
 ) -> None:
-    """Control tokens and those with a role are special; user-defined ones are only matched whole.
+    """Register special tokens (control tokens and those with a role) and user-defined ones, which are matched whole.
 
-    All are entries of the vocabulary and keep their ids: the library numbers only tokens that the vocabulary lacks.
-    In a byte-level vocabulary a control token with a character outside the alphabet cannot be told from text by the
-    model's own tokenizer, so it stays as it is.
+    All are in the vocabulary and keep their ids. In a byte-level vocabulary, a control token with a character outside
+    the byte alphabet is left alone, as the original tokenizer treats it as text.
     """
     alphabet = set(byte_alphabet()) if byte_level else None
     added: list[AddedToken] = []
@@ -324,7 +206,7 @@ def _add_tokens(
                 added.append(AddedToken(token, special=special, normalized=False))
     if not types:
         added = [AddedToken(token, special=True, normalized=False) for token in sorted(roles)]
-    backend.add_tokens(added)  # in one call: every call makes the matcher of all of them again
+    backend.add_tokens(added)  # in one call: every call rebuilds the matcher
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
@@ -351,4 +233,118 @@ def _need(metadata: Mapping[str, Any], key: str) -> Any:
 
 
 def _broken(error: Exception) -> ModelError:
-    return ModelError(f"the GGUF file's tokenizer does not hold together ({error}); fetch the file again")
+    return ModelError(f"the GGUF file's tokenizer is inconsistent ({error}); fetch the file again")
+
+
+# The merges that a sentencepiece vocabulary implies.
+
+_BASE: Final = 0x9E3779B97F4A7C15  # odd, so that powers of it have inverses modulo 2**64
+_MIX: Final = np.uint64(0xD6E8FEB86659FD93)
+_FILTER_BITS: Final = 22
+_GUESS_BITS: Final = 20
+_CHUNK_TOKENS: Final = 1 << 14  # temporaries of a chunk fit the CPU cache
+
+
+def merges_from_scores(
+    tokens: Sequence[str], scores: Sequence[float], mergeable: Sequence[bool] | Array
+) -> list[tuple[str, str]]:
+    """Return all pairs of tokens whose concatenation is a mergeable token, highest score first, then by id.
+
+    A large vocabulary has about two million split positions; candidates are filtered by 64-bit hashes in numpy. A hash
+    collision would yield a pair that is no token, which the library rejects (about one vocabulary in ten million).
+    The order among the splits of one token does not matter: earlier merges leave at most one of them.
+    Raises ValueError if the lengths differ. Source: Kudo and Richardson, "SentencePiece" (2018), section 3.
+    """
+    if not len(tokens) == len(scores) == len(mergeable):
+        raise ValueError(f"{len(tokens)} tokens, {len(scores)} scores and {len(mergeable)} types")
+    union, left, right = _splits(tokens, np.asarray(mergeable, np.bool_))
+    order = np.argsort(-np.asarray(scores, np.float64)[union], kind="stable")
+    texts = np.array(tokens, np.object_)
+    return list(zip(texts[left[order]].tolist(), texts[right[order]].tolist()))
+
+
+def _splits(tokens: Sequence[str], mergeable: Array) -> tuple[Array, Array, Array]:
+    """Ids of (token, left part, right part) for every split of a mergeable token into two tokens, by token id."""
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    text = _HashedText("".join(tokens))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    ids = _Ids(text.hashes(starts, ends))
+    parts: list[tuple[Array, Array, Array]] = []
+    for first in range(0, len(tokens), _CHUNK_TOKENS):
+        chunk = slice(first, first + _CHUNK_TOKENS)
+        begin, sizes = starts[first], lengths[chunk]
+        left = text.prefixes(starts[chunk], sizes)  # for each character of a token: the part before it
+        candidate = np.repeat(mergeable[chunk], sizes) & ids.possible(left)
+        candidate[starts[chunk][sizes > 0] - begin] = False  # the empty prefix
+        at = np.flatnonzero(candidate)
+        union = np.repeat(np.arange(first, first + len(sizes)), sizes)[at]
+        left, right = left[at], text.hashes(at + begin, ends[union])
+        known = ids.possible(right)
+        union, pair = union[known], (ids.of(left[known]), ids.of(right[known]))
+        known = (pair[0] >= 0) & (pair[1] >= 0)
+        parts.append((union[known], pair[0][known], pair[1][known]))
+    union, left, right = (np.concatenate(column) for column in zip(*parts))
+    return union, left, right
+
+
+class _HashedText:
+    """Polynomial hash of any substring: the sum of (character + 1) * base**position, shifted back to position 0."""
+
+    def __init__(self, text: str) -> None:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        self._sums = np.zeros(len(codes) + 1, np.uint64)
+        np.cumsum((codes + np.uint64(1)) * _powers(_BASE, len(codes)), out=self._sums[1:])
+        self._back = _powers(pow(_BASE, -1, 1 << 64), len(self._sums))
+
+    def hashes(self, start: Array, end: Array) -> Array:
+        """Hashes of the substrings [start, end); equal substrings have equal hashes at any position."""
+        hashes: Array = (self._sums[end] - self._sums[start]) * self._back[start]
+        return hashes
+
+    def prefixes(self, start: Array, length: Array) -> Array:
+        """Hashes of all prefixes (from length 0) of consecutive substrings, concatenated."""
+        positions = slice(start[0], start[-1] + length[-1])
+        hashes: Array = self._sums[positions] - np.repeat(self._sums[start], length)
+        hashes *= np.repeat(self._back[start], length)
+        return hashes
+
+
+class _Ids:
+    """Index from hash to position in `hashes`."""
+
+    def __init__(self, hashes: Array) -> None:
+        self._hashes = hashes
+        self._order = np.argsort(hashes)
+        self._sorted = hashes[self._order]
+        self._used = np.zeros(1 << _FILTER_BITS, np.bool_)
+        self._used[_slot(hashes, _FILTER_BITS)] = True
+        self._guess = np.zeros(1 << _GUESS_BITS, np.int32)
+        self._guess[_slot(hashes, _GUESS_BITS)] = np.arange(len(hashes))
+
+    def possible(self, hashes: Array) -> Array:
+        """False for most hashes that are not in the index (a one-hash Bloom filter)."""
+        return self._used[_slot(hashes, _FILTER_BITS)]
+
+    def of(self, hashes: Array) -> Array:
+        """Position of each hash, -1 if absent."""
+        positions = self._guess[_slot(hashes, _GUESS_BITS)]
+        missed = np.flatnonzero(self._hashes[positions] != hashes)
+        at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
+        positions[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
+        return positions
+
+
+def _powers(base: int, count: int) -> Array:
+    """base**0, base**1, ... modulo 2**64."""
+    powers = np.full(count, base, np.uint64)
+    powers[:1] = 1
+    return np.cumprod(powers, out=powers)
+
+
+def _slot(hashes: Array, bits: int) -> Array:
+    slots = hashes >> np.uint64(29)
+    slots ^= hashes
+    slots *= _MIX
+    slots >>= np.uint64(64 - bits)
+    return slots

@@ -1,8 +1,7 @@
-"""The jinja environment in which chat templates run: sandboxed, and bounded.
+"""Sandboxed jinja environment with resource limits, for chat templates.
 
-A template is code from the internet. Jinja's immutable sandbox keeps it away from the interpreter; the bounds here keep
-it from running for ever or building a giant value: steps (loop rounds and calls) and seconds per rendering, and
-characters per value. Knows nothing of chat.
+A template is untrusted code. Jinja's immutable sandbox isolates it from the interpreter; the limits here bound steps
+(loop iterations and calls) and seconds per rendering, and characters per value.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS: Final = 1_000_000
 CALL_STEPS: Final = 4
-"""What a call costs, in rounds of a loop."""
+"""Cost of a call, in loop iterations."""
 MAX_SECONDS: Final = 10.0
 MAX_CHARS: Final = 1 << 24
-"""Longest value, output included: more than a context of any model."""
+"""Maximum length of any value, including the output."""
 MAX_INT_BITS: Final = 4096
 
 _WIDE_FORMAT: Final = re.compile(r"\d{5}|\*|\{[^{}]*\{")
-"""Format strings that ask for a width above 9999, or take their width from an argument."""
+"""Format strings with a width above 9999, or with a width taken from an argument."""
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """A template that went beyond a bound."""
+    """A template exceeded a limit."""
 
 
 def parse_template(source: str) -> nodes.Template:
-    """A template's syntax tree. Raises jinja2.TemplateSyntaxError."""
+    """Return a template's syntax tree. Raises jinja2.TemplateSyntaxError."""
     return _ENVIRONMENT.parse(source)
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """A template ready to render. Raises jinja2.TemplateSyntaxError."""
+    """Return a template ready to render, instrumented with the limits. Raises jinja2.TemplateSyntaxError."""
     tree = parse_template(source)
     for loop in tree.find_all(nodes.For):
-        loop.iter = _filtered(loop.iter, _count_rounds.__name__)
+        loop.iter = _filtered(loop.iter, _count_iterations.__name__)
     for joined in list(tree.find_all(nodes.Concat)):
         joined.nodes = [_filtered(nodes.Concat(joined.nodes, lineno=joined.lineno), _check_length.__name__)]
     return _ENVIRONMENT.from_string(tree)
@@ -59,7 +58,7 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 class _Budget:
-    """What one rendering may still spend."""
+    """Remaining steps and time of one rendering."""
 
     __slots__ = ("_deadline", "_steps")
 
@@ -74,7 +73,7 @@ class _Budget:
 
 
 class _BudgetContext(Context):
-    """A rendering's variables, and its budget, which scopes within it share."""
+    """A rendering's variables and its budget, which nested scopes share."""
 
     budget: _Budget
 
@@ -113,19 +112,19 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Joins what a template, macro or block wrote."""
-        found: list[str] = []
+        """Join the output of a template, macro or block."""
+        output: list[str] = []
         length = 0
         for piece in pieces:
-            found.append(piece)
+            output.append(piece)
             length += len(piece)
             if length > MAX_CHARS:
                 _too_long()
-        return "".join(found)
+        return "".join(output)
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it only groups."""
+    """`{% generation %}` marks assistant text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it per instance
 
@@ -144,7 +143,7 @@ def _check_size(size: int) -> None:
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
-    """Refuses an operation whose result would be giant, before it is computed."""
+    """Reject an operation with an oversized result before it is computed."""
     if operator == "%" and isinstance(left, str):
         _check_format(left)
     elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
@@ -165,7 +164,7 @@ def _check_format(text: str) -> None:
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Refuses a string method whose result would be giant. Returns its arguments, iterators made into lists."""
+    """Reject a string method call with an oversized result. Return its arguments, with iterators turned into lists."""
     if name == "translate":
         raise TemplateLimitError("chat templates may not use str.translate")
     if name == "join" and args:
@@ -189,8 +188,8 @@ def _replaced_length(text: str, old: Any, new: Any) -> int:
 
 
 @jinja2.pass_context
-def _count_rounds(context: Context, items: Any) -> Any:
-    """Pays for the rounds of a loop: at once where their number is known, else one by one."""
+def _count_iterations(context: Context, items: Any) -> Any:
+    """Charge a loop's iterations: at once if their number is known, else one by one."""
     assert isinstance(context, _BudgetContext)
     if not hasattr(items, "__len__"):
         return _counted(context.budget, items)
@@ -244,7 +243,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on it: no HTML escapes, characters as they are."""
+    """JSON without HTML or ASCII escapes, as models were trained on."""
     if indent is not None and indent > 100:
         raise TemplateLimitError("the chat template indents JSON by more than 100")
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -262,7 +261,7 @@ def _strftime_now(format: str) -> str:
 
 def _environment() -> _Environment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
-    for function in (_count_rounds, _check_length):
+    for function in (_count_iterations, _check_length):
         environment.filters[function.__name__] = function
     environment.filters.update(
         replace=_replace, join=_join, indent=_indent, center=_center, format=_format, tojson=_tojson

@@ -1,7 +1,7 @@
-"""Token id -> the bytes it stands for, where a tokenizer's decoding is the concatenation of bytes.
+"""Token id -> bytes, for tokenizers whose decoding is the concatenation of each token's bytes.
 
-True of byte-level BPE (GPT-2's alphabet of 256 printable characters) and of sentencepiece with byte fallback. Any
-other decoder looks at neighbours; `token_bytes_of` answers None then, and decoding goes through the library.
+These are byte-level BPE (GPT-2's alphabet of 256 printable characters) and sentencepiece with byte fallback. Other
+decoders depend on neighbouring tokens; for them `token_bytes_of` returns None.
 """
 
 from __future__ import annotations
@@ -13,31 +13,28 @@ from typing import Any, Final
 import tokenizers
 
 SPACE_MARK: Final = "\u2581"
-"""Sentencepiece's visible space."""
+"""Sentencepiece's replacement for a space."""
 
 
 class TokenBytes(dict[int, bytes]):
-    """A table that fills itself as ids are looked up: a stream sees a small part of the vocabulary.
-
-    `strip_first_space`: decoding drops one space at the start of the whole text. `texts`: the same as text.
-    """
+    """Token id -> bytes, filled lazily; b"" outside the vocabulary."""
 
     def __init__(self, text_of: Callable[[int], str | None], spell: Callable[[str], bytes], strip: bool) -> None:
         super().__init__()
         self._text_of = text_of
         self._spell = spell
-        self.strip_first_space = strip
+        self.strip_first_space = strip  # decoding drops one space at the start of the whole text
         self.texts = TokenTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
         text = self._text_of(token_id) if 0 <= token_id < 1 << 32 else None
-        spelt = b"" if text is None else self._spell(text)
-        self[token_id] = spelt
-        return spelt
+        data = b"" if text is None else self._spell(text)
+        self[token_id] = data
+        return data
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token by itself, None for one that holds only a part of a character; fills itself as well."""
+    """Token id -> text of the token alone, filled lazily; None if its bytes are not whole characters."""
 
     def __init__(self, table: TokenBytes) -> None:
         super().__init__()
@@ -54,7 +51,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def token_bytes_of(backend: tokenizers.Tokenizer) -> TokenBytes | None:
-    """The table of a tokenizer, or None when its decoder is neither byte-level nor sentencepiece byte fallback."""
+    """Return a tokenizer's table; None if its decoder is neither byte-level nor sentencepiece with byte fallback."""
     steps = _decoder_steps(backend)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -69,7 +66,7 @@ def token_bytes_of(backend: tokenizers.Tokenizer) -> TokenBytes | None:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's one printable character per byte: printable Latin-1 as itself, the others from U+0100 on, in order.
+    """Return GPT-2's printable character -> byte: printable Latin-1 as itself, all others from U+0100 on, in order.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), the released encoder.
     """
@@ -85,7 +82,7 @@ _BYTE_TOKENS: Final = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 
 
 def _spell_byte_level(text: str) -> bytes:
-    """A token with a character outside the alphabet (an added token) stands for its own text."""
+    """Bytes of a token; one with a character outside the alphabet (an added token) is literal text."""
     try:
         return bytes([_ALPHABET[char] for char in text])
     except KeyError:

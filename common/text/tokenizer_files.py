@@ -1,9 +1,8 @@
-"""A tokenizer from the files of a model folder, in the layout of the Hugging Face hub.
+"""Read and write the tokenizer files of a model folder, in the layout of the Hugging Face hub.
 
-tokenizer.json is the tokenizer, bos and eos included; tokenizer_config.json names the special tokens and may hold the
-chat template, which newer models keep in chat_template.jinja. Its `add_bos_token` and `add_eos_token` count only where
-there is no tokenizer.json: that is how transformers reads these files, and models are tuned on what it reads.
-sentence_bert_config.json may say that texts are lower case.
+tokenizer.json is the tokenizer, bos and eos included; tokenizer_config.json names the special tokens and may contain
+the chat template (newer models: chat_template.jinja). Its `add_bos_token` and `add_eos_token` apply only without a
+tokenizer.json, as in transformers. sentence_bert_config.json may request lower-casing.
 """
 
 from __future__ import annotations
@@ -19,40 +18,33 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from pagoda.common.errors import ModelError
 
-# What every source of a tokenizer yields, and the post-processor that adds bos and eos.
+ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+BYTE_LEVEL_CLASSES: Final = ("GPT2Tokenizer", "GPT2TokenizerFast")
+"""Tokenizer classes fully described by vocab.json and merges.txt: byte-level BPE with GPT-2's pre-tokenizer."""
+
+_UNSUPPORTED_FILES: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizerParts:
-    """A tokenizer as read from its files.
-
-    `special_tokens`: role ("bos_token") -> text. `chat_templates`: name -> jinja source.
-    """
+    """A tokenizer as read from its files."""
 
     backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # role ("bos_token") -> text
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source
 
 
 def add_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Makes `encode(..., add_special_tokens=True)` put `bos` before and `eos` after the text; None adds nothing."""
-    ends = [token for token in (bos, eos) if token is not None]
-    before = [f"{bos}:0"] if bos is not None else []
-    after = [f"{eos}:0"] if eos is not None else []
-    single = [*before, "$A:0", *after]
+    """Set the post-processor that adds `bos` before and `eos` after the text; None adds nothing."""
+    first, second = (_with_ends(text, segment, bos, eos) for segment, text in enumerate(("$A", "$B")))
     backend.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=[
-            *single,
-            *(piece.replace(":0", ":1") for piece in before),
-            "$B:1",
-            *(p.replace(":0", ":1") for p in after),
-        ],
-        special_tokens=[(token, _id(backend, token)) for token in dict.fromkeys(ends)],
+        single=first,
+        pair=[*first, *second],
+        special_tokens=[(token, _id(backend, token)) for token in dict.fromkeys((bos, eos)) if token is not None],
     )
 
 
-def _around(text: str, segment: int, bos: str | None, eos: str | None) -> list[str]:
+def _with_ends(text: str, segment: int, bos: str | None, eos: str | None) -> list[str]:
     return [f"{piece}:{segment}" for piece in (bos, text, eos) if piece is not None]
 
 
@@ -62,15 +54,8 @@ def _id(backend: tokenizers.Tokenizer, token: str) -> int:
     return token_id
 
 
-ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-BYTE_LEVEL_CLASSES: Final = ("GPT2Tokenizer", "GPT2TokenizerFast")
-"""Tokenizer classes whose vocab.json and merges.txt say all: byte-level BPE with GPT-2's splitting."""
-
-_FOREIGN_FILES: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken")
-
-
 def read_folder(folder: Path) -> TokenizerParts:
-    """The tokenizer of a model folder. ModelError in one line when it has none or it cannot be read."""
+    """Return the tokenizer of a model folder. Raises ModelError if it is missing or unreadable."""
     config = _read_json(folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
         backend = _read_tokenizer_json(folder / "tokenizer.json")
@@ -95,7 +80,7 @@ def read_folder(folder: Path) -> TokenizerParts:
 
 
 def write_folder(folder: Path, parts: TokenizerParts) -> None:
-    """Write a tokenizer so that `read_folder` finds it in `folder`, as the hub's own libraries do. Raises OSError."""
+    """Write a tokenizer in the layout that `read_folder` and transformers read. Raises OSError."""
     parts.backend.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **parts.special_tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -128,16 +113,16 @@ def _read_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> tokenizer
 
 
 def _missing(folder: Path) -> str:
-    found = sorted(path.name for pattern in _FOREIGN_FILES for path in folder.glob(pattern))
+    names = sorted(path.name for pattern in _UNSUPPORTED_FILES for path in folder.glob(pattern))
     if (folder / "vocab.json").is_file():
-        found.append("vocab.json")
-    if not found:
+        names.append("vocab.json")
+    if not names:
         return (
             f"{folder}: no tokenizer: tokenizer.json is missing; copy it from the model's repository, name another "
             "folder with --tokenizer, or serve token ids only with --skip-tokenizer-init"
         )
     return (
-        f"{folder}: has {', '.join(found)} but no tokenizer.json; make one with `pip install transformers` and "
+        f"{folder}: has {', '.join(names)} but no tokenizer.json; make one with `pip install transformers` and "
         f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`"
     )
 
@@ -148,14 +133,14 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _token_text(token: object) -> str | None:
-    """A token is its text, or an object with its text and matching rules."""
+    """Text of a token given as a string, or as an object with `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Adds what the configuration names and tokenizer.json lacks: first by listed id, then the special tokens."""
+    """Add the tokens that the config names and the backend lacks: first those listed by id, then special tokens."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
     by_id = [_added_token(listed[key]) for key in sorted(listed, key=int)]
@@ -176,7 +161,7 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> jinja source. A file of its own wins over an entry in a JSON file."""
+    """Name -> jinja source. .jinja files take precedence over entries in JSON files."""
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if (folder / "chat_template.jinja").is_file():
         files.append(folder / "chat_template.jinja")
@@ -195,7 +180,7 @@ def _template_name(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, or an empty one when there is no such file."""
+    """The JSON object in a file; {} if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

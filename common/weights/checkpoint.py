@@ -1,4 +1,4 @@
-"""One face for every kind of checkpoint: a config as Hugging Face writes it and a stream of tensors under its names."""
+"""Open any kind of checkpoint as a Hugging Face config and a stream of tensors under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from pagoda.common.errors import ModelError
 from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
-from pagoda.common.weights.gguf.file import GgufFile, pick_gguf
-from pagoda.common.weights.hub import resolve_model
+from pagoda.common.weights.gguf.file import GgufFile
+from pagoda.common.weights.hub import pick_gguf, resolve_model
 from pagoda.common.weights.sharded import ShardedCheckpoint, is_sharded
 
 
 class Checkpoint(Protocol):
-    """A model at rest. Opening one reads headers only."""
+    """A model on disk. Opening one reads headers only."""
 
     @property
     def path(self) -> Path:
-        """The folder or file that opens it again, without a hub."""
+        """Local folder or file that this checkpoint can be opened from again."""
         ...
 
     @property
     def folder(self) -> Path:
-        """Where the files beside the weights lie (tokenizer, chat template)."""
+        """Folder of the files beside the weights (tokenizer, chat template)."""
         ...
 
     @property
     def gguf_metadata(self) -> Mapping[str, Any] | None:
-        """The metadata of a GGUF file, its vocabulary included; None for other formats."""
+        """Metadata of a GGUF file, including its vocabulary; None for other formats."""
         ...
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors `tensors` yields."""
+        """Number of tensors that `tensors` yields."""
         ...
 
     @property
@@ -45,15 +45,15 @@ class Checkpoint(Protocol):
         ...
 
     def config(self) -> dict[str, Any]:
-        """The model's config under the keys of its config.json."""
+        """Return the model's config under the keys of a config.json."""
         ...
 
     def generation_config(self) -> dict[str, Any]:
-        """Default sampling and end-of-text ids under the keys of generation_config.json; may be empty."""
+        """Return default sampling parameters and end-of-text ids, keyed as in generation_config.json; may be empty."""
         ...
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Every tensor once, under its Hugging Face name, one at a time. Raises WeightError on corrupt data."""
+        """Yield every tensor once, under its Hugging Face name. Raises WeightError for corrupt data."""
         ...
 
 
@@ -72,11 +72,10 @@ def open_checkpoint(
     ignore_patterns: Sequence[str] = (),
     eager: bool = False,
 ) -> Checkpoint:
-    """The checkpoint MODEL names, see `resolve_model`; of a hub id what is missing is fetched.
+    """Open the checkpoint that MODEL names (see `resolve_model`), downloading it if it is a hub id.
 
-    `load_format` restricts what is looked for; `dummy`, and any other with `weights` off, reads the config and yields
-    no tensors. `eager`: safetensors files are read whole instead of mapped.
-    Raises ModelError or WeightError, one line with cause and remedy.
+    `load_format` restricts the formats to look for; with `dummy`, or without `weights`, only the config is read.
+    `eager`: read safetensors files whole instead of mapping them. Raises ModelError or WeightError.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format} is unknown; known: {', '.join(LOAD_FORMATS)}")
@@ -104,14 +103,14 @@ def open_checkpoint(
 
 def _open_file(path: Path, load_format: str, weights: bool) -> Checkpoint:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
-        raise ModelError(f"{path}: weights alone are not a model; give the folder that holds it and config.json")
+        raise ModelError(f"{path}: weights alone are not a model; give the folder that contains them and config.json")
     if load_format in _FOLDER_ONLY:
         raise ModelError(f"{path}: is a file, but --load-format {load_format} reads a folder")
     return GgufCheckpoint(GgufFile(path), weights=weights)
 
 
 def _gguf_in(folder: Path, load_format: str) -> Path | None:
-    """The folder's GGUF file where that is what to open: asked for, or alone in the folder."""
+    """The folder's GGUF file, if the format is gguf or the folder has no other weights."""
     if load_format in _FOLDER_ONLY:
         return None
     if load_format != "gguf" and any(next(folder.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin*")):

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, mapped into memory or read as JSON. Knows nothing of any tensor format."""
+"""Memory-map, read or parse (JSON) the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import numpy.typing as npt
 from pagoda.common.errors import ModelError, WeightError
 
 NamedTensor = tuple[str, npt.NDArray[np.generic]]
-"""A checkpoint's own name for a tensor and its values; bfloat16 and float8 tagged as in `narrow`."""
+"""A tensor's name and values; bfloat16 and float8 as in `common.weights.dtypes`."""
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file as a lazily read array.
+    """Memory-map a file, uint8 [bytes].
 
-    The mapping is private: arrays cut from it are writable, and what is written never reaches the file.
-    Raises WeightError for a file that is absent, empty or unreadable.
+    Copy-on-write: the array is writable, and writes never reach the file.
+    Raises WeightError if the file is missing, empty or unreadable.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         try:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:
@@ -33,13 +33,13 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def read_file(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, read whole from front to back. Raises WeightError for one absent or unreadable."""
-    with _opened(path) as file:
+    """Read a whole file sequentially, uint8 [bytes]. Raises WeightError if it is missing or unreadable."""
+    with _open(path) as file:
         return np.fromfile(file, dtype=np.uint8)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             yield file
@@ -50,35 +50,35 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelError naming the file and what is wrong with it."""
-    value = _json(path)
+    """Return the JSON object in a file. Raises ModelError naming file and problem."""
+    value = _parse_json(path)
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+        raise ModelError(f"{path}: contains a JSON {type(value).__name__}, expected an object")
     return value
 
 
 def read_json_list(path: Path) -> list[Any]:
-    """The JSON array in a file. Raises ModelError naming the file and what is wrong with it."""
-    value = _json(path)
+    """Return the JSON array in a file. Raises ModelError naming file and problem."""
+    value = _parse_json(path)
     if not isinstance(value, list):
-        raise ModelError(f"{path}: holds a JSON {type(value).__name__}, expected an array")
+        raise ModelError(f"{path}: contains a JSON {type(value).__name__}, expected an array")
     return value
 
 
-def _json(path: Path) -> object:
+def _parse_json(path: Path) -> object:
     try:
-        found: object = json.loads(path.read_bytes())
+        value: object = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error}); download it again") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
-    return found
+    return value
 
 
-def as_array(
+def array_at(
     data: npt.NDArray[np.uint8], offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> npt.NDArray[np.generic]:
-    """`shape` elements of `dtype` at `offset` bytes: a view where the address is aligned, else a copy."""
+    """Return the array of `dtype` and `shape` at byte `offset`: a view if the address is aligned, else a copy."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     array = data[offset : offset + size].view(dtype).reshape(shape)
     return array if array.flags.aligned else array.copy()

@@ -1,4 +1,4 @@
-"""A checkpoint folder: config.json, weight files of one format, and the index that names the shards."""
+"""A checkpoint folder as `save_pretrained` writes it: config.json, weight files, and the index of shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagoda.common.weights.torch_bin import TorchFile
 
 
 class WeightFile(Protocol):
-    """One opened file of tensors."""
+    """An open file of tensors."""
 
     path: Path
 
@@ -25,15 +25,13 @@ class WeightFile(Protocol):
         """Bytes of each tensor by name."""
         ...
 
-    def tensor(self, name: str) -> npt.NDArray[np.generic]:
-        """The values of one tensor."""
-        ...
+    def tensor(self, name: str) -> npt.NDArray[np.generic]: ...
 
 
 class FolderCheckpoint:
-    """A folder as `save_pretrained` writes it. `formats`: what to look for, best first; none: the config alone.
+    """A checkpoint folder. `formats`: weight formats to look for, best first; empty: no weights, only the config.
 
-    `eager`: read each safetensors file whole before its tensors are handed out, instead of mapping it.
+    `eager`: read each safetensors file whole before yielding its tensors, instead of mapping it.
     """
 
     gguf_metadata: Mapping[str, Any] | None = None
@@ -46,30 +44,26 @@ class FolderCheckpoint:
 
     @property
     def path(self) -> Path:
-        """What opens it again: the folder."""
         return self.folder
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors the checkpoint holds."""
         return sum(len(names) for _, names in self._files)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays that `tensors` yields."""
         return sum(file.sizes[name] for file, names in self._files for name in names)
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
         return dict(self._config)
 
     def generation_config(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty without that file."""
+        """Return the content of generation_config.json; {} without that file."""
         path = self.folder / "generation_config.json"
         return read_json(path) if path.is_file() else {}
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Every tensor, file by file; arrays share the files' memory."""
+        """Yield every tensor, file by file, as views of the mapped files."""
         for file, names in self._files:
             if self._eager and isinstance(file, SafetensorsFile):
                 yield from _tensors(SafetensorsFile(file.path, read_file(file.path)), names)
@@ -129,10 +123,10 @@ def _open_shards(index: Path, kind: str) -> list[tuple[WeightFile, list[str]]]:
         shards.setdefault(shard, []).append(name)
     result = []
     for shard, names in shards.items():
-        file = _open(_inside(index, shard), kind)
+        file = _open(_shard_path(index, shard), kind)
         missing = next((name for name in names if name not in file.sizes), None)
         if missing is not None:
-            raise WeightError(f"{file.path}: tensor {missing} is missing, which {index.name} places there")
+            raise WeightError(f"{file.path}: tensor {missing} is missing, which {index.name} assigns to it")
         result.append((file, names))
     return result
 
@@ -146,12 +140,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _inside(index: Path, shard: str) -> Path:
-    """The shard's path. An index comes with a download, so it may only name files of its own folder."""
+def _shard_path(index: Path, shard: str) -> Path:
+    """Path of a shard. Names are untrusted: they must stay inside the index's folder."""
     parts = PurePosixPath(shard).parts
     if not parts or shard.startswith("/") or ".." in parts or any(char in shard for char in "\\\0:"):
         raise WeightError(f"{index}: names {shard!r}, which is not a file inside the checkpoint's folder")
     path = index.parent.joinpath(*parts)
     if not path.is_file():
-        raise WeightError(f"{index}: names the shard {shard}, which is not there; download it again")
+        raise WeightError(f"{index}: names the shard {shard}, which is missing; download it again")
     return path

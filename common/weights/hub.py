@@ -1,24 +1,24 @@
-"""From what the user calls MODEL to a path on disk: a folder, a .gguf file, or a repository of the Hugging Face hub.
+"""Resolve the MODEL argument to a local path, downloading from the Hugging Face hub if needed.
 
     folder, file.gguf, folder:Q8_0, org/name, org/name:Q4_K_M
 
-What follows the colon names one of several GGUF files: a quantisation, or the file itself.
+The part after the colon selects one of several GGUF files: a quantisation or a file name.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.weights.gguf.file import pick_gguf, with_models
 
 STORED_TOKEN: Final = "stored"
-"""In place of a token: the one that the hub's client keeps."""
+"""Value of `token` that selects the token stored by the hub's client."""
 
 _COMMON_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _WEIGHT_FILES = {"safetensors": ("model*.safetensors",), "pt": ("pytorch_model*.bin",), "sharded_state": ("arrays/*",)}
@@ -30,21 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Of a repository: patterns of the files to fetch, and the GGUF file that is the model, if one is."""
+class DownloadPlan:
+    """What to download of a repository."""
 
     patterns: tuple[str, ...]
-    gguf: str | None = None
+    gguf: str | None = None  # the file to open, if the model is a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
 class _Repository:
-    """Where and how to fetch. `token`: None leaves the choice to the hub's client, True is the stored one."""
-
     name: str
     quant: str
     revision: str | None
-    token: str | bool | None
+    token: str | bool | None  # None: chosen by the hub's client; True: its stored token
     cache: str | None
     ignored: tuple[str, ...]
 
@@ -59,12 +57,12 @@ def resolve_model(
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
 ) -> Path:
-    """The local path of MODEL. From a hub id, config, tokenizer and the weights of one format are downloaded.
+    """Return the local path of MODEL. For a hub id, download config, tokenizer and the weights of one format.
 
-    `weights`: False fetches no weights, except a GGUF file, which holds config and tokenizer too. `token`: `stored`
-    means the one that the hub's client keeps. `ignore_patterns`: files of a repository that are not fetched.
+    `weights`: False skips the weights, except a GGUF file, which contains config and tokenizer. `token`: see
+    STORED_TOKEN. `ignore_patterns`: files of a repository to skip.
 
-    Raises ModelError when there is no such file, or the hub does not know, show or reach the repository.
+    Raises ModelError if the file does not exist, or the repository is unknown, not accessible or not reachable.
     """
     path = local_path(model)
     if path is not None:
@@ -72,15 +70,15 @@ def resolve_model(
     name, quant = split_quant(model)
     if not _is_hub_id(name):
         raise ModelError(f"{model or 'MODEL'}: no such file or folder; {_REMEDY}")
-    use = True if token == STORED_TOKEN else token
-    repository = _Repository(name, quant, revision, use, download_dir, tuple(ignore_patterns))
-    return _found(repository, lambda names: wanted_files(names, load_format, quant=quant, weights=weights))
+    hub_token = True if token == STORED_TOKEN else token
+    repository = _Repository(name, quant, revision, hub_token, download_dir, tuple(ignore_patterns))
+    return _resolve_on_hub(repository, lambda names: plan_download(names, load_format, quant=quant, weights=weights))
 
 
 def local_path(model: str) -> Path | None:
-    """The file or folder of that name, or the GGUF file that `folder:QUANT` names; None when there is none.
+    """Return the file or folder of that name, or the GGUF file of `folder:QUANT`; None if there is none.
 
-    Raises ModelError when QUANT names none of the folder's files, or several.
+    Raises ModelError if QUANT matches no file of the folder, or several.
     """
     path = Path(model).expanduser()
     if model and path.exists():
@@ -90,18 +88,18 @@ def local_path(model: str) -> Path | None:
     if not quant or not folder.is_dir():
         return None
     try:
-        return folder / pick_gguf(with_models(folder), quant)
+        return folder / pick_gguf(_gguf_files(folder), quant)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
 
 
 def is_local(model: str) -> bool:
-    """Whether MODEL is on disk, so that opening it fetches nothing."""
+    """Whether MODEL is on disk, so that opening it downloads nothing."""
     return local_path(model) is not None
 
 
 def split_quant(model: str) -> tuple[str, str]:
-    """`name:QUANT` in two; no QUANT is an empty one."""
+    """Split `name:QUANT`; QUANT may be empty."""
     name, colon, quant = model.rpartition(":")
     return (name, quant) if colon and name and "/" not in quant else (model, "")
 
@@ -112,7 +110,7 @@ def _is_hub_id(model: str) -> bool:
     return allowed and len(parts) <= 2 and model[0] not in ".~" and not model.endswith((".gguf", ".safetensors"))
 
 
-def _found(repository: _Repository, choose: Callable[[Sequence[str]], Wanted]) -> Path:
+def _resolve_on_hub(repository: _Repository, plan: Callable[[Sequence[str]], DownloadPlan]) -> Path:
     name = repository.name
     try:
         from huggingface_hub import constants, errors
@@ -123,15 +121,15 @@ def _found(repository: _Repository, choose: Callable[[Sequence[str]], Wanted]) -
     if constants.HF_HUB_OFFLINE:
         return _cached(repository, "HF_HUB_OFFLINE is set")
     try:
-        return _downloaded(repository, choose)
+        return _download(repository, plan)
     except errors.LocalTokenNotFoundError:
         raise ConfigError("--hf-token", "no token is stored; log in with `hf auth login`, or give one") from None
     except (errors.GatedRepoError, errors.DisabledRepoError):
         raise ModelError(
-            f"{name}: the hub does not show it to you; accept its terms there and set HF_TOKEN or --hf-token"
+            f"{name}: access to it is restricted; accept its terms on the hub and set HF_TOKEN or --hf-token"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ModelError(f"{name}: the hub has no revision {repository.revision}; drop or mend --revision") from None
+        raise ModelError(f"{name}: the hub has no revision {repository.revision}; drop or correct --revision") from None
     except errors.RepositoryNotFoundError:
         raise ModelError(
             f"{name}: no such folder here and no such public model on the hub; {_REMEDY}, "
@@ -139,21 +137,20 @@ def _found(repository: _Repository, choose: Callable[[Sequence[str]], Wanted]) -
         ) from None
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
-    except Exception as error:  # each version of the hub's client has its own network errors; all mean unreachable
+    except Exception as error:  # network errors differ between versions of the hub's client
         reason = str(error).strip().partition("\n")[0]
         return _cached(repository, f"the hub cannot be reached ({reason})")
 
 
-def _downloaded(repository: _Repository, choose: Callable[[Sequence[str]], Wanted]) -> Path:
-    """Fetch what is wanted and not there yet: the repository's folder, or its GGUF file."""
+def _download(repository: _Repository, plan: Callable[[Sequence[str]], DownloadPlan]) -> Path:
+    """Download the missing files; return the snapshot's folder or its GGUF file."""
     import huggingface_hub as hub
 
     info = hub.HfApi(token=repository.token).model_info(
         repository.name, revision=repository.revision, timeout=_TIMEOUT_S
     )
     names = [file.rfilename for file in info.siblings or ()]
-    kept = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in repository.ignored)]
-    wanted = choose(kept)
+    wanted = plan([name for name in names if not any(fnmatchcase(name, pattern) for pattern in repository.ignored)])
     folder = Path(
         hub.snapshot_download(
             repository.name,
@@ -168,7 +165,7 @@ def _downloaded(repository: _Repository, choose: Callable[[Sequence[str]], Wante
 
 
 def _cached(repository: _Repository, why: str) -> Path:
-    """The copy of an earlier download, for a machine that is offline."""
+    """Path of an earlier download, for offline use."""
     folder = _snapshot(repository)
     if folder is None:
         raise ModelError(
@@ -176,7 +173,7 @@ def _cached(repository: _Repository, why: str) -> Path:
             "check the network or give a local folder"
         )
     try:
-        path = folder / pick_gguf(with_models(folder), repository.quant) if repository.quant else folder
+        path = folder / pick_gguf(_gguf_files(folder), repository.quant) if repository.quant else folder
     except ModelError as error:
         raise ModelError(f"{repository.name}: {why}, and of an earlier download: {error}") from None
     logger.info("%s: %s; using the earlier download %s", repository.name, why, path)
@@ -184,36 +181,80 @@ def _cached(repository: _Repository, why: str) -> Path:
 
 
 def _snapshot(repository: _Repository) -> Path | None:
-    """The folder of an earlier download; None when there is none."""
+    """Folder of an earlier download, if any."""
     import huggingface_hub as hub
 
-    found: str | None
+    folder: str | None
     try:
-        found = hub.snapshot_download(
+        folder = hub.snapshot_download(
             repository.name, revision=repository.revision, cache_dir=repository.cache, local_files_only=True
         )
     except Exception as error:
-        # Newer clients call a snapshot of some of a repository's files incomplete, and say where it is.
-        found = getattr(error, "snapshot_path", None)
-    return None if found is None else Path(found)
+        # Newer clients raise for a partial snapshot, with its path in the error.
+        folder = getattr(error, "snapshot_path", None)
+    return None if folder is None else Path(folder)
 
 
-def wanted_files(names: Sequence[str], load_format: str, *, quant: str = "", weights: bool = True) -> Wanted:
-    """Of a repository's files, those to fetch: what describes the model, and its weights in one format only.
+def plan_download(names: Sequence[str], load_format: str, *, quant: str = "", weights: bool = True) -> DownloadPlan:
+    """Select a repository's files to download: config, tokenizer, and the weights of one format.
 
-    Raises ModelError where that format is GGUF and there is a choice to make.
+    Raises ModelError if that format is GGUF and the choice of file is ambiguous.
     """
     if quant and load_format in _WEIGHT_FILES:
         raise ModelError(f":{quant} names a GGUF file, but --load-format is {load_format}; drop one of them")
     if load_format == "dummy" and not quant and "config.json" in names:
-        return Wanted(_COMMON_FILES)
+        return DownloadPlan(_COMMON_FILES)
     if load_format != "gguf" and not quant:
         for kind in (load_format,) if load_format in _WEIGHT_FILES else tuple(_WEIGHT_FILES):
             patterns = _WEIGHT_FILES[kind]
             if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
                 beside = [name for name in names if any(fnmatchcase(name, module) for module in _MODULE_FILES)]
-                return Wanted((*_COMMON_FILES, *patterns, *beside) if weights else _COMMON_FILES)
+                return DownloadPlan((*_COMMON_FILES, *patterns, *beside) if weights else _COMMON_FILES)
         if load_format in _WEIGHT_FILES or not any(name.endswith(".gguf") for name in names):
-            return Wanted(_COMMON_FILES)
+            return DownloadPlan(_COMMON_FILES)
     file = pick_gguf(names, quant)
-    return Wanted((*_COMMON_FILES, file), file)
+    return DownloadPlan((*_COMMON_FILES, file), file)
+
+
+_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_NO_MODELS: Final = ("mmproj", "imatrix")  # name parts of GGUF files that are not language models
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    """Relative paths of the .gguf files in a folder and its sub-folders."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf"))
+
+
+def pick_gguf(names: Sequence[str], quant: str = "") -> str:
+    """Return the only GGUF model among `names`, or the one selected by `quant`: Q4_K_M (any case) or a file name.
+
+    Raises ModelError, listing the files, if none or several match.
+    """
+    files = [name for name in names if _is_model(name)]
+    if not files:
+        raise ModelError("it has no GGUF file; " + (f"drop :{quant}" if quant else "drop --load-format gguf"))
+    matches = [name for name in files if _matches(name, quant)] if quant else files
+    if not matches:
+        raise ModelError(f"no GGUF file in it is {quant}; there are: {', '.join(files)}")
+    if all(_PART.search(name) for name in matches) and len(matches) > 1:
+        raise ModelError(
+            f"its GGUF file is split into {len(matches)} parts; merge them (llama-gguf-split --merge) and give the file"
+        )
+    if len(matches) > 1:
+        example = PurePosixPath(matches[0]).stem
+        raise ModelError(f"it has several GGUF files; name one after a colon, like :{example}: {', '.join(matches)}")
+    return matches[0]
+
+
+def _is_model(name: str) -> bool:
+    base = PurePosixPath(name).name.lower()
+    return base.endswith(".gguf") and not any(word in base for word in _NO_MODELS)
+
+
+def _matches(name: str, quant: str) -> bool:
+    """Whether `quant` is the file's name or a separated part of it: Q4_K does not match x-Q4_K_M.gguf."""
+    path = PurePosixPath(name)
+    if quant in (path.name, path.stem):
+        return True
+    stem = _PART.sub("", path.name).removesuffix(".gguf")
+    return re.search(rf"(?:^|[-._]){re.escape(quant)}(?:$|[-.])", stem, re.IGNORECASE) is not None

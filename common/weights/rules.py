@@ -1,9 +1,6 @@
-"""Checkpoint names as data: which tensor fills which parameter, through a closed set of operations.
+"""Apply a family's weight-name rules: checkpoint tensors in, model parameters out.
 
-Knows: rename, split, stack, transpose, and that both sides must come out even. Does not know file formats or families.
-
-A pattern is a dotted name in which `{l}` and `{e}` stand for a layer's and an expert's number, and a leading
-`[part.]` may be absent. Several rules may fill the same parameter under different names: whichever the checkpoint has.
+Strict both ways: every tensor must be used or ignored, every parameter filled exactly once, every shape must match.
 """
 
 from __future__ import annotations
@@ -17,10 +14,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import Param
+from pagoda.common.models.weight_rules import Rename, Rule, Split, Stack
 from pagoda.common.weights.dtypes import dtype_name
+from pagoda.common.weights.files import NamedTensor
 
 Array = npt.NDArray[Any]
 
@@ -29,58 +27,18 @@ _PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 _OPTIONAL: Final = re.compile(r"^\[(.*?)\]")
 
 
-@dataclass(frozen=True, slots=True)
-class Rename:
-    """One tensor is one parameter; `transpose` swaps its two axes first."""
-
-    source: str
-    target: str
-    transpose: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One tensor is several parameters, one after the other along axis 0 (after `transpose`). Sizes: the shapes'."""
-
-    source: str
-    targets: tuple[str, ...]
-    transpose: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Tensors numbered `{e}` are one parameter, along a new axis 0."""
-
-    source: str
-    target: str
-
-
-Rule = Rename | Split | Stack
-
-
-def linear(source: str, target: str) -> tuple[Rule, ...]:
-    """The rules of a linear layer: its weight and, where the model has one, its bias."""
-    return Rename(f"{source}.weight", target), Rename(f"{source}.bias", f"{target}_bias")
-
-
-def fused_linear(source: str, *targets: str) -> tuple[Rule, ...]:
-    """The rules of several linear layers kept as one."""
-    biases = tuple(f"{target}_bias" for target in targets)
-    return Split(f"{source}.weight", targets), Split(f"{source}.bias", biases)
-
-
-def apply(
+def apply_rules(
     rules: Sequence[Rule],
     params: Mapping[str, Param],
     tensors: Iterable[tuple[str, Array]],
     ignored: Sequence[str] = (),
-) -> Iterator[Weight]:
-    """Turn named checkpoint tensors into named parameters, one at a time, in the checkpoint's order.
+) -> Iterator[NamedTensor]:
+    """Yield (parameter name, values) for named checkpoint tensors, one at a time, in checkpoint order.
 
-    `ignored`: shell-style patterns of tensors that no parameter needs; a rule whose parameter exists comes first.
-    A stack is kept until its last part arrives; all else passes through as a view.
+    `ignored`: shell-style patterns of tensors to drop, unless a rule maps them to a parameter of this model.
+    A stack is buffered until its last part arrives; everything else passes through as a view.
 
-    Raises WeightError for a tensor nobody wants, a shape that does not fit, a parameter filled twice or never.
+    Raises WeightError for an unexpected tensor, a shape mismatch, or a parameter filled twice or never.
     """
     index = _index(rules)
     filled: set[str] = set()
@@ -106,34 +64,32 @@ def apply(
         raise WeightError(f"parameter {left[0]} {list(params[left[0]].shape)}{more}: the checkpoint lacks {source}")
 
 
-class _PartialStack:
-    """A stacked parameter on its way: which of its parts have come."""
+_Index = Mapping[str, Sequence[Rule]]
 
-    def __init__(self, param: Param, dtype: np.dtype[Any], source: str) -> None:
-        self.values = np.empty(param.shape, dtype)
-        self._source = source
-        self._waiting = set(range(param.shape[0]))
 
-    def put(self, number: int, name: str, tensor: Array) -> bool:
-        """Keep one part; True when it was the last."""
-        if number not in self._waiting:
-            reason = "came twice" if number < len(self.values) else f"but there are {len(self.values)}"
-            raise WeightError(f"tensor {name}: part {number} {reason}")
-        if tensor.dtype != self.values.dtype:
-            got, kept = dtype_name(tensor.dtype), dtype_name(self.values.dtype)
-            raise WeightError(f"tensor {name}: dtype {got}, but parts before it have {kept}")
-        self.values[number] = tensor
-        self._waiting.remove(number)
-        return not self._waiting
+def _index(rules: Sequence[Rule]) -> _Index:
+    """Rules by source pattern, with anonymous placeholders."""
+    index: dict[str, list[Rule]] = {}
+    for rule in rules:
+        template = _PLACEHOLDER.sub("{}", rule.source)
+        for spelling in {_OPTIONAL.sub(r"\1", template), _OPTIONAL.sub("", template)}:
+            index.setdefault(spelling, []).append(rule)
+    return index
 
-    def missing(self) -> str:
-        """The first tensor that never came."""
-        return self._source.replace("{e}", str(min(self._waiting)))
+
+def _match(index: _Index, name: str, params: Mapping[str, Param]) -> _Match | None:
+    """The first rule that matches a tensor name and whose target parameters all exist in this model."""
+    numbers = [int(number) for number in _NUMBER.findall(name)]
+    for rule in index.get(_NUMBER.sub("{}", name), ()):
+        match = _Match(rule, dict(zip(_PLACEHOLDER.findall(rule.source), numbers)))
+        if all(target in params for target in match.targets):
+            return match
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A rule and the numbers its placeholders stand for."""
+    """A rule with the numbers its placeholders matched."""
 
     rule: Rule
     numbers: dict[str, int]
@@ -147,7 +103,7 @@ class _Match:
     def values(
         self, name: str, tensor: Array, params: Mapping[str, Param], stacks: dict[str, _PartialStack]
     ) -> Iterator[tuple[str, Array]]:
-        """The parameters that this tensor completes."""
+        """Yield the parameters that this tensor completes."""
         targets = self.targets
         match self.rule:
             case Rename(transpose=transpose):
@@ -168,12 +124,37 @@ class _Match:
         )
 
 
+class _PartialStack:
+    """A stacked parameter that is still missing parts."""
+
+    def __init__(self, param: Param, dtype: np.dtype[Any], source: str) -> None:
+        self.values = np.empty(param.shape, dtype)
+        self._source = source
+        self._missing = set(range(param.shape[0]))
+
+    def put(self, number: int, name: str, tensor: Array) -> bool:
+        """Store one part. Return True if it was the last."""
+        if number not in self._missing:
+            reason = "occurs twice" if number < len(self.values) else f"but there are {len(self.values)}"
+            raise WeightError(f"tensor {name}: part {number} {reason}")
+        if tensor.dtype != self.values.dtype:
+            got, expected = dtype_name(tensor.dtype), dtype_name(self.values.dtype)
+            raise WeightError(f"tensor {name}: dtype {got}, but parts before it have {expected}")
+        self.values[number] = tensor
+        self._missing.remove(number)
+        return not self._missing
+
+    def missing(self) -> str:
+        """Name of the first missing tensor."""
+        return self._source.replace("{e}", str(min(self._missing)))
+
+
 def _checked(name: str, tensor: Array, transpose: bool, target: str, shape: tuple[int, ...]) -> Array:
-    turned = tensor.T if transpose else tensor
-    if turned.shape != shape:
+    oriented = tensor.T if transpose else tensor
+    if oriented.shape != shape:
         expected = shape[::-1] if transpose else shape
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, parameter {target} needs {list(expected)}")
-    return turned
+    return oriented
 
 
 def _split(name: str, tensor: Array, transpose: bool, parts: Sequence[Param]) -> Iterator[tuple[str, Array]]:
@@ -182,29 +163,6 @@ def _split(name: str, tensor: Array, transpose: bool, parts: Sequence[Param]) ->
     rows = _checked(name, tensor, transpose, " + ".join(part.name for part in parts), whole)
     for part, end in zip(parts, np.cumsum(sizes).tolist()):
         yield part.name, rows[end - part.shape[0] : end]
-
-
-_Index = Mapping[str, Sequence[Rule]]
-
-
-def _index(rules: Sequence[Rule]) -> _Index:
-    """Rules by source pattern, with anonymous placeholders."""
-    index: dict[str, list[Rule]] = {}
-    for rule in rules:
-        template = _PLACEHOLDER.sub("{}", rule.source)
-        for spelling in {_OPTIONAL.sub(r"\1", template), _OPTIONAL.sub("", template)}:
-            index.setdefault(spelling, []).append(rule)
-    return index
-
-
-def _match(index: _Index, name: str, params: Mapping[str, Param]) -> _Match | None:
-    """The first rule for a tensor all of whose parameters the model has."""
-    numbers = [int(number) for number in _NUMBER.findall(name)]
-    for rule in index.get(_NUMBER.sub("{}", name), ()):
-        match = _Match(rule, dict(zip(_PLACEHOLDER.findall(rule.source), numbers)))
-        if all(target in params for target in match.targets):
-            return match
-    return None
 
 
 def _sources(rules: Sequence[Rule], target: str) -> str:

@@ -1,6 +1,6 @@
-"""One .safetensors file, mapped into memory: names, sizes and zero-copy arrays.
+"""Read a .safetensors file through a memory map: names, sizes and zero-copy arrays.
 
-The library's numpy reader knows no bfloat16, hence this one. The format: https://huggingface.co/docs/safetensors,
+The safetensors library's numpy reader does not support bfloat16. The format (https://huggingface.co/docs/safetensors):
 an unsigned 64-bit header length, a JSON header, then the tensors back to back without holes.
 """
 
@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.files import as_array, map_file
+from pagoda.common.weights.files import array_at, map_file
 
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100_000_000  # bytes; the format's own bound
+_MAX_HEADER = 100_000_000  # bytes; the format's limit
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -48,18 +48,16 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a tensor lies: bytes `begin` to `end` after the header."""
-
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # bytes after the header
     end: int
 
 
 class SafetensorsFile:
-    """A validated file. Opening reads the header only; a tensor's bytes are read when they are touched.
+    """An open, validated file. Opening reads the header only; tensor bytes are paged in when accessed.
 
-    `data`: the file's bytes where they are in memory already, in place of a mapping.
+    `data`: the file's bytes, if already in memory, instead of a memory map.
     """
 
     def __init__(self, path: Path, data: npt.NDArray[np.uint8] | None = None) -> None:
@@ -78,14 +76,14 @@ class SafetensorsFile:
         return {name: entry.end - entry.begin for name, entry in self._entries.items()}
 
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
-        """The values of one tensor, sharing the file's memory. Raises KeyError for an unknown name."""
+        """Return one tensor as a view of the mapped file. Raises KeyError for an unknown name."""
         entry = self._entries[name]
-        return as_array(self._data, self._start + entry.begin, entry.dtype, entry.shape)
+        return array_at(self._data, self._start + entry.begin, entry.dtype, entry.shape)
 
 
 def _header(path: Path, data: npt.NDArray[np.uint8]) -> tuple[int, dict[str, Any]]:
     if len(data) < _LENGTH_BYTES:
-        raise WeightError(f"{path}: truncated: {len(data)} bytes do not hold a header; download it again")
+        raise WeightError(f"{path}: truncated: {len(data)} bytes are too few for a header; download it again")
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     if length > _MAX_HEADER:
         raise WeightError(f"{path}: corrupt: states a header of {length} bytes; is it a safetensors file?")
@@ -131,7 +129,7 @@ def _entry(where: str, value: object) -> _Entry:
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    """A JSON list of sizes; None for anything else."""
+    """A JSON list of non-negative 63-bit integers; None for anything else."""
     if isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value):
         return tuple(value)
     return None

@@ -1,17 +1,17 @@
-"""What stands beside a model in a sentence-transformers folder: which modules follow it, and their weights.
+"""Read the modules of a sentence-transformers folder: pooling, dense layers and their weights.
 
-Knows the files (modules.json, N_Pooling/config.json, N_Dense, sentence_bert_config.json); does not know the model.
+Files: modules.json, N_Pooling/config.json, N_Dense/, sentence_bert_config.json, config_sentence_transformers.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.errors import ModelError
+from pagoda.common.models.registry import SentenceModules
 from pagoda.common.models.spec import Dense, PoolerActivation
 from pagoda.common.weights.files import NamedTensor, read_json, read_json_list
 from pagoda.common.weights.safetensors import SafetensorsFile
@@ -30,56 +30,31 @@ _ACTIVATIONS: Final[Mapping[str, PoolerActivation | None]] = {
     "torch.nn.modules.activation.SiLU": "silu",
     "torch.nn.modules.linear.Identity": None,
 }
-_WITHOUT_EFFECT: Final = ("Dropout",)
-
-
-@dataclass(frozen=True, slots=True)
-class SentenceModules:
-    """How embeddings are made of hidden states of `width` numbers. `normalise`: they end at length one.
-
-    `folders`: of the weights of each dense layer. `max_seq_length`: texts are cut to so many tokens. `prompts`: texts
-    that go before a text of some kind, by name.
-    """
-
-    kind: PoolingKind
-    width: int
-    dense: tuple[Dense, ...] = ()
-    normalise: bool = False
-    folders: tuple[Path, ...] = ()
-    max_seq_length: int | None = None
-    prompts: Mapping[str, str] | None = None
-
-    def tensors(self) -> Iterator[NamedTensor]:
-        """The weights of the dense layers: sentence_modules.0.linear.weight and so on. Raises WeightError."""
-        for index, folder in enumerate(self.folders):
-            file = _open(folder)
-            for name in file.sizes:
-                yield f"sentence_modules.{index}.{name}", file.tensor(name)
+_NO_OPS: Final = ("Dropout",)
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """The modules that follow the model; None where the folder is no sentence-transformers one that pools.
+    """Return the modules that follow the model; None if the folder has no modules.json with a Pooling module.
 
-    Raises ModelError for a module that is not known, or in a place where it cannot be.
+    Raises ModelError for an unsupported module or order of modules.
     """
     if not (folder / "modules.json").is_file():
         return None
     listed = _modules(folder)
-    kinds = [kind for kind, _ in listed if kind not in _WITHOUT_EFFECT]
+    kinds = [kind for kind, _ in listed if kind not in _NO_OPS]
     if "Pooling" not in kinds:
         return None
-    at = kinds.index("Pooling")
-    ends = kinds[at + 1 :]
+    pooling_index = kinds.index("Pooling")
+    after = kinds[pooling_index + 1 :]
     dense = [path for kind, path in listed if kind == "Dense"]
-    normalise = "Normalize" in ends
-    if kinds[:at] != ["Transformer"] or ends != ["Dense"] * len(dense) + ["Normalize"] * normalise:
+    normalise = "Normalize" in after
+    if kinds[:pooling_index] != ["Transformer"] or after != ["Dense"] * len(dense) + ["Normalize"] * normalise:
         raise ModelError(
             f"{folder}/modules.json: has {', '.join(kinds)}; supported: Transformer, Pooling, Dense, Normalize, in "
             "this order"
         )
     pooling = read_json(next(path for kind, path in listed if kind == "Pooling") / "config.json")
-    own = _optional(folder / "sentence_bert_config.json")
-    length = own.get("max_seq_length")
+    length = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
     return SentenceModules(
         kind=_kind(folder, pooling),
         width=_size(folder, pooling, "word_embedding_dimension", "embedding_dimension"),
@@ -91,13 +66,21 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
     )
 
 
+def module_tensors(modules: SentenceModules) -> Iterator[NamedTensor]:
+    """Yield the weights of the dense layers as sentence_modules.0.linear.weight etc. Raises WeightError."""
+    for index, folder in enumerate(modules.folders):
+        file = _open(folder)
+        for name in file.sizes:
+            yield f"sentence_modules.{index}.{name}", file.tensor(name)
+
+
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(Kind, folder) of each module, in order. A list comes with a download, so it may only name folders inside."""
+    """(kind, folder) of each module, in order. Paths are untrusted: they must stay inside `folder`."""
     try:
         entries = sorted(read_json_list(folder / "modules.json"), key=lambda entry: int(entry["idx"]))
         listed = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (KeyError, TypeError, ValueError):
-        raise ModelError(f"{folder}/modules.json: corrupt: not a list of modules with idx, type and path") from None
+        raise ModelError(f"{folder}/modules.json: corrupt: needs a list of modules with idx, type and path") from None
     for _, path in listed:
         if path.startswith("/") or ".." in PurePosixPath(path).parts or any(char in path for char in "\\\0:"):
             raise ModelError(f"{folder}/modules.json: names {path!r}, which is not a folder inside it")
@@ -108,15 +91,15 @@ def _kind(folder: Path, pooling: Mapping[str, Any]) -> PoolingKind:
     if isinstance(mode := pooling.get("pooling_mode"), str):
         modes = {mode: _MODE_NAMES.get(mode)}
     else:
-        on = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
-        modes = {key: _MODES.get(key) for key in on}
-    found = next(iter(modes.values()), None)
-    if len(modes) != 1 or found is None:
+        enabled = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
+        modes = {key: _MODES.get(key) for key in enabled}
+    kind = next(iter(modes.values()), None)
+    if len(modes) != 1 or kind is None:
         raise ModelError(
             f"{folder}: the Pooling module uses {' and '.join(modes) or 'no mode'}; supported: "
-            f"{', '.join(_MODES)}, one at a time; --pooler-config cannot mend it"
+            f"{', '.join(_MODES)}, one at a time; --pooler-config cannot override it"
         )
-    return found
+    return kind
 
 
 def _dense(folder: Path) -> Dense:

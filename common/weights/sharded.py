@@ -1,10 +1,8 @@
-"""A checkpoint as `pagoda convert` writes it: a model folder whose weights are a backend's own arrays.
+"""A checkpoint written by `pagoda convert`: a model folder whose weights are stored in a backend's layout.
 
-    config.json, generation_config.json, tokenizer files     as in any model folder
-    manifest.json                                            what the arrays are
-    arrays/                                                  the arrays, for the backend that wrote them
-
-Knows the manifest; how arrays are read and laid out is the backend's affair.
+config.json, generation_config.json, tokenizer files     as in any model folder
+manifest.json                                            description of the arrays
+arrays/                                                  the arrays, in a format of the backend that wrote them
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ _MANIFEST: Final = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One stored array. `axes`: a logical axis letter per dimension; `checksum`: the writer's, of its values."""
+    """One stored array."""
 
     shape: tuple[int, ...]
-    axes: str
+    axes: str  # a logical axis letter per dimension
     dtype: str
-    checksum: int
+    checksum: int  # of its values, computed by the writing backend
 
     @property
     def size(self) -> int:
@@ -42,22 +40,22 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What the arrays are: who wrote them, of which model, laid out for how many devices, each by its path."""
+    """Description of the arrays."""
 
     format: int = FORMAT
-    pagoda: str
+    pagoda: str  # version that wrote them
     architectures: tuple[str, ...]
     dtype: str
     tensor_parallel_size: int
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, Leaf]  # by parameter path
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder. Raises OSError."""
+        """Write manifest.json into `folder`. Raises OSError."""
         (folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
 
 class ShardedCheckpoint(FolderCheckpoint):
-    """A folder of `convert`, opened: config and manifest. It has no named tensors."""
+    """An open folder of `pagoda convert`: config and manifest, no named tensors."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, ())
@@ -65,23 +63,23 @@ class ShardedCheckpoint(FolderCheckpoint):
 
     @property
     def arrays(self) -> Path:
-        """Where the arrays lie."""
+        """Folder of the arrays."""
         return self.folder / ARRAYS
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether a folder looks like one that `convert` wrote."""
+    """Whether a folder has a manifest and arrays."""
     return (folder / _MANIFEST).is_file() and (folder / ARRAYS).is_dir()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder. Raises ModelError when there is none, or not one that this version reads."""
+    """Return the manifest of a folder. Raises ModelError if it is missing, invalid or of another format version."""
     path = folder / _MANIFEST
     try:
         data = path.read_bytes()
-        stated = msgspec.json.decode(data)["format"]
-        if stated != FORMAT:
-            raise ModelError(f"{path} has format {stated}, this version reads {FORMAT}; convert the model again")
+        version = msgspec.json.decode(data)["format"]
+        if version != FORMAT:
+            raise ModelError(f"{path} has format {version}, this version reads {FORMAT}; convert the model again")
         return msgspec.json.decode(data, type=Manifest)
     except FileNotFoundError:
         raise ModelError(f"{folder}: no {_MANIFEST}, so no sharded checkpoint; make one with pagoda convert") from None

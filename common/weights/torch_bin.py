@@ -1,7 +1,8 @@
-"""One file of torch.save (.bin, .pt): a state dict read without torch and without running anything it says.
+"""Read a state dict saved by torch.save (.bin, .pt) without torch and without executing pickled code.
 
-The file is a zip archive: `data.pkl` describes the tensors, `data/N` hold their bytes, normally uncompressed, so that
-they can be mapped.
+The file is a zip archive: `data.pkl` describes the tensors, `data/N` are their bytes, normally uncompressed and then
+memory-mapped. Unpickling admits only the names of a state dict, each mapped to a function of this module.
+Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
 
 from __future__ import annotations
@@ -22,11 +23,6 @@ import numpy.typing as npt
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.files import map_file
-
-# What torch.save's pickle says of tensors, understood without torch and without running anything it says.
-#
-# Unpickling admits only the names below, each mapped to a function of ours that builds a description.
-# Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),
@@ -59,116 +55,13 @@ _STORAGES = {
     "UntypedStorage": "uint8",
 }
 
-
-# What unpickling hands out is immutable without exception (tuples, strings): a pickle can assign to attributes.
-class _Storage(NamedTuple):
-    """A record of the archive: `data/{key}`, of a dtype named in `DTYPES`."""
-
-    key: str
-    dtype_name: str
-
-
-class TensorView(NamedTuple):
-    """A strided view of a storage; `offset` and `strides` in elements."""
-
-    key: str
-    dtype_name: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the values."""
-        return DTYPES[self.dtype_name]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the values."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def extent(self) -> int:
-        """Bytes of the storage up to the last value."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
-        return (self.offset + last + 1) * self.dtype.itemsize
-
-
-class Unpickler(pickle.Unpickler):
-    """Builds dicts, lists, numbers, strings and `TensorView`s; every other name is refused before anything runs."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._admitted = _admitted()
-
-    def find_class(self, module: str, name: str) -> Any:
-        """One of the admitted names."""
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and name in DTYPES:
-            return name
-        if (module, name) in self._admitted:
-            return self._admitted[module, name]
-        raise WeightError(f"refused: its pickle asks for {module}.{name}, which no state dict needs")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        """The storage that a tensor names."""
-        texts = isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[1], str) and isinstance(pid[2], str)
-        if not texts or pid[0] != "storage":
-            raise WeightError("corrupt: a storage is not described as torch does")
-        return _Storage(pid[2], pid[1])
-
-
-def _admitted() -> dict[tuple[str, str], Callable[..., Any]]:
-    """What a state dict's pickle may call. Made anew for each file: a pickle can set attributes on what it gets."""
-
-    def rebuild(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> TensorView:
-        return _tensor(storage.key, storage.dtype_name, offset, shape, strides)
-
-    def rebuild_typed(
-        storage: _Storage,
-        offset: int,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        grad: Any,
-        hooks: Any,
-        dtype: str,
-        *_: Any,
-    ) -> TensorView:
-        return _tensor(storage.key, dtype, offset, shape, strides)
-
-    def parameter(data: TensorView, *_: Any) -> TensorView:
-        return data
-
-    return {
-        ("collections", "OrderedDict"): OrderedDict,
-        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
-        ("torch._utils", "_rebuild_tensor_v3"): rebuild_typed,
-        ("torch._utils", "_rebuild_parameter"): parameter,
-    }
-
-
-def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Sequence[int]) -> TensorView:
-    numbers = (offset, *shape, *strides)
-    if (
-        not isinstance(dtype, str)  # nothing is hashed or printed that a pickle may have nested without end
-        or dtype not in DTYPES
-        or len(shape) != len(strides)
-        or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
-    ):
-        raise WeightError("corrupt: the dtype, shape, strides or offset of a tensor")
-    return TensorView(key, dtype, offset, tuple(shape), tuple(strides))
-
-
 _MAX_PICKLE = 1 << 28  # bytes; millions of tensors
 _LOCAL_MAGIC = b"PK\3\4"
-_LOCAL_HEADER = 30  # bytes of a zip entry's own header before its name
+_LOCAL_HEADER = 30  # bytes of a zip local header before the name
 
 
 class TorchFile:
-    """A validated file. Opening reads the description; a tensor's bytes are read when they are touched."""
+    """An open, validated file. Opening reads the description; tensor bytes are paged in when accessed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -185,7 +78,7 @@ class TorchFile:
         return {name: tensor.size for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
-        """The values of one tensor, sharing the file's memory where it is stored uncompressed."""
+        """Return one tensor, as a view of the mapped file if it is stored uncompressed."""
         tensor = self._tensors[name]
         if not tensor.size:
             return np.empty(tensor.shape, tensor.dtype)
@@ -194,7 +87,7 @@ class TorchFile:
         if flat.ctypes.data % tensor.dtype.itemsize:
             flat = flat.copy()
         strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
-        return np.ndarray(tensor.shape, tensor.dtype, flat.data, 0, strides)  # which checks the bounds once more
+        return np.ndarray(tensor.shape, tensor.dtype, flat.data, 0, strides)  # checks the bounds again
 
     def _check(self, name: str, tensor: TensorView) -> None:
         try:
@@ -237,7 +130,7 @@ def _open_archive(path: Path, data: npt.NDArray[np.uint8]) -> zipfile.ZipFile:
 
 
 def _root(path: Path, archive: zipfile.ZipFile) -> str:
-    """The archive's top folder with its slash. Checks the byte order on the way."""
+    """The archive's top folder with its slash. Also checks the byte order."""
     pickles = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise WeightError(f"{path}: is not a file of torch.save: the archive has {len(pickles)} data.pkl, expected 1")
@@ -256,17 +149,116 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
 
 def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, TensorView]:
     if archive.getinfo(f"{root}data.pkl").file_size > _MAX_PICKLE:
-        raise WeightError(f"{path}: refused: its description of the tensors is larger than any model's")
+        raise WeightError(f"{path}: refused: its description of the tensors exceeds {_MAX_PICKLE} bytes")
     pickled = _read(path, archive, f"{root}data.pkl")
     try:
         state = Unpickler(io.BytesIO(pickled)).load()
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
-    except Exception as error:  # a hostile or broken pickle may raise anything; none of it is a bug of ours
+    except Exception as error:  # a hostile or broken pickle may raise anything
         raise WeightError(f"{path}: corrupt description of the tensors ({type(error).__name__}: {error})") from None
     if not isinstance(state, dict):
-        raise WeightError(f"{path}: holds no state dict but a {type(state).__name__}")
+        raise WeightError(f"{path}: contains no state dict but a {type(state).__name__}")
     for name, value in dict.items(state):
         if not isinstance(name, str) or not isinstance(value, TensorView):
             raise WeightError(f"{path}: entry {name!r} of the state dict is no tensor")
     return dict(dict.items(state))
+
+
+# Unpickled objects must be immutable (tuples, strings): a pickle can assign to attributes.
+class _Storage(NamedTuple):
+    """The archive's record `data/{key}`."""
+
+    key: str
+    dtype_name: str  # a key of DTYPES
+
+
+class TensorView(NamedTuple):
+    """A strided view of a storage; `offset` and `strides` in elements."""
+
+    key: str
+    dtype_name: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype_name]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor's elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the storage up to the last element."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+
+class Unpickler(pickle.Unpickler):
+    """Builds dicts, lists, numbers, strings and `TensorView`s; raises WeightError for any other global name."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._globals = _allowed_globals()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in DTYPES:
+            return name
+        if (module, name) in self._globals:
+            return self._globals[module, name]
+        raise WeightError(f"refused: its pickle refers to {module}.{name}, which no state dict needs")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        texts = isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[1], str) and isinstance(pid[2], str)
+        if not texts or pid[0] != "storage":
+            raise WeightError("corrupt: a storage is not described as torch does")
+        return _Storage(pid[2], pid[1])
+
+
+def _allowed_globals() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Functions a pickle may call. Created per file, as a pickle can set attributes on them."""
+
+    def rebuild(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> TensorView:
+        return _tensor(storage.key, storage.dtype_name, offset, shape, strides)
+
+    def rebuild_typed(
+        storage: _Storage,
+        offset: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        grad: Any,
+        hooks: Any,
+        dtype: str,
+        *_: Any,
+    ) -> TensorView:
+        return _tensor(storage.key, dtype, offset, shape, strides)
+
+    def parameter(data: TensorView, *_: Any) -> TensorView:
+        return data
+
+    return {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild_typed,
+        ("torch._utils", "_rebuild_parameter"): parameter,
+    }
+
+
+def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Sequence[int]) -> TensorView:
+    numbers = (offset, *shape, *strides)
+    if (
+        not isinstance(dtype, str)  # first, as hashing or printing a deeply nested tuple could overflow the stack
+        or dtype not in DTYPES
+        or len(shape) != len(strides)
+        or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+    ):
+        raise WeightError("corrupt: the dtype, shape, strides or offset of a tensor")
+    return TensorView(key, dtype, offset, tuple(shape), tuple(strides))

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat.conversation import Conversation
 from pagoda.server.chat.prompt import rendered
@@ -59,7 +59,7 @@ class TokenizeChatRequest(RequestBody):
         adds_prompt = self.add_generation_prompt is not False
         if self.continue_final_message and adds_prompt and "add_generation_prompt" in self.model_fields_set:
             raise RequestError("continue_final_message", "it excludes add_generation_prompt; set only one of them")
-        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        fault = template_kwargs_error(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
         check_messages("messages", self.messages)

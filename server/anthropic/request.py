@@ -10,7 +10,7 @@ from pydantic import Field, Tag
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import Conversation, NamedTool
 from pagoda.server.chat.conversation import ToolChoice as Choice
 from pagoda.server.http.fields.base import Ignored, Int64, RequestBody, hint, unsupported
@@ -291,7 +291,7 @@ class AnthropicCountTokensRequest(RequestBody):
             )
         if self.tool_choice is not None and (self.tool_choice.type == "tool") != (self.tool_choice.name is not None):
             raise RequestError("tool_choice", 'tool_choice.name is required for type "tool" and not allowed for others')
-        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        fault = template_kwargs_error(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
 

@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
-from pagoda.common.observe.metrics import FINISH_REASONS, FinishedAnswer, FinishedRequest
+from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest, FinishedSequence
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_N, SamplingParams
 from pagoda.server.async_requests import LONG_TEXT
@@ -250,7 +250,7 @@ class _GenerationMeter(_Meter):
                 prompt_tokens=len(latest.prompt_token_ids or ()) if latest is not None else 0,
                 n=self._params.n,
                 max_tokens=self._params.max_tokens,
-                answers=tuple(map(_finished, times.answers)) if times is not None else (),
+                sequences=tuple(map(_finished, times.answers)) if times is not None else (),
             )
         )
 
@@ -275,8 +275,8 @@ class _PoolingMeter(_Meter):
         )
 
 
-def _finished(times: AnswerMetrics) -> FinishedAnswer:
-    return FinishedAnswer(
+def _finished(times: AnswerMetrics) -> FinishedSequence:
+    return FinishedSequence(
         is_complete=times.is_complete,
         scheduled=times.scheduled_ts,
         first_token=times.first_token_ts,

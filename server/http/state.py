@@ -13,7 +13,7 @@ from pagoda.common.engine.sleep import ASLEEP
 from pagoda.common.errors import ConfigError, EngineDeadError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
-from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, fault_of_keywords
+from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.fields.errors import ModelNotFoundError, UnavailableError
@@ -30,7 +30,7 @@ class ServerState:
     """One server. `llm` may still be loading; `stopping` ends all running requests when set. Raises ConfigError."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, metrics: Metrics) -> None:
-        fault = fault_of_keywords(config.default_chat_template_kwargs)
+        fault = template_kwargs_error(config.default_chat_template_kwargs)
         if fault:
             raise ConfigError("--default-chat-template-kwargs", f"it {fault}; leave that to the server")
         self.config = config

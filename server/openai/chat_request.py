@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import (
     EFFORTS,
     FUNCTION_KEYS,
@@ -85,7 +85,7 @@ class ChatFields(SamplingFields):
             raise RequestError("continue_final_message", "it excludes add_generation_prompt; set only one of them")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
-        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        fault = template_kwargs_error(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
 

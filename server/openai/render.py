@@ -104,7 +104,7 @@ def _offsets(state: ServerState, prompt: Prompt, params: SamplingParams, special
     if params.truncate_prompt_tokens is None:
         return tokenizer.offsets(text, special)
     first = params.truncation_side == "right"
-    end = tokenizer.end_with(text, kept, "right" if first else "left")
+    end = tokenizer.pre_truncate(text, kept, "right" if first else "left")
     offsets = tokenizer.offsets(end, special)
     if first:
         return offsets[:kept]

@@ -11,7 +11,7 @@ from pydantic import Field, WithJsonSchema
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import Conversation
 from pagoda.server.http.fields.base import INT64_MAX, Int64, RequestBody, hint, unsupported
 from pagoda.server.pooling.response import EmbedDType, Encoding, EncodingFormat, Endianness
@@ -130,7 +130,7 @@ class ConversationFields(PoolingFields):
         name, value = self.messages_field
         if not value:
             raise RequestError(name, f"{name} are missing")
-        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        fault = template_kwargs_error(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
         many = value if self.allows_many and isinstance(value[0], list) else [value]

@@ -12,7 +12,7 @@ from pydantic import Field, WithJsonSchema
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.fields.base import Int64
 from pagoda.server.http.request_context import server_of
@@ -55,7 +55,7 @@ class ScoringFields(PoolingFields):
             raise RequestError(
                 field, f"{field} needs a score template, which this server does not have (--chat-template)"
             )
-        fault = fault_of_keywords(keywords)
+        fault = template_kwargs_error(keywords)
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
         return ScoreOptions(

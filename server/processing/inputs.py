@@ -23,8 +23,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
-from pagoda.common.weights.gguf.file import pick_gguf
-from pagoda.common.weights.hub import resolve_model
+from pagoda.common.weights.hub import pick_gguf, resolve_model
 from pagoda.server.ipc_messages import EngineInfo, PoolingInfo
 from pagoda.server.processing.output_constraints import OutputConstraints
 from pagoda.server.processing.pooling_rules import pooling_rules
@@ -269,7 +268,7 @@ class InputProcessor:
         tokenizer, side = self.tokenizer, options.truncation_side
         if self._info.pooling is not None:  # special tokens survive truncation
             return Prompt(None, encode(tokenizer, text, special=options.add_special_tokens, keep=keep, side=side))
-        shortened = text if keep is None else tokenizer.end_with(text, keep, side or "right")
+        shortened = text if keep is None else tokenizer.pre_truncate(text, keep, side or "right")
         return _truncated(Prompt(text, tokenizer.encode(shortened, options.add_special_tokens)), options, keep)
 
     def _token_prompt(self, field: str, ids: object, options: TextOptions, keep: int | None) -> Prompt:

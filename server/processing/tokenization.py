@@ -75,14 +75,14 @@ def encode_kept(
     options = TextOptions.of_sampling(params)
     keep = options.keep(max_model_len, reserved=1)
     if keep is not None:
-        text = tokenizer.end_with(text, keep, options.truncation_side or "right")
+        text = tokenizer.pre_truncate(text, keep, options.truncation_side or "right")
     return tokenizer.encode(text, add_special_tokens)
 
 
 def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, side: Side | None) -> list[int]:
     """Return at most `keep` token ids of a text, special tokens included."""
     if keep is not None:
-        text = tokenizer.end_with(text, keep, side or "right")
+        text = tokenizer.pre_truncate(text, keep, side or "right")
     whole = tokenizer.encode(text, special)
     if keep is None or len(whole) <= keep:
         return whole
@@ -97,7 +97,7 @@ def encode_pair(
 ) -> tuple[list[int], int | None]:
     """Return at most `keep` token ids of a pair, and where token type 1 begins. The longer text is cut first."""
     if keep is not None:
-        first, second = (tokenizer.end_with(text, keep, side or "right") for text in (first, second))
+        first, second = (tokenizer.pre_truncate(text, keep, side or "right") for text in (first, second))
     whole, type_one = tokenizer.encode_pair(first, second)
     if keep is None or len(whole) <= keep:
         return whole, type_one
@@ -115,7 +115,7 @@ def shortened(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
     """Return the prefix of a text that is its first `max_tokens` tokens; 0: all of it."""
     if not max_tokens:
         return text
-    offsets = tokenizer.offsets(tokenizer.end_with(text, max_tokens, "right"), False)
+    offsets = tokenizer.offsets(tokenizer.pre_truncate(text, max_tokens, "right"), False)
     return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
 
 

@@ -16,10 +16,10 @@ from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.family import PoolUse
-from pagoda.common.models.registry import architecture_of, find
+from pagoda.common.models.registry import SentenceModules, architecture_of, find
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import Checkpoint
-from pagoda.common.weights.sentence_modules import SentenceModules, read_sentence_modules
+from pagoda.common.weights.sentence_modules import read_sentence_modules
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import PoolingInfo
 

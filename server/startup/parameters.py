@@ -17,6 +17,8 @@ from pagoda.common.models.shapes import Param, params
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dtypes import to_bfloat16
 from pagoda.common.weights.files import NamedTensor
+from pagoda.common.weights.rules import apply_rules
+from pagoda.common.weights.sentence_modules import module_tensors
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.resolve import Resolved
 
@@ -75,4 +77,6 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return dummy_weights(shapes, config.model.seed, resolved.dtype)
     tensors = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
     modules = resolved.runner.modules if resolved.runner is not None else None
-    return resolved.family.weights(shapes, tensors if modules is None else chain(tensors, modules.tensors()))
+    family = resolved.family
+    tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
+    return apply_rules(family.rules, shapes, tensors, family.ignored)

@@ -15,6 +15,7 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.text.tokenizer import load_tokenizer
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.rules import apply_rules
 
 pytestmark = pytest.mark.model
 
@@ -34,19 +35,19 @@ BOUNDS = {
 def test_eight_bits_lose_little(model_file: Path) -> None:
     checkpoint = open_checkpoint(model_file)
     spec, family = spec_from_config(checkpoint.config())
-    weights = list(family.weights(params(spec), checkpoint.tensors()))
+    weights = list(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     ids = load_tokenizer(str(model_file)).encode(TEXT)
 
     def answers(quantized: str | None, cache: str) -> tuple[np.ndarray, np.ndarray]:
         """Logprobs of the tokens that follow, and the greedy tokens."""
         logits = JaxModel(spec, weights, 64, cache_dtype=cache, quantized=quantized).logits(ids)
-        found = logits.log_softmax(-1).numpy()
-        return found[np.arange(len(ids) - 1), ids[1:]], found.argmax(-1)
+        logprobs = logits.log_softmax(-1).numpy()
+        return logprobs[np.arange(len(ids) - 1), ids[1:]], logprobs.argmax(-1)
 
     usual, greedy = answers(None, "float32")
     for name, (how, most, least) in BOUNDS.items():
-        found, chosen = answers(*how)
-        moved, same = float(np.abs(found - usual).mean()), float((chosen == greedy).mean())
-        print(f"{name}: {moved:.4f} {same:.3f} {float((usual - found).mean()):+.4f} over {len(ids)} tokens")
+        logprobs, chosen = answers(*how)
+        moved, same = float(np.abs(logprobs - usual).mean()), float((chosen == greedy).mean())
+        print(f"{name}: {moved:.4f} {same:.3f} {float((usual - logprobs).mean()):+.4f} over {len(ids)} tokens")
         assert 1e-4 < moved < most, name
         assert same >= least, name

@@ -19,6 +19,7 @@ from pagoda.common.models.registry import ARCHITECTURES, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.rules import apply_rules
 
 TOLERANCE = 3e-5
 GREEDY = 8
@@ -66,7 +67,7 @@ class Saved:
     def weights(self) -> Iterator[Weight]:
         checkpoint = open_checkpoint(self.folder)
         spec, family = spec_from_config(checkpoint.config())
-        return family.weights(params(spec), checkpoint.tensors())
+        return apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
 
 
 @pytest.fixture(scope="module", params=tiny.TINY, ids=lambda case: case.name)

@@ -25,6 +25,7 @@ from pagoda.common.models.registry import ENCODERS, find, pooling_spec
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.rules import apply_rules
 
 TOLERANCE = 3e-5
 LENGTHS = (1, 12, 30, 12, 3)
@@ -67,7 +68,7 @@ class Saved:
     def built(self) -> tuple[ModelSpec, Iterator[Weight]]:
         checkpoint = open_checkpoint(self.folder)
         spec, family = pooling_spec(checkpoint.config(), self.case.use, None, PoolerConfig())
-        return spec, family.weights(params(spec), checkpoint.tensors())
+        return spec, apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)

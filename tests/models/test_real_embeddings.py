@@ -29,8 +29,8 @@ def client() -> Iterator[openai.OpenAI]:
 def test_embeddings_over_http(client: openai.OpenAI) -> None:
     body = {"truncate_prompt_tokens": -1}
     answer = client.embeddings.create(model="minilm", input=list(TEXTS), extra_body=body)
-    found = np.array([each.embedding for each in answer.data])
-    assert np.abs(found - VECTORS).max() < 1e-4
+    vectors = np.array([each.embedding for each in answer.data])
+    assert np.abs(vectors - VECTORS).max() < 1e-4
     alone = client.embeddings.create(model="minilm", input=TEXTS[1], encoding_format="float")
     assert np.abs(np.array(alone.data[0].embedding) - VECTORS[1]).max() < 1e-4
     with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens"):

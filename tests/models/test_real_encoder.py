@@ -43,21 +43,21 @@ def engine(folder: Path) -> Iterator[BuiltEngine]:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    found = open_tokenizer(EngineArgs(folder, backend="reference").create_engine_config())
-    assert found is not None
-    return found
+    tokenizer = open_tokenizer(EngineArgs(folder, backend="reference").create_engine_config())
+    assert tokenizer is not None
+    return tokenizer
 
 
 def answers(engine: BuiltEngine, prompts: list[list[int]], rules: PoolingRules) -> list[np.ndarray]:
     """In the order of the prompts, all in line at once."""
     for index, prompt in enumerate(prompts):
         engine.core.add_request(pooling_request(str(index), prompt, rules))
-    found: dict[int, np.ndarray] = {}
+    vectors: dict[int, np.ndarray] = {}
     while engine.core.has_work:
         for output in engine.core.step().outputs:
             assert output.pooled is not None
-            found[int(output.request_id)] = output.pooled.array
-    return [found[index] for index in range(len(prompts))]
+            vectors[int(output.request_id)] = output.pooled.array
+    return [vectors[index] for index in range(len(prompts))]
 
 
 def test_vectors_equal_those_of_sentence_transformers(engine: BuiltEngine, tokenizer: Tokenizer) -> None:

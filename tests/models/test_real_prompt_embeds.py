@@ -1,4 +1,4 @@
-"""A real model whose prompts are rows of its own table: they say what the text says."""
+"""Prompt embeddings taken from a real model's embedding table give the same output as the text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pagoda import LLM, SamplingParams
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.rules import apply_rules
 
 pytestmark = pytest.mark.model
 
@@ -25,12 +26,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=T
 def embedding_table(file: Path) -> np.ndarray:
     checkpoint = open_checkpoint(str(file), "auto", weights=True)
     spec, family = spec_from_config(checkpoint.config())
-    weights = dict(family.weights(params(spec), checkpoint.tensors()))
+    weights = dict(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     return np.asarray(weights["embed"], np.float32)
 
 
 def test_rows_of_the_table_continue_as_the_text_does(model_file: Path) -> None:
-    """Prompts in chunks of 32, then from the prefix cache, with a cache that does not hold all of them at once."""
+    """Prompts in chunks of 32, then from the prefix cache, with a cache too small for all of them at once."""
     llm = LLM(
         str(model_file),
         dtype="float32",
@@ -45,10 +46,10 @@ def test_rows_of_the_table_continue_as_the_text_does(model_file: Path) -> None:
         rows = [{"prompt_embeds": table[tokenizer.encode(prompt)]} for prompt in PROMPTS]
         texts = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         for _ in range(2):
-            for found, expected in zip(llm.generate(rows, GREEDY, use_tqdm=False), texts):
-                (ours,), (theirs,) = found.outputs, expected.outputs
+            for output, expected in zip(llm.generate(rows, GREEDY, use_tqdm=False), texts):
+                (ours,), (theirs,) = output.outputs, expected.outputs
                 assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text)
                 assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
-                assert len(found.prompt_token_ids or ()) == len(expected.prompt_token_ids or ())
+                assert len(output.prompt_token_ids or ()) == len(expected.prompt_token_ids or ())
     finally:
         llm.shutdown()

@@ -28,32 +28,32 @@ def llm(model_file: Path) -> Iterator[LLM]:
     engine.shutdown()
 
 
-def held(seed: int, tokens: int = 30, **asked: object) -> SamplingParams:
-    form = StructuredOutputsParams(**asked)
+def params_for(seed: int, tokens: int = 30, **options: object) -> SamplingParams:
+    form = StructuredOutputsParams(**options)
     return SamplingParams(max_tokens=tokens, temperature=float(seed % 2), seed=seed, structured_outputs=form)
 
 
 def test_finished_answers_validate(llm: LLM) -> None:
     refused = ('"not"', '"if"', "contains", "unique", "propertyNames", "dependent", "unevaluated", "(?!", "Encoding")
-    asked = [each for each in schemas(26, 1) if not any(word in json.dumps(each) for word in refused)]
-    params = [held(number, json=schema, disable_any_whitespace=True) for number, schema in enumerate(asked)]
-    outputs = llm.generate(["A short example: "] * len(asked), params, use_tqdm=False)
+    wanted = [each for each in schemas(26, 1) if not any(word in json.dumps(each) for word in refused)]
+    params = [params_for(number, json=schema, disable_any_whitespace=True) for number, schema in enumerate(wanted)]
+    outputs = llm.generate(["A short example: "] * len(wanted), params, use_tqdm=False)
     finished = 0
-    for schema, output in zip(asked, outputs):
+    for schema, output in zip(wanted, outputs):
         answer = output.outputs[0]
         assert answer.finish_reason in ("stop", "length"), (schema, answer.stop_reason)
         if answer.finish_reason == "stop":
             finished += 1
             jsonschema.Draft202012Validator(schema).validate(json.loads(answer.text))
-    assert finished > len(asked) // 2
+    assert finished > len(wanted) // 2
 
 
 def test_other_forms(llm: LLM) -> None:
     params = [
-        held(1, choice=["blue", "as green as grass"]),
-        held(1, regex=r"\d{3}-\d{2}"),
-        held(1, grammar='root ::= "yes" | "no" [!?]'),
-        held(0, regex="[a-z ]{5,30}\\."),
+        params_for(1, choice=["blue", "as green as grass"]),
+        params_for(1, regex=r"\d{3}-\d{2}"),
+        params_for(1, grammar='root ::= "yes" | "no" [!?]'),
+        params_for(0, regex="[a-z ]{5,30}\\."),
     ]
     one, two, three, four = (
         output.outputs[0].text for output in llm.generate(["The colour is"] * 4, params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Small random models of every family, built and saved by transformers: the ground that parity stands on.
+"""Small random models of every family, built and saved by transformers: shared by the parity tests.
 
 Every parameter is random, norms and biases included: at their initial ones and zeros they would hide mistakes.
 """

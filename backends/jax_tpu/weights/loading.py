@@ -58,7 +58,7 @@ def tables(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
 
 def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """The array with a dtype that jax knows, over the same memory."""
-    return dtypes.bits(array).view(_NARROW[array.dtype]) if array.dtype in _NARROW else array
+    return dtypes.as_uint(array).view(_NARROW[array.dtype]) if array.dtype in _NARROW else array
 
 
 class _Filling:

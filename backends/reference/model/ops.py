@@ -41,7 +41,7 @@ def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if array.dtype in _NARROW:
-            return torch.from_numpy(dtypes.bits(array)).view(_NARROW[array.dtype])
+            return torch.from_numpy(dtypes.as_uint(array)).view(_NARROW[array.dtype])
         return torch.from_numpy(array)
 
 

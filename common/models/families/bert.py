@@ -1,4 +1,4 @@
-"""BERT: an encoder with learned positions and token types, norms after each addition; and what its heads look like."""
+"""BERT and RoBERTa (XLM-RoBERTa, CamemBERT): post-norm encoders with learned positions and token types."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, PoolUse, classifier
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-from pagoda.common.weights.rules import Rename, Rule, linear
+from pagoda.common.models.weight_rules import Rename, Rule, linear
 
 _POOLER: Final = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
-"""`pooler_*` of the first release's files, which its own code does not read."""
+"""`pooler_*` keys of the original release, which its code does not read."""
 
 
 def encoder(config: HfConfig, *, position_offset: int = 0) -> ModelSpec:
-    """The layers. `position_offset`: rows of the position table before that of the first token."""
+    """Return the encoder. `position_offset`: row of the position table for the first token."""
     width = config.size("hidden_size")
     config.expect("position_embedding_type", "absolute")
     config.expect("attention_bias", True)
@@ -57,7 +57,7 @@ def _attention(config: HfConfig, width: int) -> Attention:
 
 
 def encoder_rules(prefix: str) -> tuple[Rule, ...]:
-    """Names of the layers' tensors. `prefix`: of a model that has a head."""
+    """Return the weight rules of the layers. `prefix`: optional name prefix, present in models with a head."""
     layer, ours = f"[{prefix}.]encoder.layer.{{l}}", "layers.{l}"
     return (
         Rename(f"[{prefix}.]embeddings.word_embeddings.weight", "embed"),
@@ -76,7 +76,7 @@ def encoder_rules(prefix: str) -> tuple[Rule, ...]:
 
 
 def encoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
-    """The first token's state; a classifier of texts has a dense layer before it."""
+    """Return a first-token pooler, with a dense layer before a classifier of whole texts."""
     match use:
         case "embed":
             return Pooler("first")
@@ -102,7 +102,7 @@ BERT = Family(
 )
 
 
-# RoBERTa, XLM-RoBERTa and CamemBERT: BERT's layers, positions from the row after the padding token's on.
+# RoBERTa: BERT's layers, with positions starting after the padding token's id.
 
 
 def _roberta(config: HfConfig) -> ModelSpec:

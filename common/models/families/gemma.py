@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3: four norms a layer, scaled embeddings, windows between full layers."""
+"""Gemma 2 and the text models of Gemma 3: four norms per layer, scaled embeddings, interleaved sliding windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _gemma2(config: HfConfig) -> ModelSpec:
     attention = _attention(config, head_dim, hf_config.rope(config, head_dim))
     attention = replace(attention, softcap=config.nullable("attn_logit_softcapping", float, 50.0))
     window = config.window(4096)
-    config.expect("sliding_window_size", window)  # an older name, beside the newer one
+    config.expect("sliding_window_size", window)  # an older name of the same key
     windowed = replace(attention, window=window)
     alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     kinds = config.layer_types(layers, alternating)
@@ -48,13 +48,13 @@ def _gemma3(config: HfConfig) -> ModelSpec:
     window = config.window(4096)
     if config.opt("use_bidirectional_attention", bool, False):
         attention = replace(attention, causal=False)
-        window = None if window is None else window // 2 + 1  # the stated one spans both sides
+        window = None if window is None else window // 2 + 1  # the config counts both sides
     windowed = replace(attention, window=window, rope=ropes["sliding_attention"])
     every = config.opt_size("sliding_window_pattern", config.opt_size("_sliding_window_pattern", 6))
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     kinds = config.layer_types(layers, pattern)
     mixers = [windowed if kind == "sliding_attention" else attention for kind in kinds]
-    # The stated context already counts the scaling of the full layers.
+    # max_position_embeddings already includes the RoPE scaling of the full layers.
     return replace(_model(config, mixers, final_softcap=None), max_positions=config.size("max_position_embeddings"))
 
 
@@ -73,7 +73,7 @@ def _attention(config: HfConfig, head_dim: int, rope: Rope) -> Attention:
 
 
 def _model(config: HfConfig, mixers: Iterable[Attention], *, final_softcap: float | None) -> ModelSpec:
-    config.ignore("hidden_act")  # hidden_activation is the one that counts
+    config.ignore("hidden_act")  # superseded by hidden_activation
     norm = rms_norm(config, 1e-6, unit_offset=True)
     ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh"), gated=True)
     norms = Norms(norm, norm, norm, norm)

@@ -1,23 +1,23 @@
-"""GPT-2: learned positions, LayerNorm, q-k-v fused, matrices kept as [in, out] on disk."""
+"""GPT-2: learned positions, LayerNorm, fused q-k-v, matrices stored as [in, out]."""
 
 from __future__ import annotations
 
 from pagoda.common.models.family import Family
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
-from pagoda.common.weights.rules import Rename, Rule, Split, linear
+from pagoda.common.models.weight_rules import Rename, Rule, Split, linear
 
 
 def _gpt2(config: HfConfig) -> ModelSpec:
     width, positions = config.size("n_embd"), config.size("n_positions")
-    for key, plain in (
+    for key, supported in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("n_special", 0),  # rows of the embedding beyond vocab_size
         ("attention_bias", True),
     ):
-        config.expect(key, plain)
-    config.ignore("predict_special_tokens")  # a loss
+        config.expect(key, supported)
+    config.ignore("predict_special_tokens")  # training only
     config.ignore("n_ctx", "reorder_and_upcast_attn", *(f"summary_{name}" for name in _SUMMARY))
     norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5), kind="layer", bias=True)
     ffn = Mlp(

@@ -16,7 +16,7 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import ModelSpec, Moe, Router
-from pagoda.common.weights.rules import Rename, Stack
+from pagoda.common.models.weight_rules import Rename, Stack
 
 
 def _mixtral(config: HfConfig) -> ModelSpec:

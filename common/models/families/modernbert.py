@@ -1,4 +1,4 @@
-"""ModernBERT: an encoder with rotary positions, norms before each block, gated ffn, windows between full layers."""
+"""ModernBERT: a pre-norm encoder with RoPE, gated ffn and interleaved sliding windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family, PoolUse, classifier
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-from pagoda.common.weights.rules import Rename, fused_linear, linear
+from pagoda.common.models.weight_rules import Rename, fused_linear, linear
 
 
 def _modernbert(config: HfConfig) -> ModelSpec:
@@ -26,11 +26,11 @@ def _modernbert(config: HfConfig) -> ModelSpec:
     every = config.opt_size("global_attn_every_n_layers", 3)
     pattern = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
     mixers = _mixers(config, config.layer_types(layers, pattern))
-    first, rest = Norms(before_ffn=norm), Norms(before_mixer=norm, before_ffn=norm)  # the embedding's norm is the first
+    first, others = Norms(before_ffn=norm), Norms(before_mixer=norm, before_ffn=norm)  # the embedding has a norm
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=config.size("hidden_size"),
-        layers=tuple(Layer(mixer, ffn, rest if index else first) for index, mixer in enumerate(mixers)),
+        layers=tuple(Layer(mixer, ffn, others if index else first) for index, mixer in enumerate(mixers)),
         final_norm=norm,
         tied=True,
         max_positions=config.size("max_position_embeddings"),
@@ -62,13 +62,13 @@ def _mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
         out_bias=bias,
         causal=False,
     )
-    reach = config.opt_size("local_attention", 128) // 2  # tokens seen on each side
+    reach = config.opt_size("local_attention", 128) // 2  # tokens on each side
     local = replace(full, rope=ropes["sliding_attention"], window=reach + 1)
     return [local if kind == "sliding_attention" else full for kind in kinds]
 
 
 def _pooler(config: HfConfig, use: PoolUse) -> Pooler:
-    """A mean or the first token's state; classifiers have a dense layer with a norm before them."""
+    """Return a mean or first-token pooler, with a dense layer and norm before a classifier."""
     config.expect("classifier_pooling", "cls", "mean")
     kind = config.opt("classifier_pooling", str, "cls")
     dense = Dense(

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after mixer and ffn, none before; q and k normed over the whole projection."""
+"""OLMo 2: norms after mixer and ffn only, qk norm over the whole projection."""
 
 from __future__ import annotations
 

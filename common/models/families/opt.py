@@ -1,4 +1,4 @@
-"""OPT: learned positions from row 2 on, LayerNorm, ReLU; the 350M size norms after the add and embeds narrowly."""
+"""OPT: learned positions from row 2, LayerNorm, ReLU; the 350M size is post-norm with a narrower embedding."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pagoda.common.models import hf_config
 from pagoda.common.models.family import Family
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
-from pagoda.common.weights.rules import Rename, linear
+from pagoda.common.models.weight_rules import Rename, linear
 
 
 def _opt(config: HfConfig) -> ModelSpec:
     width, positions = config.size("hidden_size"), config.size("max_position_embeddings")
-    narrow = config.opt_size("word_embed_proj_dim", width)
-    before = config.opt("do_layer_norm_before", bool, True)
+    table_width = config.opt_size("word_embed_proj_dim", width)
+    pre_norm = config.opt("do_layer_norm_before", bool, True)
     config.expect("layer_norm_elementwise_affine", True)
-    no_final_norm = config.opt("_remove_final_layer_norm", bool, False) or not before
+    no_final_norm = config.opt("_remove_final_layer_norm", bool, False) or not pre_norm
     norm = Norm(1e-5, kind="layer", bias=True)
-    norms = Norms(before_mixer=norm, before_ffn=norm) if before else Norms(after_mixer=norm, after_ffn=norm)
-    layer = Layer(_attention(config, width), _mlp(config), norms, norm_after_add=not before)
+    norms = Norms(before_mixer=norm, before_ffn=norm) if pre_norm else Norms(after_mixer=norm, after_ffn=norm)
+    layer = Layer(_attention(config, width), _mlp(config), norms, norm_after_add=not pre_norm)
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=width,
@@ -25,7 +25,9 @@ def _opt(config: HfConfig) -> ModelSpec:
         final_norm=None if no_final_norm else norm,
         tied=config.opt("tie_word_embeddings", bool, True),
         max_positions=positions,
-        embedding=Embedding(positions=positions, position_offset=2, width=narrow if narrow != width else None),
+        embedding=Embedding(
+            positions=positions, position_offset=2, width=None if table_width == width else table_width
+        ),
     )
 
 
@@ -50,13 +52,13 @@ def _mlp(config: HfConfig) -> Mlp:
     return Mlp(config.size("ffn_dim"), activation, gated=False, bias=config.opt("enable_bias", bool, True))
 
 
-# One pair of tensors per norm on disk; the model says whether it stands before the block or after the add.
+# One pair of tensors per norm; `do_layer_norm_before` decides whether it is a before- or an after-norm.
 _NORM_RULES = tuple(
     rule
-    for place in ("before", "after")
+    for side in ("before", "after")
     for rule in (
-        *linear("[model.]decoder.layers.{l}.self_attn_layer_norm", f"layers.{{l}}.norms.{place}_mixer"),
-        *linear("[model.]decoder.layers.{l}.final_layer_norm", f"layers.{{l}}.norms.{place}_ffn"),
+        *linear("[model.]decoder.layers.{l}.self_attn_layer_norm", f"layers.{{l}}.norms.{side}_mixer"),
+        *linear("[model.]decoder.layers.{l}.final_layer_norm", f"layers.{{l}}.norms.{side}_ffn"),
     )
 )
 

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4 (dense): fused q-k-v and gate-up on disk, LongRoPE, in some sizes on a part of each head."""
+"""Phi-3, 3.5 and 4 (dense): fused q-k-v and gate-up weights, LongRoPE, partial RoPE in some sizes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.rules import fused_linear, linear
+from pagoda.common.models.weight_rules import fused_linear, linear
 
 
 def _phi3(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
-    config.opt_size("original_max_position_embeddings", 4096)  # counts where RoPE is scaled
-    for key, plain in (("full_attn_mod", 1), ("interpolate_factor", 1)):
-        config.expect(key, plain)
+    config.opt_size("original_max_position_embeddings", 4096)  # read again by the RoPE scaling
+    config.expect("full_attn_mod", 1)
+    config.expect("interpolate_factor", 1)
     attention = rotary_attention(config, config.size("hidden_size"))
     attention = replace(attention, window=config.window(None))
     return pre_norm_decoder(config, [attention] * layers, [gated_mlp(config)] * layers, rms_norm(config, 1e-5))

@@ -18,12 +18,12 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Ffn, Mlp, ModelSpec, Moe, Router
-from pagoda.common.weights.rules import Rename, Stack
+from pagoda.common.models.weight_rules import Rename, Stack
 
 
 def _qwen2(config: HfConfig) -> ModelSpec:
     config.expect("qkv_bias", True)
-    config.ignore("attention_bias")  # q, k and v have biases and o has none, whatever it says
+    config.ignore("attention_bias")  # q, k and v always have biases, o never
     attention = replace(rotary_attention(config, config.size("hidden_size")), qkv_bias=True)
     return _dense(config, attention)
 
@@ -34,7 +34,7 @@ def _qwen3(config: HfConfig) -> ModelSpec:
 
 def _qwen3_moe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
-    config.ignore("max_window_layers")  # the window, where used, is on every layer
+    config.ignore("max_window_layers")  # the window, if used, applies to every layer
     attention = replace(_qk_norm_attention(config), window=_window(config))
     mlp_only = config.opt("mlp_only_layers", list, [])
     sparse_step = config.opt_size("decoder_sparse_step", 1)

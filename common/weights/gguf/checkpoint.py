@@ -1,4 +1,8 @@
-"""A GGUF file as a checkpoint: metadata as a Hugging Face config, tensors under Hugging Face names and layouts."""
+"""A GGUF file as a Hugging Face checkpoint: config, and tensors under Hugging Face names and in its layouts.
+
+Undoes llama.cpp's conversion: renaming, interleaved rotary pairs (Llama), norm weights + 1 (Gemma), transposed
+projections (GPT-2), stacked experts.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +22,81 @@ from pagoda.common.weights.gguf.config import generation_config, hf_config
 from pagoda.common.weights.gguf.dequantize import stored_dtype
 from pagoda.common.weights.gguf.file import GgufFile, GgufTensor
 
-# GGUF's tensor names and layouts, per architecture, back to those of Hugging Face checkpoints.
-#
-# GGUF's converters rename, store q and k of Llama-like models with rotary pairs interleaved, add one to Gemma's norms,
-# transpose GPT-2's projections and stack experts; each of these is undone here. Knows nothing of metadata or bytes.
+
+class GgufCheckpoint:
+    """A model in one GGUF file. Quantised tensors are dequantised to float32, others keep their dtype.
+
+    `weights`: False yields no tensors, only the config.
+    """
+
+    def __init__(self, file: GgufFile, weights: bool = True) -> None:
+        self.file = file
+        self.folder: Path = file.path.parent
+        self.gguf_metadata: Mapping[str, Any] | None = file.metadata
+        self._config = hf_config(file)
+        self._layout = LAYOUTS[file.metadata["general.architecture"]]
+        self._tensors = self._known_tensors() if weights else ()
+
+    def _known_tensors(self) -> tuple[GgufTensor, ...]:
+        """Tensors that are Hugging Face weights. Raises WeightError for one unknown in this architecture."""
+        result = []
+        for name, info in self.file.tensors.items():
+            try:
+                target = self._layout.rename(name)
+            except (KeyError, ValueError):
+                architecture = self.file.metadata["general.architecture"]
+                raise WeightError(f"{self.file.path}: tensor {name} is unknown in a {architecture} model") from None
+            if target is not None:
+                result.append(info)
+        return tuple(result)
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors that `tensors` yields; stacked experts count individually."""
+        return sum(info.shape[0] if "{e}" in str(self._layout.rename(info.name)) else 1 for info in self._tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays that `tensors` yields."""
+        return sum(prod(info.shape) * self._itemsize(info) for info in self._tensors)
+
+    def _itemsize(self, info: GgufTensor) -> int:
+        shifted = self._layout.norm_plus_one and info.name.endswith("norm.weight")
+        return 4 if shifted else stored_dtype(info.type).itemsize
+
+    def config(self) -> dict[str, Any]:
+        return dict(self._config)
+
+    def generation_config(self) -> dict[str, Any]:
+        """Return the end-of-text ids; GGUF has no sampling defaults."""
+        return generation_config(self.file)
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield every tensor under its Hugging Face name, in file order."""
+        for info in self._tensors:
+            yield from self._layout.restore(info.name, self.file.tensor(info.name), self._config)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One architecture: GGUF stems to Hugging Face stems (without `.weight` and `.bias`).
-
-    `block` stems follow `blk.N.` and `{prefix}.N.`. Stacked experts have `{e}` in their name. `interleaved`: stems
-    whose rows are rotary pairs, with the config key that counts their heads. `minus_one`: norms hold weight + 1.
-    `transposed`: stems of matrices stored the other way round. `in_config`: tensors that the config already carries.
-    """
+    """Names and layouts of one architecture: GGUF name stem -> Hugging Face stem (without `.weight` and `.bias`)."""
 
     root: Mapping[str, str]
-    block: Mapping[str, str]
+    block: Mapping[str, str]  # stems after `blk.N.` and `{prefix}.N.`; stacked experts have `{e}`
     prefix: str = "model.layers"
-    interleaved: Mapping[str, str] = field(default_factory=dict)
-    minus_one: bool = False
+    interleaved: Mapping[str, str] = field(default_factory=dict)  # stem of interleaved rotary pairs -> key of its heads
+    norm_plus_one: bool = False  # norms are stored as weight + 1
     transposed: frozenset[str] = frozenset()
-    in_config: frozenset[str] = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short"})
+    in_config: frozenset[str] = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short"})  # not weights
 
     def rename(self, name: str) -> str | None:
-        """The Hugging Face name of a tensor (`{e}` open for stacked experts); None for one the config carries.
+        """Return a tensor's Hugging Face name, with `{e}` for stacked experts; None if it is part of the config.
 
-        Raises KeyError for a name this architecture does not have.
+        Raises KeyError for an unknown name.
         """
         stem, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
@@ -57,14 +109,14 @@ class TensorLayout:
         return f"{self.prefix}.{index}.{self.block[inner]}.{suffix}"
 
     def restore(self, name: str, array: npt.NDArray[np.generic], config: Mapping[str, Any]) -> Iterator[NamedTensor]:
-        """The tensor or tensors that Hugging Face stores for this one. `config` is the Hugging Face config."""
+        """Yield the Hugging Face tensors of one GGUF tensor. `config`: the Hugging Face config."""
         target = self.rename(name)
         if target is None:
             return
         inner = name.rpartition(".")[0].split(".", 2)[-1]
         if inner in self.interleaved:
             array = _half_split(array, config[self.interleaved[inner]])
-        if self.minus_one and target.endswith("norm.weight"):
+        if self.norm_plus_one and target.endswith("norm.weight"):
             array = to_float32(array) - np.float32(1)
         if inner in self.transposed and array.ndim == 2:
             array = array.T
@@ -75,7 +127,7 @@ class TensorLayout:
 
 
 def _half_split(array: npt.NDArray[np.generic], heads: int) -> npt.NDArray[np.generic]:
-    """Rows of each head from (0, 1) (2, 3) ... pairs to (0, H/2) (1, H/2+1) ... pairs; [N*H, ...] or [N*H]."""
+    """Reorder the rows of each head from interleaved to half-split rotary pairs, [N*H, ...]."""
     if len(array) % (2 * heads):
         raise WeightError(f"{len(array)} rows of a rotary projection do not divide into {heads} heads of pairs")
     pairs = array.reshape(heads, -1, 2, *array.shape[1:])
@@ -119,8 +171,8 @@ LAYOUTS: Mapping[str, TensorLayout] = {
     "qwen2": TensorLayout(_ROOT, _PLAIN),
     "qwen3": TensorLayout(_ROOT, {**_PLAIN, **_QK_NORM}),
     "qwen3moe": TensorLayout(_ROOT, {**_PLAIN, **_QK_NORM, **_QWEN_EXPERTS}),
-    "gemma2": TensorLayout(_ROOT, {**_ATTENTION, **_GATED, **_AROUND_NORMS}, minus_one=True),
-    "gemma3": TensorLayout(_ROOT, {**_ATTENTION, **_GATED, **_AROUND_NORMS, **_QK_NORM}, minus_one=True),
+    "gemma2": TensorLayout(_ROOT, {**_ATTENTION, **_GATED, **_AROUND_NORMS}, norm_plus_one=True),
+    "gemma3": TensorLayout(_ROOT, {**_ATTENTION, **_GATED, **_AROUND_NORMS, **_QK_NORM}, norm_plus_one=True),
     "olmo2": TensorLayout(_ROOT, {**_ATTENTION, **_GATED, **_POST_NORMS, **_QK_NORM}),
     "phi3": TensorLayout(
         _ROOT,
@@ -151,64 +203,4 @@ LAYOUTS: Mapping[str, TensorLayout] = {
         transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
     ),
 }
-"""Every architecture whose GGUF files can be served, under GGUF's own name for it."""
-
-
-class GgufCheckpoint:
-    """One model in one file. Quantised tensors come as float32, others in their own dtype.
-
-    `weights`: False yields no tensors (the config alone is wanted).
-    """
-
-    def __init__(self, file: GgufFile, weights: bool = True) -> None:
-        self.file = file
-        self.folder: Path = file.path.parent
-        self.gguf_metadata: Mapping[str, Any] | None = file.metadata
-        self._config = hf_config(file)
-        self._layout = LAYOUTS[file.metadata["general.architecture"]]
-        self._tensors = self._served() if weights else ()
-
-    def _served(self) -> tuple[GgufTensor, ...]:
-        """The tensors that Hugging Face has too. Raises WeightError for one that this architecture does not have."""
-        result = []
-        for name, info in self.file.tensors.items():
-            try:
-                target = self._layout.rename(name)
-            except (KeyError, ValueError):
-                architecture = self.file.metadata["general.architecture"]
-                raise WeightError(f"{self.file.path}: tensor {name} is unknown in a {architecture} model") from None
-            if target is not None:
-                result.append(info)
-        return tuple(result)
-
-    @property
-    def path(self) -> Path:
-        """What opens it again: the file."""
-        return self.file.path
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors `tensors` yields; stacked experts count one by one."""
-        return sum(info.shape[0] if "{e}" in str(self._layout.rename(info.name)) else 1 for info in self._tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all arrays that `tensors` yields."""
-        return sum(prod(info.shape) * self._itemsize(info) for info in self._tensors)
-
-    def _itemsize(self, info: GgufTensor) -> int:
-        shifted = self._layout.minus_one and info.name.endswith("norm.weight")
-        return 4 if shifted else stored_dtype(info.type).itemsize
-
-    def config(self) -> dict[str, Any]:
-        """The config dict that Hugging Face would hold for this model."""
-        return dict(self._config)
-
-    def generation_config(self) -> dict[str, Any]:
-        """End-of-text ids; GGUF carries no sampling defaults."""
-        return generation_config(self.file)
-
-    def tensors(self) -> Iterator[NamedTensor]:
-        """Every tensor under its Hugging Face name, dequantised one by one in the order of the file."""
-        for info in self._tensors:
-            yield from self._layout.restore(info.name, self.file.tensor(info.name), self._config)
+"""Supported architectures by their GGUF name."""

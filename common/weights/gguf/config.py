@@ -1,8 +1,7 @@
-"""GGUF metadata to the config dict that Hugging Face would hold for the same model, per architecture.
+"""Convert GGUF metadata to the model's Hugging Face config, per architecture.
 
-Strict: a key of the architecture that nothing here reads is an error, for it may change the maths. Where GGUF leaves
-out what a config states (Gemma's query scale and window pattern), llama.cpp's fixed rule for that architecture applies:
-https://github.com/ggml-org/llama.cpp/blob/master/src/llama-model.cpp
+Strict: an unread key of the architecture is an error, as it may change the maths. Values missing from GGUF (Gemma's
+query scale and window pattern) follow llama.cpp: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-model.cpp
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from pagoda.common.weights.gguf.file import GgufFile
 Config = dict[str, Any]
 T = TypeVar("T", int, float, str, bool)
 
-# Nothing of these changes what the model computes: they repeat a tensor's shape, or describe the file.
+# These do not change the computation: they repeat a tensor's shape or describe the file.
 _HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
-# Off switches: zero or false means that the mechanism is absent.
+# Zero or false: the mechanism is off.
 _ABSENT_WHEN_ZERO = frozenset(
     {
         "expert_count",
@@ -36,7 +35,7 @@ _SOFTMAX = 1  # of expert_gating_func
 
 
 class _Metadata:
-    """The keys of one architecture, each to be read or refused."""
+    """The keys of one architecture; `finish` rejects those that were not read."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file = file
@@ -44,19 +43,19 @@ class _Metadata:
         self._read: set[str] = set()
 
     def need(self, key: str, kind: type[T]) -> T:
-        """The value, which must be there."""
+        """A required value."""
         value = self._get(key, kind)
         if value is None:
             raise ModelError(f"{self.file.path}: metadata {self._prefix}{key} is missing")
         return value
 
     def opt(self, key: str, kind: type[T], default: T) -> T:
-        """The value, or `default`."""
+        """An optional value."""
         value = self._get(key, kind)
         return default if value is None else value
 
     def flags(self, key: str, default: list[bool]) -> list[bool]:
-        """One truth value per layer, or `default`."""
+        """One bool per layer, or `default`."""
         self._read.add(key)
         value = self.file.metadata.get(f"{self._prefix}{key}", default)
         if not isinstance(value, list) or len(value) != len(default) or not all(type(flag) is bool for flag in value):
@@ -64,14 +63,13 @@ class _Metadata:
         return value
 
     def has(self, key: str) -> bool:
-        """Whether the file states the key."""
         return f"{self._prefix}{key}" in self.file.metadata
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         self._read.add(key)
         value = self.file.metadata.get(f"{self._prefix}{key}")
         if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]  # one number per layer, all alike
+            value = value[0]  # one value per layer, all equal
         if value is None or type(value) is kind:
             return value
         if kind is float and type(value) is int:
@@ -79,7 +77,7 @@ class _Metadata:
         raise ModelError(f"{self.file.path}: metadata {self._prefix}{key} is {value!r}, expected one {kind.__name__}")
 
     def finish(self) -> None:
-        """Refuse what was not read."""
+        """Raise ModelError for a key that was not read."""
         for full, value in self.file.metadata.items():
             key = full.removeprefix(self._prefix)
             if key == full or key in self._read or key in _HARMLESS or (key in _ABSENT_WHEN_ZERO and not value):
@@ -88,7 +86,7 @@ class _Metadata:
 
 
 def hf_config(file: GgufFile) -> Config:
-    """The config. Raises ModelError for an architecture, key or value that is not supported."""
+    """Return the Hugging Face config. Raises ModelError for an unsupported architecture, key or value."""
     architecture = file.metadata.get("general.architecture")
     build = _ARCHITECTURES.get(str(architecture))
     if build is None:
@@ -102,29 +100,29 @@ def hf_config(file: GgufFile) -> Config:
 
 
 def generation_config(file: GgufFile) -> Config:
-    """End-of-text ids: those the metadata names, and control tokens known to end a turn."""
+    """Return the end-of-text ids: those in the metadata, and control tokens known to end a chat message."""
     metadata = file.metadata
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     ends = dict.fromkeys(token for token in named if isinstance(token, int))
     tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    ends.update(dict.fromkeys(i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_OF_TURN))
+    ends.update(dict.fromkeys(i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_OF_MESSAGE))
     ids = _token_ids(file)
     ids.pop("eos_token_id", None)
     return {**ids, "eos_token_id": list(ends)} if ends else ids
 
 
 _CONTROL = 3  # of tokenizer.ggml.token_type
-_END_OF_TURN = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
+_END_OF_MESSAGE = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 
 
 def _token_ids(file: GgufFile) -> Config:
     keys = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-    found = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in keys.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in keys.items()}
+    return {name: value for name, value in ids.items() if isinstance(value, int)}
 
 
 def _dtype(file: GgufFile) -> str:
-    """The narrowest dtype that loses nothing of the matrices, bfloat16 where they are quantised."""
+    """The smallest lossless dtype of the matrices; bfloat16 if they are quantised."""
     types = {info.type.name for info in file.tensors.values() if len(info.shape) > 1}
     if types <= {"F32", "F64"}:
         return "float32"
@@ -143,7 +141,7 @@ def _rows(metadata: _Metadata, tensor: str) -> int:
 
 
 def _decoder(metadata: _Metadata, architecture: str, model_type: str) -> Config:
-    """What all rotary decoders state in the same way."""
+    """Config keys common to all decoders with RoPE."""
     width, heads = metadata.need("embedding_length", int), metadata.need("attention.head_count", int)
     if not heads:
         raise ModelError(f"{metadata.file.path}: metadata attention.head_count is 0")
@@ -151,7 +149,7 @@ def _decoder(metadata: _Metadata, architecture: str, model_type: str) -> Config:
     if metadata.opt("attention.value_length", int, head_dim) != head_dim:
         raise ModelError(f"{metadata.file.path}: heads whose keys and values differ in length are not supported")
     if not metadata.opt("attention.causal", bool, True):
-        raise ModelError(f"{metadata.file.path}: attention that looks ahead is not supported")
+        raise ModelError(f"{metadata.file.path}: non-causal attention is not supported")
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -170,7 +168,7 @@ def _decoder(metadata: _Metadata, architecture: str, model_type: str) -> Config:
 
 
 def _rope(metadata: _Metadata, head_dim: int, default_theta: float = 10000.0) -> Config:
-    """Base and scaling of a rotary embedding over whole heads."""
+    """RoPE base and scaling over whole heads."""
     if metadata.opt("rope.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"{metadata.file.path}: rotary positions on a part of each head are not supported here")
     scaling, factors = _scaling(metadata), _frequency_factors(metadata)
@@ -210,9 +208,9 @@ def _scaling(metadata: _Metadata) -> Config | None:
 
 
 def _frequency_factors(metadata: _Metadata) -> Config | None:
-    """The scaling behind `rope_freqs.weight`: divisors of the frequencies, which Llama 3.1's rule produces.
+    """RoPE scaling from the frequency divisors in `rope_freqs.weight`: Llama 3.1's scaling if they match it.
 
-    Divisors of any other origin are what LongRoPE's lists are, for every length and with no factor on cos and sin.
+    Any other divisors are expressed as LongRoPE with equal short and long factors and no attention factor.
     """
     if not _has(metadata, "rope_freqs.weight"):
         return None
@@ -240,7 +238,7 @@ def _frequency_factors(metadata: _Metadata) -> Config | None:
 
 
 def _llama3_factors(pairs: int, theta: float, scaling: Config) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What the converter divides the frequency of each rotary pair by."""
+    """Frequency divisors that llama.cpp's converter writes for Llama 3.1's scaling, float64 [pairs]."""
     wavelength = 2 * np.pi * theta ** (np.arange(pairs) / pairs)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = (scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)
@@ -298,7 +296,7 @@ def _qwen3moe(metadata: _Metadata) -> Config:
 
 
 def _gemma(metadata: _Metadata, architecture: str, model_type: str, period: int, widest: int) -> Config:
-    """`period`: every so many layers one sees everything. `widest`: layers of the size that scales by width / heads."""
+    """`period`: distance of full-attention layers. `widest`: layer count of the size scaled by width / heads."""
     config = _decoder(metadata, architecture, model_type)
     del config["hidden_act"]
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]

@@ -1,7 +1,7 @@
-"""ggml's block formats back to numbers: which types there are, how large a block is, and its values in float32.
+"""Dequantise ggml's block formats to float32.
 
-The common types have their own kernels, which work through chunks that stay in the cache; the rest goes through the
-`gguf` package, imported only then. Every kernel gives bit for bit what `gguf.quants.dequantize` gives. The formats:
+Common types have numpy kernels that work in cache-sized chunks; others go through the `gguf` package, imported on
+demand. Every kernel is bit-identical to `gguf.quants.dequantize`. The formats:
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c
 """
 
@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import BFLOAT16
-from pagoda.common.weights.files import as_array
+from pagoda.common.weights.files import array_at
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_CHUNK = 1 << 17  # elements per chunk: 512 KiB of float32, which stays in a core's second-level cache
+_CHUNK = 1 << 17  # elements per chunk: 512 KiB of float32, which fits the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A ggml type: `elements` numbers are stored in `bytes` bytes."""
+    """A ggml type: blocks of `elements` values in `bytes` bytes."""
 
     number: int
     name: str
@@ -104,7 +104,7 @@ def _half(blocks: Bytes, offset: int) -> Floats:
 
 
 def _nibbles(quants: Bytes, out: Floats, fifth_bit: Bytes | None = None) -> None:
-    """16 bytes to 32 numbers: the low halves first, then the high ones; `fifth_bit`: 32 bits for bit 4."""
+    """Unpack 16 bytes to 32 values: low nibbles, then high nibbles; `fifth_bit`: 32 packed bits for bit 4."""
     low, high = quants & 15, quants >> 4
     if fifth_bit is not None:
         bits = np.unpackbits(fifth_bit, axis=1, bitorder="little") << 4
@@ -115,10 +115,10 @@ def _nibbles(quants: Bytes, out: Floats, fifth_bit: Bytes | None = None) -> None
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
-    """The eight 6-bit scales and minima of a K block, packed in bytes 4 to 16, times its two float16, [n, 8, 1]."""
-    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate([first & 63, (rest & 15) | (first >> 2 & 48)], axis=1)
-    minima = np.concatenate([second & 63, rest >> 4 | (second >> 2 & 48)], axis=1)
+    """Eight 6-bit scales and minima of a K block (bytes 4 to 16) times its two float16 factors, [n, 8, 1] each."""
+    first, second, packed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([first & 63, (packed & 15) | (first >> 2 & 48)], axis=1)
+    minima = np.concatenate([second & 63, packed >> 4 | (second >> 2 & 48)], axis=1)
     scale = _half(blocks, 0) * scales.astype(np.float32)
     minimum = _half(blocks, 2) * minima.astype(np.float32)
     return scale[..., None], minimum[..., None]
@@ -148,10 +148,10 @@ _KNOWN = {kind.number: kind for kind in (*_PLAIN, *_KERNELS)}
 
 
 def block_type(number: int) -> BlockType | None:
-    """The type ggml gives this number; None for an unknown one. Raises WeightError when telling needs `gguf`."""
+    """Return ggml's type of this number, None if unknown. Raises WeightError if that requires the `gguf` package."""
     if number in _KNOWN:
         return _KNOWN[number]
-    gguf = _gguf(number)
+    gguf = _import_gguf(number)
     try:
         kind = gguf.GGMLQuantizationType(number)
     except ValueError:
@@ -163,19 +163,19 @@ def block_type(number: int) -> BlockType | None:
 
 
 def stored_dtype(kind: BlockType) -> np.dtype[Any]:
-    """The dtype that `dequantize` gives for a type."""
+    """Return the dtype of `dequantize`'s result."""
     return _PLAIN.get(kind, np.dtype(np.float32))
 
 
 def dequantize(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-    """A tensor's bytes as numbers of `shape`: float32, or the stored dtype without a copy for plain types.
+    """Return a tensor of `shape` from its bytes: float32, or a view in the stored dtype for unquantised types.
 
-    Raises NotImplementedError for a type that the `gguf` package cannot dequantise either.
+    Raises NotImplementedError for a type that the `gguf` package cannot dequantise.
     """
     plain = _PLAIN.get(kind)
     if plain is not None:
-        return as_array(data, 0, plain, shape)
-    kernel = _KERNELS.get(kind) or _foreign(kind)
+        return array_at(data, 0, plain, shape)
+    kernel = _KERNELS.get(kind) or _gguf_kernel(kind)
     blocks = data.reshape(-1, kind.bytes)
     out = np.empty((len(blocks), kind.elements), np.float32)
     step = _CHUNK // kind.elements
@@ -185,18 +185,17 @@ def dequantize(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> npt.NDAr
     return out.reshape(shape)
 
 
-def _foreign(kind: BlockType) -> Callable[[Bytes, Floats], None]:
-    gguf = _gguf(kind.number)
-    foreign = gguf.GGMLQuantizationType(kind.number)
+def _gguf_kernel(kind: BlockType) -> Callable[[Bytes, Floats], None]:
+    gguf = _import_gguf(kind.number)
+    quantisation = gguf.GGMLQuantizationType(kind.number)
 
     def kernel(blocks: Bytes, out: Floats) -> None:
-        out[...] = gguf.quants.dequantize(blocks, foreign)
+        out[...] = gguf.quants.dequantize(blocks, quantisation)
 
     return kernel
 
 
-def _gguf(number: int) -> Any:
-    """The package that knows the less common types."""
+def _import_gguf(number: int) -> Any:
     try:
         import gguf
         import gguf.quants

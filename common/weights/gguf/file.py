@@ -1,24 +1,22 @@
-"""One .gguf file: its metadata and its tensors under their own names. Knows no architecture.
+"""Read the GGUF container: metadata and tensors under their own names.
 
-The container is read here rather than through the `gguf` package, whose reader makes several numpy arrays per
-vocabulary entry and takes seconds for a file that this reads in a tenth of one. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package's reader creates several numpy arrays per vocabulary entry and takes seconds; this takes 0.1 s.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.errors import WeightError
 from pagoda.common.weights.files import map_file
 from pagoda.common.weights.gguf.dequantize import BlockType, block_type, dequantize
 
@@ -33,17 +31,17 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies: `offset` and `size` in bytes of the file; `shape` in numpy's order (rows first)."""
+    """Location of a tensor in the file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in numpy's order (rows first)
     type: BlockType
-    offset: int
-    size: int
+    offset: int  # bytes
+    size: int  # bytes
 
 
 class GgufFile:
-    """An opened file. `metadata` maps keys to int, float, bool, str or lists of those; tensors are read on demand."""
+    """An open file. `metadata` maps keys to int, float, bool, str or lists of those; tensors are read on demand."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,9 +54,9 @@ class GgufFile:
         self.tensors: Mapping[str, GgufTensor] = reader.tensors(num_tensors, self.metadata)
 
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
-        """The values of one tensor: float32 where it was quantised, else the stored numbers without a copy.
+        """Return one tensor: float32 if it is quantised, else a view of the stored values.
 
-        Raises KeyError for an unknown name, WeightError for a type that nobody here can dequantise.
+        Raises KeyError for an unknown name, WeightError for an unsupported quantisation type.
         """
         info = self.tensors[name]
         try:
@@ -68,7 +66,7 @@ class GgufFile:
 
 
 class _Reader:
-    """A cursor over the file's head. Every read is checked against the end of the file."""
+    """A bounds-checked cursor over the file's header."""
 
     def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
         self._path = path
@@ -77,7 +75,7 @@ class _Reader:
         self._at = 0
 
     def start(self) -> tuple[int, int]:
-        """Check magic and version; the number of tensors and of metadata pairs."""
+        """Check magic and version; return the number of tensors and of metadata pairs."""
         magic = self._take(4)
         if magic != _MAGIC:
             raise WeightError(f"{self._path}: is not a GGUF file (it begins with {bytes(magic)!r})")
@@ -89,7 +87,6 @@ class _Reader:
         return self._scalar("<Q"), self._scalar("<Q")
 
     def pairs(self, count: int) -> dict[str, Any]:
-        """The metadata."""
         result: dict[str, Any] = {}
         for _ in range(count):
             key = self._string()
@@ -99,7 +96,7 @@ class _Reader:
         return result
 
     def tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
-        """The table of tensors, with offsets from the start of the file, all inside it."""
+        """Return the tensors with absolute offsets, checked to lie within the file."""
         described = [self._tensor() for _ in range(count)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment <= 0:
@@ -111,7 +108,7 @@ class _Reader:
                 raise WeightError(f"{self._path}: corrupt: tensor {name} occurs twice")
             if offset % alignment:
                 raise WeightError(
-                    f"{self._path}: corrupt: tensor {name} at offset {offset}, no multiple of {alignment}"
+                    f"{self._path}: corrupt: tensor {name} at offset {offset}, not a multiple of {alignment}"
                 )
             result[name] = GgufTensor(name, shape, kind, start + offset, prod(shape) // kind.elements * kind.bytes)
         self._check_extents(result)
@@ -141,8 +138,8 @@ class _Reader:
             raise WeightError(f"{self._path}: tensor {name}: type number {number} is unknown to this version")
         if (shape[-1] if shape else 1) % kind.elements:
             raise WeightError(
-                f"{self._path}: corrupt: rows of tensor {name} hold {shape[-1]} elements, "
-                f"no multiple of {kind.name}'s {kind.elements}"
+                f"{self._path}: corrupt: rows of tensor {name} have {shape[-1]} elements, "
+                f"not a multiple of {kind.name}'s {kind.elements}"
             )
         return name, shape, kind, offset
 
@@ -164,8 +161,7 @@ class _Reader:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # The hot loop of start-up (two strings per vocabulary entry): bounds are checked by what unpack_from and
-        # the final comparison raise, not per string.
+        # Start-up hot loop (two strings per vocabulary entry): bounds are checked by unpack_from and once at the end.
         buffer, at, length_of = self._buffer, self._at, struct.Struct("<Q").unpack_from
         result = []
         try:
@@ -176,7 +172,7 @@ class _Reader:
         except (struct.error, OverflowError):
             self._take(self._file_size)  # ran past the end: raises
         except UnicodeDecodeError as error:
-            self._take(at - self._at)  # raises if it is the end of the file that cuts the string
+            self._take(at - self._at)  # raises if the string is cut by the end of the file
             raise WeightError(f"{self._path}: corrupt: a string near byte {at} is not UTF-8 ({error.reason})") from None
         self._take(at - self._at)
         return result
@@ -200,49 +196,3 @@ class _Reader:
         if form is None:
             raise WeightError(f"{self._path}: corrupt: metadata of type {kind} before byte {self._at}")
         return form
-
-
-# Which of several GGUF files a person means. Knows file names only.
-
-_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-_NO_MODELS: Final = ("mmproj", "imatrix")  # in the names of files that come beside models
-
-
-def with_models(folder: Path) -> list[str]:
-    """The .gguf files of a folder and its sub-folders, as paths within it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf"))
-
-
-def pick_gguf(names: Sequence[str], quant: str = "") -> str:
-    """The one GGUF model among `names`, or the one that `quant` names: Q4_K_M, in any case, or a file's own name.
-
-    Raises ModelError, listing what there is, when there is none or a choice to make.
-    """
-    files = [name for name in names if _is_model(name)]
-    if not files:
-        raise ModelError("it holds no GGUF file; " + (f"drop :{quant}" if quant else "drop --load-format gguf"))
-    found = [name for name in files if _matches(name, quant)] if quant else files
-    if not found:
-        raise ModelError(f"no GGUF file in it is {quant}; there are: {', '.join(files)}")
-    if all(_PART.search(name) for name in found) and len(found) > 1:
-        raise ModelError(
-            f"its GGUF file is split into {len(found)} parts; merge them (llama-gguf-split --merge) and give the file"
-        )
-    if len(found) > 1:
-        example = PurePosixPath(found[0]).stem
-        raise ModelError(f"it holds several GGUF files; name one after a colon, like :{example}: {', '.join(found)}")
-    return found[0]
-
-
-def _is_model(name: str) -> bool:
-    base = PurePosixPath(name).name.lower()
-    return base.endswith(".gguf") and not any(word in base for word in _NO_MODELS)
-
-
-def _matches(name: str, quant: str) -> bool:
-    """Whether `quant` is the file's name, or stands in it between separators: Q4_K is not in x-Q4_K_M.gguf."""
-    path = PurePosixPath(name)
-    if quant in (path.name, path.stem):
-        return True
-    stem = _PART.sub("", path.name).removesuffix(".gguf")
-    return re.search(rf"(?:^|[-._]){re.escape(quant)}(?:$|[-.])", stem, re.IGNORECASE) is not None

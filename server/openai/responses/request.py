@@ -9,7 +9,7 @@ from pydantic import Field, Tag
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import fault_of_keywords
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import Conversation, NamedTool
 from pagoda.server.chat.conversation import ToolChoice as Choice
 from pagoda.server.http.fields.base import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
@@ -259,7 +259,7 @@ class ResponsesRequest(RequestBody):
             raise RequestError("background", "background needs store true: the response is fetched from the store")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "stream_options are only allowed when stream is true")
-        fault = fault_of_keywords(self.chat_template_kwargs or {})
+        fault = template_kwargs_error(self.chat_template_kwargs or {})
         if fault:
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
 

@@ -1,4 +1,4 @@
-"""The strict reader: every key is used, expected or known to be harmless."""
+"""The strict reader: every key must be read, expected or known to be harmless."""
 
 from __future__ import annotations
 

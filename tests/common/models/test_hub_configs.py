@@ -1,4 +1,4 @@
-"""Published config.json files load: keys that do not matter are known, keys that do are pinned, the remedy works."""
+"""Published config.json files load: harmless keys are known, others are checked, the suggested override works."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_published_poolers(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ONE_EACH)
 def test_what_writers_add_changes_nothing(kind: str) -> None:
-    """Every field of PretrainedConfig that older files hold, in every family that generates."""
+    """Every PretrainedConfig field of older files, in every generating family."""
     config = ONE_EACH[kind]
     assert spec({**LEGACY, **config}) == spec(config)
 

@@ -1,4 +1,4 @@
-"""Changes to a config before any family reads it."""
+"""--hf-overrides, quantised configs, and specs without sliding windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures by name, and configs as they stand on the hub in the wild."""
+"""Architectures by name, and published configs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Llama3Scaling, LongRopeScaling, Mlp, ModelSpec, Moe
+from pagoda.common.weights.rules import apply_rules
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -371,8 +372,8 @@ def llama_tensors() -> dict[str, np.ndarray]:
 
 
 def load(tensors: dict[str, np.ndarray], **extra: Any) -> set[str]:
-    model, found = spec_from_config({**LLAMA, **extra})
-    return {name for name, _ in found.weights(params(model), tensors.items())}
+    model, llama = spec_from_config({**LLAMA, **extra})
+    return {name for name, _ in apply_rules(llama.rules, params(model), tensors.items(), llama.ignored)}
 
 
 def test_strict_loading_takes_a_whole_checkpoint():

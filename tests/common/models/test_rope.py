@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers, scaling by scaling, and the reading of both spellings."""
+"""RoPE frequencies of every scaling against transformers, and both config spellings."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_partial_rotary_beside_or_inside_the_parameters():
 
 def test_longrope_outside_original_length_counts():
     scaling = {key: value for key, value in SCALINGS["longrope"].items() if not key.startswith("original")}
-    found = rope(HfConfig(config(rope_scaling=scaling, original_max_position_embeddings=32)), HEAD_DIM)
-    assert found.scaling is not None
-    assert found.scaling.original == 32  # type: ignore[union-attr]
+    parsed = rope(HfConfig(config(rope_scaling=scaling, original_max_position_embeddings=32)), HEAD_DIM)
+    assert parsed.scaling is not None
+    assert parsed.scaling.original == 32  # type: ignore[union-attr]
 
 
 def test_per_layer_type_in_both_spellings():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
-from pagoda.common.observe.metrics import FinishedAnswer, FinishedRequest, Metrics
+from pagoda.common.observe.metrics import FinishedRequest, FinishedSequence, Metrics
 
 
 def step(*outputs: EngineOutput, **stats: int) -> StepOutputs:
@@ -22,7 +22,7 @@ def values(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
-def answer(**changes: object) -> FinishedAnswer:
+def answer(**changes: object) -> FinishedSequence:
     facts = {
         "is_complete": True,
         "scheduled": 1.75,
@@ -32,18 +32,18 @@ def answer(**changes: object) -> FinishedAnswer:
         "generation_tokens": 5,
         "preemptions": 0,
     }
-    return FinishedAnswer(**(facts | changes))
+    return FinishedSequence(**(facts | changes))
 
 
-def finished(*answers: FinishedAnswer, **changes: object) -> FinishedRequest:
+def finished(*answers: FinishedSequence, **changes: object) -> FinishedRequest:
     facts = {"finish_reason": "stop", "arrival": 1.0, "queued": 1.25, "prompt_tokens": 7, "max_tokens": 9}
-    return FinishedRequest(**({"n": len(answers)} | facts | changes), answers=answers)
+    return FinishedRequest(**({"n": len(answers)} | facts | changes), sequences=answers)
 
 
 def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float, float]]:
     """Of each histogram: how many values, and their sum."""
-    found = values(metrics)
-    return {name: (found[f"vllm:{name}_count{LABELS}"], found[f"vllm:{name}_sum{LABELS}"]) for name in names}
+    samples = values(metrics)
+    return {name: (samples[f"vllm:{name}_count{LABELS}"], samples[f"vllm:{name}_sum{LABELS}"]) for name in names}
 
 
 LABELS = '{engine="0",model_name="m"}'
@@ -77,15 +77,15 @@ def test_steps_are_counted() -> None:
             recompiles=3,
         )
     )
-    found = values(metrics)
-    assert found[f"vllm:generation_tokens_total{LABELS}"] == 4
-    assert found[f"vllm:iteration_tokens_total_sum{LABELS}"] == 9
-    assert found[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 2, "one for each token"
-    assert found[f"vllm:num_requests_running{LABELS}"] == 2
-    assert found[f"vllm:num_requests_waiting{LABELS}"] == 0
-    assert found[f"vllm:kv_cache_usage_perc{LABELS}"] == 0.5
-    assert found[f"vllm:prefix_cache_hits_total{LABELS}"] == 4
-    assert found[f"pagoda:recompiles_total{LABELS}"] == 3
+    samples = values(metrics)
+    assert samples[f"vllm:generation_tokens_total{LABELS}"] == 4
+    assert samples[f"vllm:iteration_tokens_total_sum{LABELS}"] == 9
+    assert samples[f"vllm:inter_token_latency_seconds_count{LABELS}"] == 2, "one for each token"
+    assert samples[f"vllm:num_requests_running{LABELS}"] == 2
+    assert samples[f"vllm:num_requests_waiting{LABELS}"] == 0
+    assert samples[f"vllm:kv_cache_usage_perc{LABELS}"] == 0.5
+    assert samples[f"vllm:prefix_cache_hits_total{LABELS}"] == 4
+    assert samples[f"pagoda:recompiles_total{LABELS}"] == 3
 
 
 def test_steps_without_output_are_counted() -> None:
@@ -115,15 +115,15 @@ def test_finished_requests_are_timed() -> None:
     metrics.on_first_token(arrival=1.0, first_token=2.0, prompt_tokens=7, cached_tokens=4)
     metrics.on_finish(finished(answer()))
     metrics.on_finish(finished(n=1, finish_reason="abort"))
-    found = values(metrics)
-    assert found[f"vllm:time_to_first_token_seconds_sum{LABELS}"] == 1
-    assert found[f"vllm:e2e_request_latency_seconds_sum{LABELS}"] == 5
-    assert found[f"vllm:request_decode_time_seconds_sum{LABELS}"] == 4
-    assert found[f"vllm:request_time_per_output_token_seconds_sum{LABELS}"] == 1
-    assert found[f"vllm:prompt_tokens_total{LABELS}"] == 7
-    assert found[f"vllm:prompt_tokens_cached_total{LABELS}"] == 4
-    assert found['vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"}'] == 1
-    assert found['vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"}'] == 1
+    samples = values(metrics)
+    assert samples[f"vllm:time_to_first_token_seconds_sum{LABELS}"] == 1
+    assert samples[f"vllm:e2e_request_latency_seconds_sum{LABELS}"] == 5
+    assert samples[f"vllm:request_decode_time_seconds_sum{LABELS}"] == 4
+    assert samples[f"vllm:request_time_per_output_token_seconds_sum{LABELS}"] == 1
+    assert samples[f"vllm:prompt_tokens_total{LABELS}"] == 7
+    assert samples[f"vllm:prompt_tokens_cached_total{LABELS}"] == 4
+    assert samples['vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"}'] == 1
+    assert samples['vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"}'] == 1
 
 
 PER_ANSWER = (
@@ -160,8 +160,8 @@ def test_an_engine_may_say_nothing_of_the_queue() -> None:
     metrics = Metrics("m")
     metrics.on_finish(finished(answer(scheduled=0.0)))
     metrics.on_pooled("stop", arrival=1.0, finished=2.0, prompt_tokens=3)
-    found = observed(metrics, *PER_ANSWER)
-    assert [count for count, _ in found.values()] == [0, 0, 0, 1, 2, 2, 2, 1, 2, 1]
+    samples = observed(metrics, *PER_ANSWER)
+    assert [count for count, _ in samples.values()] == [0, 0, 0, 1, 2, 2, 2, 1, 2, 1]
 
 
 def test_pooled_prompts_are_timed_without_their_tokens() -> None:
@@ -195,9 +195,9 @@ def test_sequences_of_a_batch_are_timed_each(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     for names in ("ab", "abc", "bc"):
         metrics.on_step(step(*map(output, names), running=3))
-    name, labels, found = "vllm:inter_token_latency_seconds", LABELS.strip("{}"), values(metrics)
-    by_bound = {bound: found[f'{name}_bucket{{{labels.split(",")[0]},le="{bound}",{labels.split(",")[1]}}}']
+    name, labels, samples = "vllm:inter_token_latency_seconds", LABELS.strip("{}"), values(metrics)
+    by_bound = {bound: samples[f'{name}_bucket{{{labels.split(",")[0]},le="{bound}",{labels.split(",")[1]}}}']
                 for bound in ("0.025", "0.05", "0.075", "+Inf")}  # fmt: skip
     assert list(by_bound.values()) == [0, 2, 4, 4]
-    assert found[f"{name}_count{LABELS}"] == 4
-    assert found[f"{name}_sum{LABELS}"] == pytest.approx(2 * 0.03 + 2 * 0.06)
+    assert samples[f"{name}_count{LABELS}"] == 4
+    assert samples[f"{name}_sum{LABELS}"] == pytest.approx(2 * 0.03 + 2 * 0.06)

@@ -207,8 +207,8 @@ def test_emitted_text_is_never_taken_back_nor_held_for_nothing(words, stop):
         text += word
         if detokenizer.stop_hit:
             break
-        held = next((k for k in range(len(stop) - 1, 0, -1) if text.endswith(stop[:k])), 0)
-        assert detokenizer.text == text[: len(text) - held]
+        withheld = next((k for k in range(len(stop) - 1, 0, -1) if text.endswith(stop[:k])), 0)
+        assert detokenizer.text == text[: len(text) - withheld]
 
 
 def test_held_text_comes_at_the_end():

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from pagoda.common.errors import ModelError
-from pagoda.common.text.gguf_tokenizer import SPLITS, TokenType, merges_of_scores, read_gguf
+from pagoda.common.text.gguf_tokenizer import SPLITS, TokenType, merges_from_scores, read_gguf
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 from pagoda.common.weights.gguf.file import GgufFile
 
@@ -172,13 +172,13 @@ def sentencepiece(**extra):
 def greedy_pieces(metadata, text):
     """Sentencepiece's definition, naively: again and again merge the pair whose union scores best, leftmost first."""
     scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]))
-    found = list("▁" + text.replace(" ", "▁"))
+    pieces = list("▁" + text.replace(" ", "▁"))
     while True:
-        unions = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(found)) if a + b in scores]
+        unions = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]
         if not unions:
-            return found
+            return pieces
         at = min(unions)[1]
-        found[at : at + 2] = [found[at] + found[at + 1]]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
 
 
 def test_scores_decide_what_merges_first():
@@ -340,24 +340,24 @@ def test_merges_are_every_split_into_two_tokens():
     known = set(tokens)
     by_score = sorted((i for i, able in enumerate(mergeable) if able), key=lambda i: -scores[i])
     splits = [(tokens[i][:cut], tokens[i][cut:]) for i in by_score for cut in range(1, len(tokens[i]))]
-    assert merges_of_scores(tokens, scores, mergeable) == [pair for pair in splits if known.issuperset(pair)]
+    assert merges_from_scores(tokens, scores, mergeable) == [pair for pair in splits if known.issuperset(pair)]
 
 
 def test_merges_of_nothing():
-    assert merges_of_scores(["a"], [0.0], [True]) == []
-    assert merges_of_scores(["a", "b", "ab"], [0.0] * 3, [True, True, False]) == []
+    assert merges_from_scores(["a"], [0.0], [True]) == []
+    assert merges_from_scores(["a", "b", "ab"], [0.0] * 3, [True, True, False]) == []
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({}, "holds no tokenizer"),
-        ({"tokenizer.ggml.model": "gpt2"}, "holds no tokenizer"),
+        ({}, "has no tokenizer"),
+        ({"tokenizer.ggml.model": "gpt2"}, "has no tokenizer"),
         ({**byte_level(), "tokenizer.ggml.model": "rwkv"}, "'rwkv' is not supported"),
         (byte_level("unheard-of"), "'unheard-of' is not known here"),
         ({k: v for k, v in byte_level().items() if not k.endswith("merges")}, "lacks tokenizer.ggml.merges"),
         ({k: v for k, v in sentencepiece().items() if not k.endswith("scores")}, "lacks tokenizer.ggml.scores"),
-        ({**byte_level(), "tokenizer.ggml.merges": ["x nowhere"]}, "does not hold together"),
+        ({**byte_level(), "tokenizer.ggml.merges": ["x nowhere"]}, "is inconsistent"),
         ({**sentencepiece(), "tokenizer.ggml.scores": [0.0]}, "279 tokens, 1 scores and 279 types"),
         ({**sentencepiece(), "tokenizer.ggml.token_type": [1, 1]}, "279 tokens, 279 scores and 2 types"),
     ],

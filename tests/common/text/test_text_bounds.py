@@ -1,4 +1,4 @@
-"""Long texts: refused without being tokenised whole, or only the end that is kept is tokenised."""
+"""Long texts: rejected without being tokenised whole, or pre-truncated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.common.errors import PromptTooLongError, RequestError
-from pagoda.common.text.text_bounds import FLOOR, PER_TOKEN, PIECE, SHORT, check_length, end_with
+from pagoda.common.text.text_bounds import CHUNK, FLOOR, PER_TOKEN, SHORT, check_length, pre_truncate
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -37,7 +37,7 @@ def test_a_text_is_tokenised_until_it_is_too_long() -> None:
         count = Counting(4)
         with pytest.raises(PromptTooLongError, match="the first "):
             check_length("a" * (max(FLOOR, PER_TOKEN * limit) - 1), limit, count)
-        assert count.seen <= 5 * limit + PIECE
+        assert count.seen <= 5 * limit + CHUNK
 
 
 def test_what_may_fit_passes() -> None:
@@ -54,18 +54,18 @@ def test_the_end_is_looked_for_from_there() -> None:
     for side in ("left", "right"):
         count = Counting(4)
         text = "".join(map(str, range(500_000)))
-        end = end_with(text, 512, side, count)
-        assert len(end) < 2 * PIECE
-        assert count.seen < 2 * PIECE
+        end = pre_truncate(text, 512, side, count)
+        assert len(end) < 2 * CHUNK
+        assert count.seen < 2 * CHUNK
         assert text.startswith(end) if side == "right" else text.endswith(end)
-    assert end_with("a" * SHORT, 1, "left", count) == "a" * SHORT
+    assert pre_truncate("a" * SHORT, 1, "left", count) == "a" * SHORT
     with pytest.raises(PromptTooLongError):
-        end_with(" " * (FLOOR + 2 * PIECE), 512, "left", lambda _: 0)
+        pre_truncate(" " * (FLOOR + 2 * CHUNK), 512, "left", lambda _: 0)
 
 
 def test_the_end_of_a_text_with_long_tokens_is_all_of_it() -> None:
     text = " " * (SHORT + 1)
-    assert end_with(text, 512, "left", lambda _: 1) == text
+    assert pre_truncate(text, 512, "left", lambda _: 1) == text
 
 
 def words(model: Tokenizer, length: int) -> str:
@@ -88,7 +88,7 @@ def test_what_is_kept_is_what_the_whole_text_ends_with(
     assert len(text) > SHORT
     whole = tokenizer.encode(text)
     for keep in (1, 100, 8191):
-        last, first = tokenizer.end_with(text, keep, "left"), tokenizer.end_with(text, keep, "right")
+        last, first = tokenizer.pre_truncate(text, keep, "left"), tokenizer.pre_truncate(text, keep, "right")
         assert max(len(last), len(first)) < len(text)
         assert tokenizer.encode(last)[-keep:] == whole[-keep:]
         assert tokenizer.encode(first)[:keep] == whole[:keep]

@@ -1,13 +1,15 @@
 import json
 import subprocess
 import sys
+from typing import Any, Literal
 
 import pytest
 import tokenizers
+from support.tiny_encoder import WORDS, word_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pagoda.common.errors import ModelError, RequestError
-from pagoda.common.text.tokenizer import LONG_TEXT, load_tokenizer
+from pagoda.common.text.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
 
 TEXTS = [
@@ -288,7 +290,51 @@ def test_long_texts_leave_other_threads_running(folder, text, monkeypatch):
     for special in (False, True):
         ids = tokenizer.backend.encode(text, add_special_tokens=special).ids
         with monkeypatch.context() as patch:
-            patch.setattr(tokenizers.Tokenizer, "encode", None)  # it holds the interpreter's lock
+            patch.setattr(tokenizers.Tokenizer, "encode", None)  # it does not release the GIL
             assert tokenizer.encode(text, special) == ids
     with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
         tokenizer.encode(text + "\ud800")
+
+
+TOKENIZER = Tokenizer(word_pieces())
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(WORDS[id] for id in ids)
+
+
+def test_pairs_are_joined_by_the_tokenizer():
+    ids, second = TOKENIZER.encode_pair("the cats", "a dog")
+    assert words(ids) == "[CLS] the cat ##s [SEP] a dog [SEP]"
+    assert second == 5
+
+
+def test_one_text_is_what_encode_makes_of_it():
+    assert TOKENIZER.encode_within(None, "the cat") == (TOKENIZER.encode("the cat"), None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "texts", "side", "kept"),
+    [
+        (5, ("a b c d e",), "right", "[CLS] a b c [SEP]"),
+        (5, ("a b c d e",), "left", "[CLS] c d e [SEP]"),
+        (7, ("a b c d e",), "right", "[CLS] a b c d e [SEP]"),
+        (1, ("a b",), "right", "[CLS] [SEP]"),
+        (8, ("a b c d e f", "x y"), "right", "[CLS] a b c [SEP] [UNK] [UNK] [SEP]"),
+        (8, ("x", "a b c d e f"), "left", "[CLS] [UNK] [SEP] c d e f [SEP]"),
+        (8, ("a b c d", "e f g h"), "right", "[CLS] a b [SEP] e f g [SEP]"),
+        (8, ("a b c d e", "e f g h"), "right", "[CLS] a b c [SEP] e f [SEP]"),
+        (3, ("a", "b"), "right", "[CLS] [SEP] [SEP]"),
+    ],
+)
+def test_texts_are_cut_and_special_tokens_are_not(
+    limit: int, texts: tuple[str, ...], side: Literal["left", "right"], kept: str
+):
+    ids, _ = TOKENIZER.encode_within(limit, *texts, side=side)
+    assert words(ids) == kept
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfff"])
+def test_half_characters_are_refused(text: Any):
+    with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
+        TOKENIZER.encode_pair("a", text)

@@ -1,4 +1,4 @@
-"""Every block format bit for bit as the gguf package has it."""
+"""Every block format, bit-identical to the gguf package."""
 
 from __future__ import annotations
 

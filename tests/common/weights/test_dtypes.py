@@ -1,4 +1,4 @@
-"""Tagged bits: conversions against ml_dtypes, and what an array of them can and cannot do."""
+"""bfloat16 and 8-bit float dtypes: conversions against ml_dtypes, supported and unsupported array operations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from pagoda.common.models.shapes import Param
+from pagoda.common.models.weight_rules import Rename, Split, Stack
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.gguf.checkpoint import LAYOUTS
-from pagoda.common.weights.rules import Rename, Split, Stack, apply
+from pagoda.common.weights.rules import apply_rules
 
 TAGS = [getattr(dtypes, name) for name in dir(dtypes) if name.startswith(("BFLOAT", "FLOAT"))]
 EVERY = np.arange(1 << 16, dtype=np.uint16)
@@ -35,7 +36,7 @@ def test_float32_to_bfloat16_rounds_to_nearest_even() -> None:
         expected = values.astype(ml_dtypes.bfloat16)
     got = dtypes.to_bfloat16(values)
     numbers = ~np.isnan(values)
-    np.testing.assert_array_equal(dtypes.bits(got)[numbers], expected.view(np.uint16)[numbers])
+    np.testing.assert_array_equal(dtypes.as_uint(got)[numbers], expected.view(np.uint16)[numbers])
     assert np.isnan(dtypes.to_float32(got)[~numbers]).all()
 
 
@@ -44,7 +45,7 @@ def test_scalars_and_other_types_convert_too() -> None:
     assert (one.shape, one.dtype) == ((), dtypes.BFLOAT16)
     assert dtypes.to_float32(one) == 1
     assert dtypes.to_float32(np.array([2.0], np.float16)).dtype == np.float32
-    with pytest.raises(TypeError, match="float8_e5m2 is not converted"):
+    with pytest.raises(TypeError, match="float8_e5m2 cannot be converted"):
         dtypes.to_float32(np.zeros(1, dtypes.FLOAT8_E5M2))
 
 
@@ -65,9 +66,9 @@ def test_every_rule_carries_tagged_arrays() -> None:
     }
     tagged = {name: dtypes.to_bfloat16(value) for name, value in wide.items()}
     params = {name: Param(name, shape, "." * len(shape)) for name, shape in shapes.items()}
-    got = dict(apply(rules, params, tagged.items()))
+    got = dict(apply_rules(rules, params, tagged.items()))
     rounded = {name: value.astype(ml_dtypes.bfloat16).astype(np.float32) for name, value in wide.items()}
-    for name, expected in apply(rules, params, rounded.items()):
+    for name, expected in apply_rules(rules, params, rounded.items()):
         assert got[name].dtype == dtypes.BFLOAT16
         np.testing.assert_array_equal(dtypes.to_float32(got[name]), expected)
     assert np.shares_memory(got["a"], tagged["a"])

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole, sharded, in either format, and what a broken one says."""
+"""Checkpoint folders: whole, sharded, in either format, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_dummy_needs_no_weights(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no config.json"), ("{", "not valid JSON"), ("[1]", "holds a JSON list, expected an object")],
+    [(None, "no config.json"), ("{", "not valid JSON"), ("[1]", "contains a JSON list, expected an object")],
 )
 def test_config_is_needed(content: str | None, message: str, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -118,7 +118,7 @@ def test_an_index_cannot_leave_its_folder(folder: Path, shard: str) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "gone.safetensors"}}, "names the shard gone.safetensors, which is not there"),
+        ({"weight_map": {"a": "absent.safetensors"}}, "names the shard absent.safetensors, which is missing"),
         (
             {"weight_map": {"z": "model-00001-of-00002.safetensors"}},
             "tensor z is missing, which model.safetensors.index",
@@ -136,7 +136,7 @@ def test_broken_index(folder: Path, index: dict[str, Any], message: str) -> None
 
 def test_paths_that_are_no_model(folder: Path) -> None:
     save_file(TENSORS, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="give the folder that holds it"):
+    with pytest.raises(ModelError, match="give the folder that contains them"):
         open_checkpoint(folder / "model.safetensors")
     with pytest.raises(ModelError, match="no such file or folder"):
         open_checkpoint(folder / "none")

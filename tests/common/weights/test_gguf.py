@@ -1,4 +1,4 @@
-"""The GGUF container against the gguf package, and every way a file can be broken."""
+"""The GGUF container against the gguf package, and every kind of broken file."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ U32, STRING, ARRAY = (struct.pack("<I", kind) for kind in (4, 8, 9))
     [
         (_head(tensors=_tensor(b"a", (8,), 0, 0) + _tensor(b"b", (8,), 0, 0), num_tensors=2), "b overlaps a"),
         (_head(tensors=_tensor(b"a", (8,), 0, 0) + _tensor(b"a", (8,), 0, 32), num_tensors=2), "a occurs twice"),
-        (_head(tensors=_tensor(b"a", (8,), 0, 5), num_tensors=1), "no multiple of 32"),
+        (_head(tensors=_tensor(b"a", (8,), 0, 5), num_tensors=1), "not a multiple of 32"),
         (_head(tensors=_tensor(b"a", (8,), 999, 0), num_tensors=1), "type number 999 is unknown"),
         (_head(tensors=_tensor(b"a", (1,) * 5, 0, 0), num_tensors=1), "5 dimensions"),
-        (_head(tensors=_tensor(b"a", (20,), 2, 0), num_tensors=1), "no multiple of Q4_0's 32"),
+        (_head(tensors=_tensor(b"a", (20,), 2, 0), num_tensors=1), "not a multiple of Q4_0's 32"),
         (_head(tensors=_tensor(b"a", (1 << 40, 1 << 40), 0, 0), num_tensors=1), "truncated: expected"),
         (_head(num_tensors=1 << 60), "truncated|corrupt"),
         (_head(num_pairs=1 << 60), "truncated|corrupt"),

@@ -13,7 +13,7 @@ from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
-from pagoda.common.weights.rules import apply
+from pagoda.common.weights.rules import apply_rules
 from pagoda.tests.common.weights.gguf_writing import convert
 from pagoda.tests.models.tiny import TINY, Tiny
 
@@ -50,8 +50,8 @@ MOE = {
 def _tiny(case: str) -> Tiny:
     if case == "qwen3moe":
         return Tiny(case, "Qwen3MoeForCausalLM", MOE)
-    found = next(tiny for tiny in TINY if tiny.name == CASES[case][1])
-    return Tiny(found.name, found.architecture, {**found.extra, **OVERRIDES.get(case, {})}, found.base)
+    base = next(tiny for tiny in TINY if tiny.name == CASES[case][1])
+    return Tiny(base.name, base.architecture, {**base.extra, **OVERRIDES.get(case, {})}, base.base)
 
 
 def _close(mine: object, theirs: object) -> bool:
@@ -80,7 +80,7 @@ def test_reads_back_what_transformers_saved(case: str, tmp_path: Path) -> None:
 
     spec, family = spec_from_config(checkpoint.config())
     assert _close(spec, spec_from_config(open_checkpoint(tmp_path / "hf").config())[0])
-    names = [name for name, _ in apply(family.rules, params(spec), checkpoint.tensors(), family.ignored)]
+    names = [name for name, _ in apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)]
     assert sorted(names) == sorted(params(spec))
 
 
@@ -176,7 +176,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
         ({"rope.scaling.type": "other"}, "rope scaling other is not supported"),
         ({"rope.scaling.attn_factor": 2.0}, "attn_factor is not supported without yarn"),
         ({"attention.value_length": 8}, "keys and values differ"),
-        ({"attention.causal": False}, "looks ahead"),
+        ({"attention.causal": False}, "non-causal attention"),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_ext_factor": 0.5},
             "yarn_ext_factor",

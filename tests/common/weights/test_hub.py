@@ -1,4 +1,4 @@
-"""From MODEL to a path, with a hub that answers from a table."""
+"""Resolving MODEL to a path, with a fake hub client."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from huggingface_hub import errors
 
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.weights.hub import Wanted, is_local, resolve_model, wanted_files
+from pagoda.common.weights.hub import DownloadPlan, is_local, pick_gguf, plan_download, resolve_model
 
 
 class Hub:
-    """Stands in for the client: `problem` is raised by whatever goes to the network."""
+    """A fake hub client; `problem` is raised by every network call."""
 
     def __init__(self, folder: Path, files: tuple[str, ...] = (), problem: Exception | None = None) -> None:
         self.folder, self.files, self.problem = folder, files, problem
         self.cached = False
-        self.asked: dict[str, Any] = {}
+        self.request: dict[str, Any] = {}
 
     def model_info(self, model: str, **kwargs: Any) -> Any:
         if self.problem:
@@ -30,7 +30,7 @@ class Hub:
     def snapshot_download(self, model: str, **kwargs: Any) -> str:
         if kwargs.get("local_files_only") and not self.cached:
             raise errors.LocalEntryNotFoundError("nothing here")
-        self.asked = {"model": model, **kwargs}
+        self.request = {"model": model, **kwargs}
         return str(self.folder)
 
 
@@ -52,20 +52,20 @@ def test_local_paths_need_no_hub(tmp_path: Path) -> None:
 def test_what_cannot_be_a_hub_id_is_a_wrong_path(model: str, hub: Hub) -> None:
     with pytest.raises(ModelError, match="no such file or folder; give a local folder"):
         resolve_model(model)
-    assert not hub.asked
+    assert not hub.request
 
 
 def test_downloads_one_format(hub: Hub) -> None:
     assert resolve_model("org/name", revision="v1", token="t", download_dir="/d") == hub.folder
-    assert hub.asked["model"] == "org/name"
-    assert (hub.asked["revision"], hub.asked["token"], hub.asked["cache_dir"]) == ("v1", "t", "/d")
-    patterns = hub.asked["allow_patterns"]
+    assert hub.request["model"] == "org/name"
+    assert (hub.request["revision"], hub.request["token"], hub.request["cache_dir"]) == ("v1", "t", "/d")
+    patterns = hub.request["allow_patterns"]
     assert "model*.safetensors" in patterns
     assert "*.json" in patterns
     assert not any(".bin" in pattern or "gguf" in pattern or ".py" in pattern for pattern in patterns)
 
 
-COMMON = wanted_files([], "auto").patterns
+COMMON = plan_download([], "auto").patterns
 SAFETENSORS = (*COMMON, "model*.safetensors")
 TORCH = (*COMMON, "pytorch_model*.bin")
 
@@ -73,50 +73,50 @@ TORCH = (*COMMON, "pytorch_model*.bin")
 @pytest.mark.parametrize(
     ("names", "load_format", "wanted"),
     [
-        (["config.json", "model.safetensors", "pytorch_model.bin", "x.gguf"], "auto", Wanted(SAFETENSORS)),
-        (["config.json", "model.safetensors", "pytorch_model.bin"], "pt", Wanted(TORCH)),
-        (["config.json", "model.safetensors", "x.gguf"], "gguf", Wanted((*COMMON, "x.gguf"), "x.gguf")),
-        (["config.json", "model.safetensors", "x.gguf"], "dummy", Wanted(COMMON)),
-        (["pytorch_model.bin", "x.gguf"], "auto", Wanted(TORCH)),
-        (["pytorch_model.bin", "x.gguf"], "safetensors", Wanted(COMMON)),
-        (["config.json", "x.gguf"], "auto", Wanted((*COMMON, "x.gguf"), "x.gguf")),
-        (["config.json", "x.gguf", "y.gguf"], "dummy", Wanted(COMMON)),
-        (["x.gguf", "mmproj-x.gguf"], "dummy", Wanted((*COMMON, "x.gguf"), "x.gguf")),
-        (["tokenizer.json"], "auto", Wanted(COMMON)),
+        (["config.json", "model.safetensors", "pytorch_model.bin", "x.gguf"], "auto", DownloadPlan(SAFETENSORS)),
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "pt", DownloadPlan(TORCH)),
+        (["config.json", "model.safetensors", "x.gguf"], "gguf", DownloadPlan((*COMMON, "x.gguf"), "x.gguf")),
+        (["config.json", "model.safetensors", "x.gguf"], "dummy", DownloadPlan(COMMON)),
+        (["pytorch_model.bin", "x.gguf"], "auto", DownloadPlan(TORCH)),
+        (["pytorch_model.bin", "x.gguf"], "safetensors", DownloadPlan(COMMON)),
+        (["config.json", "x.gguf"], "auto", DownloadPlan((*COMMON, "x.gguf"), "x.gguf")),
+        (["config.json", "x.gguf", "y.gguf"], "dummy", DownloadPlan(COMMON)),
+        (["x.gguf", "mmproj-x.gguf"], "dummy", DownloadPlan((*COMMON, "x.gguf"), "x.gguf")),
+        (["tokenizer.json"], "auto", DownloadPlan(COMMON)),
         (
             ["model.safetensors", "2_Dense/pytorch_model.bin"],
             "auto",
-            Wanted((*SAFETENSORS, "2_Dense/pytorch_model.bin")),
+            DownloadPlan((*SAFETENSORS, "2_Dense/pytorch_model.bin")),
         ),
     ],
 )
-def test_wanted_files(names: list[str], load_format: str, wanted: Wanted) -> None:
-    assert wanted_files(names, load_format) == wanted
+def test_wanted_files(names: list[str], load_format: str, wanted: DownloadPlan) -> None:
+    assert plan_download(names, load_format) == wanted
 
 
 def test_without_weights_only_what_describes_the_model_is_wanted() -> None:
-    assert wanted_files(["config.json", "model.safetensors"], "auto", weights=False) == Wanted(COMMON)
-    # A GGUF file holds config and tokenizer, so there is no way around it.
-    assert wanted_files(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
+    assert plan_download(["config.json", "model.safetensors"], "auto", weights=False) == DownloadPlan(COMMON)
+    # A GGUF file contains config and tokenizer, so it is downloaded anyway.
+    assert plan_download(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
 
 
 def test_a_quantisation_names_the_file() -> None:
     names = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "model.safetensors", "config.json"]
-    assert wanted_files(names, "auto", quant="q8_0") == Wanted((*COMMON, "m-Q8_0.gguf"), "m-Q8_0.gguf")
+    assert plan_download(names, "auto", quant="q8_0") == DownloadPlan((*COMMON, "m-Q8_0.gguf"), "m-Q8_0.gguf")
     with pytest.raises(ModelError, match=r"no GGUF file in it is Q2_K; there are: m-Q4_K_M.gguf, m-Q8_0.gguf"):
-        wanted_files(names, "auto", quant="Q2_K")
+        plan_download(names, "auto", quant="Q2_K")
     with pytest.raises(ModelError, match=r":Q8_0 names a GGUF file, but --load-format is safetensors"):
-        wanted_files(names, "safetensors", quant="Q8_0")
-    with pytest.raises(ModelError, match=r"it holds no GGUF file; drop :Q8_0"):
-        wanted_files(["model.safetensors"], "auto", quant="Q8_0")
+        plan_download(names, "safetensors", quant="Q8_0")
+    with pytest.raises(ModelError, match=r"it has no GGUF file; drop :Q8_0"):
+        plan_download(["model.safetensors"], "auto", quant="Q8_0")
 
 
 def test_a_choice_of_gguf_files_names_the_model(hub: Hub) -> None:
     hub.files = ("x.gguf", "y.gguf")
-    with pytest.raises(ModelError, match=r"^org/name: it holds several GGUF files; name one .*: x.gguf, y.gguf$"):
+    with pytest.raises(ModelError, match=r"^org/name: it has several GGUF files; name one .*: x.gguf, y.gguf$"):
         resolve_model("org/name")
     assert resolve_model("org/name:y") == hub.folder / "y.gguf"
-    assert hub.asked["allow_patterns"][-1] == "y.gguf"
+    assert hub.request["allow_patterns"][-1] == "y.gguf"
 
 
 def test_a_local_folder_and_a_quantisation(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def _http(kind: type[Exception]) -> Exception:
     ("kind", "message"),
     [
         (errors.RepositoryNotFoundError, "no such public model on the hub"),
-        (errors.GatedRepoError, "accept its terms there and set HF_TOKEN"),
+        (errors.GatedRepoError, "accept its terms on the hub and set HF_TOKEN"),
         (errors.RevisionNotFoundError, "the hub has no revision v1"),
         (errors.LocalTokenNotFoundError, "no token is stored; log in with `hf auth login`"),
         (errors.OfflineModeIsEnabled, "not downloaded before, and the hub cannot be reached"),
@@ -161,4 +161,55 @@ def test_problems_are_one_line_with_a_remedy(kind: type[Exception], message: str
 def test_an_earlier_download_serves_offline(hub: Hub) -> None:
     hub.problem, hub.cached = ConnectionError("no network\nat all"), True
     assert resolve_model("org/name", revision="v1") == hub.folder
-    assert hub.asked["revision"] == "v1"
+    assert hub.request["revision"] == "v1"
+
+
+FILES = [
+    "Model-1B-Q4_K_M.gguf",
+    "Model-1B-Q4_K_S.gguf",
+    "Model-1B-IQ4_XS.gguf",
+    "Model-1B.Q8_0.gguf",
+    "model_f16.gguf",
+    "BF16/Model-1B-BF16.gguf",
+    "Q2_K/Model-1B-Q2_K-00001-of-00002.gguf",
+    "Q2_K/Model-1B-Q2_K-00002-of-00002.gguf",
+    "mmproj-Q8_0.gguf",
+    "Model-1B-imatrix.gguf",
+    "README.md",
+]
+
+
+@pytest.mark.parametrize(
+    ("quant", "file"),
+    [
+        ("Q4_K_M", "Model-1B-Q4_K_M.gguf"),
+        ("q4_k_s", "Model-1B-Q4_K_S.gguf"),
+        ("IQ4_XS", "Model-1B-IQ4_XS.gguf"),
+        ("Q8_0", "Model-1B.Q8_0.gguf"),
+        ("F16", "model_f16.gguf"),
+        ("BF16", "BF16/Model-1B-BF16.gguf"),
+        ("Model-1B-Q4_K_M", "Model-1B-Q4_K_M.gguf"),
+        ("Model-1B.Q8_0.gguf", "Model-1B.Q8_0.gguf"),
+    ],
+)
+def test_a_quantisation_names_one_file(quant: str, file: str) -> None:
+    assert pick_gguf(FILES, quant) == file
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "words"),
+    [
+        (FILES, "Q4_K", "no GGUF file in it is Q4_K; there are: Model-1B-Q4_K_M.gguf, "),
+        (FILES, "Q2_K", r"split into 2 parts; merge them \(llama-gguf-split --merge\)"),
+        (FILES, "", "several GGUF files; name one after a colon, like :Model-1B-Q4_K_M: "),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "several GGUF files; .*: a-Q8_0.gguf, b-Q8_0.gguf$"),
+        (["config.json", "mmproj.gguf"], "", "it has no GGUF file; drop --load-format gguf"),
+    ],
+)
+def test_what_is_no_choice_lists_what_there_is(names: list[str], quant: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        pick_gguf(names, quant)
+
+
+def test_a_lone_file_needs_no_name() -> None:
+    assert pick_gguf(["mmproj-m.gguf", "m.gguf", "config.json"]) == "m.gguf"

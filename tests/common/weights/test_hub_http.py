@@ -1,4 +1,4 @@
-"""The hub's real client against a hub on this machine: what is asked for, kept, and found again without a network."""
+"""The real hub client against a local HTTP hub: requests, cached files, and offline use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names as data: each operation, and strictness on both sides."""
+"""Each weight-name rule, and strictness on both sides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import Param
-from pagoda.common.weights.rules import Rename, Rule, Split, Stack, apply, fused_linear, linear
+from pagoda.common.models.weight_rules import Rename, Rule, Split, Stack, fused_linear, linear
+from pagoda.common.weights.rules import apply_rules
 
 RULES: tuple[Rule, ...] = (
     Rename("[model.]embed.weight", "embed"),
@@ -25,7 +26,7 @@ def array(*shape: int) -> np.ndarray:
 
 def run(shapes: dict[str, tuple[int, ...]], tensors: dict[str, np.ndarray], ignored: tuple[str, ...] = ()):
     params = {name: Param(name, shape, "." * len(shape)) for name, shape in shapes.items()}
-    return dict(apply(RULES, params, tensors.items(), ignored))
+    return dict(apply_rules(RULES, params, tensors.items(), ignored))
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "model.embed.weight"])
@@ -35,28 +36,28 @@ def test_rename_with_optional_prefix_shares_memory(name: str):
 
 
 def test_numbers_are_carried_over():
-    found = run(
+    filled = run(
         {"layers.0.o": (1, 2), "layers.12.o": (1, 2)}, {f"layers.{n}.out.weight": array(1, 2) + n for n in (12, 0)}
     )
-    assert found["layers.12.o"][0, 0] == 12
-    assert found["layers.0.o"][0, 0] == 0
+    assert filled["layers.12.o"][0, 0] == 12
+    assert filled["layers.0.o"][0, 0] == 0
 
 
 def test_split_takes_sizes_from_the_shapes():
     fused = array(5, 2)
-    found = run({"layers.0.q": (3, 2), "layers.0.k": (2, 2)}, {"layers.0.qk.weight": fused})
-    np.testing.assert_array_equal(found["layers.0.q"], fused[:3])
-    np.testing.assert_array_equal(found["layers.0.k"], fused[3:])
+    filled = run({"layers.0.q": (3, 2), "layers.0.k": (2, 2)}, {"layers.0.qk.weight": fused})
+    np.testing.assert_array_equal(filled["layers.0.q"], fused[:3])
+    np.testing.assert_array_equal(filled["layers.0.k"], fused[3:])
 
 
 def test_transpose_and_transposed_split():
     turned, both = array(2, 3), array(2, 5)
-    found = run(
+    filled = run(
         {"layers.0.t": (3, 2), "layers.0.x": (1, 2), "layers.0.y": (4, 2)},
         {"layers.0.turned": turned, "layers.0.both": both},
     )
-    np.testing.assert_array_equal(found["layers.0.t"], turned.T)
-    np.testing.assert_array_equal(found["layers.0.y"], both.T[1:])
+    np.testing.assert_array_equal(filled["layers.0.t"], turned.T)
+    np.testing.assert_array_equal(filled["layers.0.y"], both.T[1:])
 
 
 def test_stack_is_kept_until_complete_and_streams():
@@ -70,7 +71,7 @@ def test_stack_is_kept_until_complete_and_streams():
     params = {
         name: Param(name, shape, "..") for name, shape in {"layers.0.experts": (2, 2, 2), "embed": (2, 2)}.items()
     }
-    stream = apply(RULES, params, tensors())
+    stream = apply_rules(RULES, params, tensors())
     name, stacked = next(stream)
     assert (name, len(seen)) == ("layers.0.experts", 2)
     np.testing.assert_array_equal(stacked, [array(2, 2), array(2, 2) + 1])

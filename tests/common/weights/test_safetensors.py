@@ -1,4 +1,4 @@
-"""The mapped reader against the safetensors library, and every way a file can be broken."""
+"""The reader against the safetensors library, and every kind of broken file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_unaligned_tensors_are_readable(tmp_path: Path) -> None:
 def test_tagged_tensors_are_aligned(shift: int, tmp_path: Path) -> None:
     entries = {"bytes": _entry("U8", [1 + shift], 0, 1 + shift), "a": _entry("BF16", [2], 1 + shift, 5 + shift)}
     array = SafetensorsFile(_write(tmp_path, entries, b"\0" * (1 + shift) + b"\x80\x3f\0\xc0")).tensor("a")
-    assert dtypes.bits(array).flags.aligned
+    assert dtypes.as_uint(array).flags.aligned
     assert dtypes.to_float32(array).tolist() == [1, -2]
 
 

@@ -1,4 +1,4 @@
-"""sentence-transformers folders: what their modules say, and what is refused."""
+"""sentence-transformers folders: supported modules and rejected ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from pagoda.common.errors import ModelError
 from pagoda.common.models.spec import Dense
-from pagoda.common.weights.sentence_modules import read_sentence_modules
+from pagoda.common.weights.sentence_modules import module_tensors, read_sentence_modules
 
 MEAN = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
 
@@ -49,9 +49,9 @@ def test_a_plain_folder_has_none(tmp_path: Path):
     ],
 )
 def test_kinds_of_pooling(tmp_path: Path, pooling: dict[str, Any], kind: str):
-    found = read_sentence_modules(write(tmp_path, "Transformer", "Pooling", pooling=pooling))
-    assert found is not None
-    assert (found.kind, found.width, found.normalise, found.dense) == (kind, 8, False, ())
+    modules = read_sentence_modules(write(tmp_path, "Transformer", "Pooling", pooling=pooling))
+    assert modules is not None
+    assert (modules.kind, modules.width, modules.normalise, modules.dense) == (kind, 8, False, ())
 
 
 def test_dense_layers_and_the_rest(tmp_path: Path):
@@ -67,20 +67,20 @@ def test_dense_layers_and_the_rest(tmp_path: Path):
         config["activation_function"] = f"torch.nn.modules.{kind}"
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         save_file({"linear.weight": np.full((width, 8), width, np.float32)}, tmp_path / name / "model.safetensors")
-    found = read_sentence_modules(tmp_path)
-    assert found is not None
-    assert found.dense == (Dense(24, "tanh"), Dense(6, None, bias=False))
-    assert found.normalise
-    assert found.max_seq_length == 77
-    assert found.prompts == {"query": "task: search | query: "}
-    tensors = dict(found.tensors())
+    modules = read_sentence_modules(tmp_path)
+    assert modules is not None
+    assert modules.dense == (Dense(24, "tanh"), Dense(6, None, bias=False))
+    assert modules.normalise
+    assert modules.max_seq_length == 77
+    assert modules.prompts == {"query": "task: search | query: "}
+    tensors = dict(module_tensors(modules))
     assert {name: tensor.shape for name, tensor in tensors.items()} == {
         "sentence_modules.0.linear.weight": (24, 8),
         "sentence_modules.1.linear.weight": (6, 8),
     }
     (tmp_path / "3_Dense/model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"3_Dense: no weights: expected model.safetensors"):
-        dict(found.tensors())
+        dict(module_tensors(modules))
 
 
 @pytest.mark.parametrize(

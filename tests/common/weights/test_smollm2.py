@@ -1,4 +1,4 @@
-"""The real checkpoint, read whole: the same bfloat16 numbers as transformers' conversion of the same file."""
+"""A real GGUF checkpoint, read whole: the same bfloat16 values as transformers' conversion of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of torch.save against torch, and pickles that try to do more than describe tensors."""
+"""Files of torch.save against torch, and malicious pickles."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_booby_trapped_pickle_does_not_run(function: Any, name: str, tmp_path:
     marker = tmp_path / "ran"
     argument = {os.system: f"touch {marker}", eval: f"open({str(marker)!r}, 'w')"}.get(function, str(marker))
     args = (argument, "w") if function is open else (argument,)
-    _refused(_save(tmp_path, {"a": torch.ones(1), "b": Trap(function, *args)}), f"asks for {name}")
+    _refused(_save(tmp_path, {"a": torch.ones(1), "b": Trap(function, *args)}), f"refers to {name}")
     assert not marker.exists()
 
 
@@ -198,7 +198,7 @@ def test_records_that_lie_about_their_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ([torch.ones(1)], "holds no state dict but a list"),
+        ([torch.ones(1)], "contains no state dict but a list"),
         ({"a": 1}, "entry 'a' of the state dict is no tensor"),
         ({1: torch.ones(1)}, "entry 1 of the state dict is no tensor"),
         ({"model": {"a": torch.ones(1)}}, "entry 'model'"),

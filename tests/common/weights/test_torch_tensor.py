@@ -1,4 +1,4 @@
-"""One tensor of torch.save from somebody who is not trusted. What a server refuses, test_prompt_embeds_http lists."""
+"""One tensor of torch.save from untrusted bytes; test_prompt_embeds_http lists what a server rejects."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def saved(value: Any, **options: Any) -> bytes:
 def test_values_equal_torch(kind: torch.dtype, protocol: int) -> None:
     value = (torch.randn(5, 7) * 9).to(kind)
     for view in (value, value[2:4], value.T, value[:, 3], value[1, 1], value[:0]):
-        found = read_tensor(saved(view, pickle_protocol=protocol))
-        assert torch.equal(torch.from_numpy(found.copy()), view)
+        array = read_tensor(saved(view, pickle_protocol=protocol))
+        assert torch.equal(torch.from_numpy(array.copy()), view)
 
 
 def test_bfloat16_is_tagged() -> None:
     value = torch.randn(3, 4).to(torch.bfloat16)
-    found = read_tensor(saved(value))
-    assert found.dtype == dtypes.BFLOAT16
-    np.testing.assert_array_equal(dtypes.to_float32(found), value.float().numpy())
+    array = read_tensor(saved(value))
+    assert array.dtype == dtypes.BFLOAT16
+    np.testing.assert_array_equal(dtypes.to_float32(array), value.float().numpy())
 
 
 def test_reading_takes_no_memory_of_its_own() -> None:
@@ -67,9 +67,9 @@ def test_random_damage_never_escapes_as_another_error() -> None:
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            found = read_tensor(bytes(data[: rng.choice([len(data), rng.randrange(len(data))])]))
+            array = read_tensor(bytes(data[: rng.choice([len(data), rng.randrange(len(data))])]))
             outcomes.add("read")
-            assert found.nbytes <= len(data)
+            assert array.nbytes <= len(data)
         except WeightError as error:
             outcomes.add("refused")
             longest = max(longest, len(str(error)))

@@ -18,7 +18,7 @@ from support.tiny_folder import write_model
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import load_tokenizer
-from pagoda.common.weights.hub import wanted_files
+from pagoda.common.weights.hub import plan_download
 from pagoda.server.cli import main
 from pagoda.server.llm import LLM
 from pagoda.server.settings.args import EngineArgs
@@ -152,6 +152,6 @@ def test_what_cannot_be_converted(
 def test_of_a_repository_the_arrays_are_fetched_where_there_is_nothing_else() -> None:
     names = ["config.json", "manifest.json", "arrays/_METADATA", "arrays/d/0123", "tokenizer.json"]
     for load_format in ("auto", "sharded_state"):
-        assert "arrays/*" in wanted_files(names, load_format).patterns
-    assert "arrays/*" not in wanted_files([*names, "model.safetensors"], "auto").patterns
-    assert "arrays/*" not in wanted_files(names, "auto", weights=False).patterns
+        assert "arrays/*" in plan_download(names, load_format).patterns
+    assert "arrays/*" not in plan_download([*names, "model.safetensors"], "auto").patterns
+    assert "arrays/*" not in plan_download(names, "auto", weights=False).patterns

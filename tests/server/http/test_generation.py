@@ -11,7 +11,7 @@ from support.byte_text import byte_tokenizer
 
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.observe.metrics import FinishedAnswer, FinishedRequest
+from pagoda.common.observe.metrics import FinishedRequest, FinishedSequence
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.http.generation import _GenerationMeter
 from pagoda.server.outputs import RequestOutput
@@ -72,7 +72,7 @@ def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind:
     assert output.metrics is not None
     assert (output.metrics.arrival_ts, output.metrics.queued_ts, output.metrics.scheduled_ts) == (1.25, 1.5, 2.0)
     assert (output.metrics.first_token_ts, output.metrics.last_token_ts) == (3.0, 8.0)
-    first = FinishedAnswer(
+    first = FinishedSequence(
         is_complete=True,
         scheduled=2.0,
         first_token=3.0,
@@ -81,7 +81,7 @@ def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind:
         generation_tokens=3,
         preemptions=0,
     )
-    second = FinishedAnswer(
+    second = FinishedSequence(
         is_complete=True,
         scheduled=3.5,
         first_token=4.0,
@@ -98,7 +98,7 @@ def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind:
             prompt_tokens=5,
             n=2,
             max_tokens=9,
-            answers=(first, second),
+            sequences=(first, second),
         )
     ]
 
@@ -108,8 +108,8 @@ def test_what_a_stop_string_ends_is_complete_and_counts_its_preemptions(monkeypa
     bench.step(3.0, says("a", "z", scheduled=2.0), says("b", "x", scheduled=2.0, num_preemptions=2))
     bench.step(4.0, says("b", "z"))
     (request,) = bench.told.finished
-    assert [each.is_complete for each in request.answers] == [True, True]
-    assert [each.preemptions for each in request.answers] == [0, 2], "the engine had no last word on either"
+    assert [each.is_complete for each in request.sequences] == [True, True]
+    assert [each.preemptions for each in request.sequences] == [0, 2], "the engine had no last word on either"
 
 
 def test_what_a_client_leaves_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_what_a_client_leaves_is_not_complete(monkeypatch: pytest.MonkeyPatch) -
     bench.processor.abort(["r"])
     bench.meter.finish("abort")
     (request,) = bench.told.finished
-    assert [each.is_complete for each in request.answers] == [True, False]
+    assert [each.is_complete for each in request.sequences] == [True, False]

@@ -145,7 +145,7 @@ def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> N
     assert hub.tokens - {None} == {"secret"}
     assert info("org/tiny", revision="old", download_dir=str(tmp_path / "mine")).max_model_len == 64
     assert (tmp_path / "mine" / "models--org--tiny").is_dir()
-    with pytest.raises(ModelError, match="org/tiny: the hub has no revision new; drop or mend --revision"):
+    with pytest.raises(ModelError, match="org/tiny: the hub has no revision new; drop or correct --revision"):
         info("org/tiny", revision="new")
     with pytest.raises(ModelError, match=r"no weights: expected model.safetensors"):
         info("org/tiny", revision="old", ignore_patterns=["*.safetensors"], download_dir=str(tmp_path / "none"))
@@ -162,7 +162,7 @@ def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> Non
 def test_a_gguf_repository_and_a_quantisation(hub: HubServer) -> None:
     assert info("org/tiny-GGUF:Q4_K_M").max_model_len == 64
     assert "tiny-Q8_0.gguf" not in hub.fetched
-    with pytest.raises(ModelError, match=r"^org/tiny-GGUF: it holds several GGUF files"):
+    with pytest.raises(ModelError, match=r"^org/tiny-GGUF: it has several GGUF files"):
         info("org/tiny-GGUF")
 
 

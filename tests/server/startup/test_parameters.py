@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
 from pagoda.common.weights.dtypes import dtype_name, to_float32
-from pagoda.server.startup.parameters import dummy_weights
+from pagoda.server.startup.parameters import dummy_weights, with_progress
 
 NORM = Norm(1e-5, kind="layer", bias=True)
 LAYER = Layer(Attention(4, 2, 8, 0.3, Rope(1e4, 8), qk_norm=Norm(1e-5)), Mlp(64, "silu", True), Norms(NORM, None, NORM))
@@ -41,3 +43,29 @@ def test_parameters_differ() -> None:
 def test_unknown_dtype() -> None:
     with pytest.raises(ValueError, match="int8 is not one of float32"):
         list(dummy_weights(PARAMS, dtype="int8"))
+
+
+TENSORS = [("a", np.zeros(1024, np.uint8)), ("b", np.zeros(3072, np.uint8))]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "disable"), [(io.StringIO(), False), (Terminal(), True)])
+def test_silent_without_a_terminal_or_when_disabled(
+    stream: io.StringIO, disable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    assert list(with_progress(TENSORS, 4096, disable=disable)) == TENSORS
+    assert stream.getvalue() == ""
+
+
+def test_counts_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert list(with_progress(iter(TENSORS), 4096, description="Loading")) == TENSORS
+    assert "Loading" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+    assert "4.00k/4.00k" in terminal.getvalue()
