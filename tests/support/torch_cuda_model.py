@@ -17,7 +17,7 @@ from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Pack
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
@@ -60,7 +60,7 @@ class TorchCudaModel:
         spec: ModelSpec,
         weights: Iterable[Weight],
         max_len: int,
-        comm: Comm = ALONE,
+        comm: Comm = SINGLE_RANK,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         pack: Pack | None = None,
@@ -71,7 +71,7 @@ class TorchCudaModel:
         shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
         self.on_host = choose_layers(shapes, offload)
         self.offload = Offload(self.on_host, device, poisoned) if offload else None
-        elsewhere = self.offload.places() if self.offload else {}
+        elsewhere = self.offload.allocators() if self.offload else {}
         self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
         self.loader.fill(weights)
         self.decoder = CudaDecoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)

@@ -1,6 +1,6 @@
-"""The tensors that every decode step reads and writes: captured graphs know them by address.
+"""Static input and output buffers of decode steps, which captured graphs reference by address.
 
-One vector holds everything but block tables and logits, cut anew for each size; only one step uses it at a time.
+One vector holds all inputs but the block tables, laid out anew for each batch size; only one step uses it at a time.
 """
 
 from __future__ import annotations
@@ -8,61 +8,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.execution.step_input import TABLE_ALIGN, CudaStepBatch, CudaStepShape, GroupBatch, up
+from pagoda.backends.torch_cuda.execution.step_input import (
+    TABLE_ALIGN,
+    CudaStepBatch,
+    CudaStepShape,
+    GroupBatch,
+    round_up,
+)
 from pagoda.common.engine.step import PREVIOUS
 
 
-class Buffers:
-    """Room for decode steps of at most S sequences in G groups with W blocks each.
-
-    `logits` float32 [S, V]; `tokens` int32 [S], what was chosen.
-    """
+class DecodeBuffers:
+    """DecodeBuffers for decode steps of at most S sequences in G groups with W blocks each."""
 
     def __init__(self, seqs: int, groups: int, width: int, vocab: int, device: torch.device) -> None:
-        self.groups, self.width = groups, up(width, TABLE_ALIGN)
-        self._numbers = torch.zeros(decode_shape(seqs, groups, self.width).numbers, dtype=torch.int32, device=device)
+        self.groups, self.width = groups, round_up(width, TABLE_ALIGN)
+        size = decode_shape(seqs, groups, self.width).prefix_size
+        self._prefix = torch.zeros(size, dtype=torch.int32, device=device)
         self._tables = torch.zeros((groups, seqs, self.width), dtype=torch.int32, device=device)
         self.logits = torch.zeros((seqs, vocab), dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(seqs, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(seqs, dtype=torch.int32, device=device)  # sampled
 
     def clear(self) -> None:
-        """Padding alone, whatever the size: what a step leaves behind lies otherwise in steps of other sizes."""
-        self._numbers.zero_()
+        """Make every input padding, for any batch size."""
+        self._prefix.zero_()
         self._tables.zero_()
 
-    def fill(self, shape: CudaStepShape, sent: Tensor, seqs: int) -> None:
-        """Take a decode step as it came, int32 [shape.size]; `seqs`: how many of its sequences are no padding."""
-        self._numbers[: shape.numbers].copy_(sent[: shape.numbers])
-        self._tables[:, :seqs, : shape.width].copy_(tables(shape, sent)[:, :seqs])
+    def fill(self, shape: CudaStepShape, packed: Tensor, seqs: int) -> None:
+        """Copy a packed decode step, int32 [shape.size]; `seqs`: its sequences without padding."""
+        self._prefix[: shape.prefix_size].copy_(packed[: shape.prefix_size])
+        self._tables[:, :seqs, : shape.width].copy_(tables(shape, packed)[:, :seqs])
 
-    def fill_rules(self, shape: CudaStepShape, sent: Tensor) -> None:
-        """Take the rules alone, of a step whose other inputs are read where they came."""
-        end = shape.parts["rules"].end
-        self._numbers[:end].copy_(sent[:end])
+    def fill_sampling(self, shape: CudaStepShape, packed: Tensor) -> None:
+        """Copy only the sampling parameters of a packed step."""
+        end = shape.sections["sampling"].end
+        self._prefix[:end].copy_(packed[:end])
 
-    def rules(self, rows: int) -> Tensor:
-        """int32 [7, R]: what the sampler packed."""
-        return decode_shape(rows, self.groups, self.width).parts["rules"].of(self._numbers)
+    def sampling(self, rows: int) -> Tensor:
+        """Return int32 [7, R]: packed sampling parameters."""
+        return decode_shape(rows, self.groups, self.width).sections["sampling"].of(self._prefix)
 
     def batch(self, size: int, last: Tensor, splits: int) -> CudaStepBatch:
-        """A decode step of `size` sequences, whatever is in the buffers; finding its tokens runs on the device."""
+        """Return the decode step of `size` sequences in the buffers; see `make_batch`."""
         shape = decode_shape(size, self.groups, self.width)
-        return make_batch(shape, self._numbers, self._tables[:, :size], last, num_decodes=size, splits=splits)
+        return make_batch(shape, self._prefix, self._tables[:, :size], last, num_decodes=size, splits=splits)
 
 
 def decode_shape(size: int, groups: int, width: int) -> CudaStepShape:
-    """A step of `size` sequences with a token each."""
+    """Return the shape of a step of `size` sequences with one token each."""
     return CudaStepShape(tokens=size, seqs=size, rows=size, groups=groups, width=width)
 
 
-def tables(shape: CudaStepShape, sent: Tensor) -> Tensor:
-    """int32 [G, S, W]."""
-    return shape.parts["tables"].of(sent).reshape(shape.groups, shape.seqs, shape.width)
+def tables(shape: CudaStepShape, packed: Tensor) -> Tensor:
+    """Return the block tables, int32 [G, S, W]."""
+    return shape.sections["tables"].of(packed).reshape(shape.groups, shape.seqs, shape.width)
 
 
 def make_batch(
     shape: CudaStepShape,
-    numbers: Tensor,
+    packed: Tensor,
     tables: Tensor,
     last: Tensor,
     *,
@@ -70,19 +74,19 @@ def make_batch(
     splits: int,
     tile: int | None = None,
 ) -> CudaStepBatch:
-    """What the decoder reads, from int32 [shape.numbers or more] and block tables [G, S, W].
+    """Return the decoder's input from int32 [shape.prefix_size or more] and block tables [G, S, W].
 
-    `last` int32 [rows]: the token that each row sampled last, for those that the host does not know.
+    `last` int32 [rows]: each row's last sampled token, which replaces PREVIOUS on the device.
     """
-    said, owners = shape.vector(numbers, "token_ids"), shape.vector(numbers, "owners")
+    token_ids, token_rows = shape.vector(packed, "token_ids"), shape.vector(packed, "token_rows")
     return CudaStepBatch(
-        token_ids=torch.where(said == PREVIOUS, last.index_select(0, owners), said),
-        positions=shape.vector(numbers, "positions"),
-        query_start=shape.vector(numbers, "query_start"),
-        kv_lens=shape.vector(numbers, "kv_lens"),
-        groups=tuple(map(GroupBatch, tables, shape.parts["slots"].of(numbers))),
+        token_ids=torch.where(token_ids == PREVIOUS, last.index_select(0, token_rows), token_ids),
+        positions=shape.vector(packed, "positions"),
+        query_start=shape.vector(packed, "query_start"),
+        kv_lens=shape.vector(packed, "kv_lens"),
+        groups=tuple(map(GroupBatch, tables, shape.sections["slots"].of(packed))),
         num_decodes=num_decodes,
-        tiles=shape.parts["tiles"].of(numbers) if shape.tiles else None,
+        tiles=shape.sections["tiles"].of(packed) if shape.tiles else None,
         splits=splits,
         tile=tile,
     )

@@ -121,7 +121,7 @@ def test_structures_are_as_large_as_cuda_h_has_them() -> None:
 
 
 def test_tensors_keep_address_and_values_over_a_sleep(arena: Arena, monkeypatch) -> None:
-    monkeypatch.setattr(arenas, "PIECE", 3000)
+    monkeypatch.setattr(arenas, "CHUNK_BYTES", 3000)
     tensors = _filled(arena)
     before, addresses = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
     assert all((address - addresses[0]) % ALIGNMENT == 0 for address in addresses)

@@ -15,7 +15,7 @@ from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.execution.buffers import Buffers
+from pagoda.backends.torch_cuda.execution.buffers import DecodeBuffers
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
@@ -203,12 +203,12 @@ def test_narrow_numbers_stay_close(dtype: str) -> None:
 def test_200_random_requests_capture_and_compile_nothing() -> None:
     core = engine("torch_cuda", SPECS["window"], blocks=200, warm=True, limits={"max_num_seqs": 12}, device=CPU)
     backend = core._backend
-    assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) > 8
+    assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) > 8
     answers(core, list(requests(200, seed=1)))
     assert core.stats.recompiles == 0
     with backend._stream.running():
         backend._runner.programs.capture((1,))
-    assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) + 2, "the count counts"
+    assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) + 2, "the count counts"
 
 
 def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +230,10 @@ def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.
 def test_warm_up_runs_every_kind_of_step() -> None:
     """On a GPU all of these compile something; here they have to go through."""
     d = driver(SPECS["window"])
-    plans = list(d.backend._plans.every(d.backend.setup.ladder.sizes))
-    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(d.backend.setup.ladder.sizes)
+    plans = list(d.backend._warmup_plans.all(d.backend.config.graph_sizes.sizes))
+    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(
+        d.backend.config.graph_sizes.sizes
+    )
     assert max(plan.num_tokens for plan in plans) == 256
     for plan in plans:
         d.backend.execute(plan).result()
@@ -247,7 +249,7 @@ def test_a_replay_depends_on_the_buffers_alone(monkeypatch: pytest.MonkeyPatch) 
     d = driver(SPECS["window"])
     want = [driver(SPECS["window"]).generate(prompt, 8, row=0) for prompt in (PROMPT, PROMPT[:4], PROMPT[2:])]
     d.backend.warmup()
-    fill = Buffers.fill
+    fill = DecodeBuffers.fill
 
     def poisoned(self, shape, sent, seqs):
         self._tables[:] = GARBAGE
@@ -256,7 +258,7 @@ def test_a_replay_depends_on_the_buffers_alone(monkeypatch: pytest.MonkeyPatch) 
         fill(self, shape, sent, seqs)
         sent[:] = GARBAGE
 
-    monkeypatch.setattr(Buffers, "fill", poisoned)
+    monkeypatch.setattr(DecodeBuffers, "fill", poisoned)
     starts = [d.start(0, PROMPT), d.start(1, PROMPT[:4]), d.start(2, PROMPT[2:])]
     rows, result = d.step({0: PROMPT, 1: PROMPT[:4], 2: PROMPT[2:]}, starts)
     found = {row: [token] for row, token in zip(rows, result.token_ids.tolist())}
@@ -297,7 +299,7 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
     before = d.generate(PROMPT, 6)
     parts, read = d.backend._runner.programs.parts, []
     d.backend.sleep(level)
-    tensors = [next(iter(parts.caches.values())).keys, *d.backend._held.loader.params.tensors().values()]
+    tensors = [next(iter(parts.caches.values())).keys, *d.backend._model.loader.params.tensors().values()]
     assert not any(tensor.view(torch.uint8).any() for tensor in tensors), "the memory is away"
 
     def weights():
@@ -315,8 +317,8 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
 @pytest.mark.parametrize(
     ("cache", "error"),
     [
-        (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: fp8_e5m2 is not stored by torch_cuda; use auto, fp8"),
-        (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: bfloat16 is not stored"),
+        (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: torch_cuda does not support fp8_e5m2; use auto, fp8"),
+        (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: torch_cuda does not support bfloat16"),
         (CacheConfig(cache_dtype="int8"), "--kv-cache-dtype: int8 holds nothing of use without scales"),
         (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a cache of auto numbers has no scales"),
     ],

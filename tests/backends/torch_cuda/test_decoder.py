@@ -15,7 +15,7 @@ from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.engine.kv_cache.spec import StateCache, kv_layout
@@ -113,7 +113,7 @@ class Half:
         return torch.cat([x, x], -1)
 
 
-@pytest.mark.parametrize("comm", [ALONE, Half()])
+@pytest.mark.parametrize("comm", [SINGLE_RANK, Half()])
 @pytest.mark.parametrize("kind", [*SPECS, "full norm"])
 def test_a_decode_step_asks_for_no_values(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without memory, where any look at a value is an error: so the step can be captured in a graph."""

@@ -49,7 +49,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties(7, 5))
-    with pytest.raises(ConfigError, match=r"H100 has compute capability 7\.5, 8\.0 is the least; choose another GPU"):
+    with pytest.raises(ConfigError, match=r"H100 has compute capability 7\.5, the minimum is 8\.0; select another GPU"):
         find_device()
 
 

@@ -10,7 +10,7 @@ from support.reference_driver import random_weights, tiny_spec
 from support.thread_ranks import on_ranks
 from support.torch_cuda_model import TorchCudaModel
 
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
 
 RMS, LAYER = Norm(1e-5), Norm(1e-5, "layer", bias=True)
@@ -56,7 +56,7 @@ SPECS = {
 }
 
 
-def logits(model: ModelSpec, comm: Comm = ALONE) -> torch.Tensor:
+def logits(model: ModelSpec, comm: Comm = SINGLE_RANK) -> torch.Tensor:
     return torch.cat(TorchCudaModel(model, random_weights(model), len(TOKENS), comm).both(TOKENS, TOKENS[::-1]))
 
 

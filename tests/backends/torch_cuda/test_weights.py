@@ -81,7 +81,7 @@ def test_packed_matrices_answer_as_what_they_stand_for(spec, scheme) -> None:
     weights = dict(random_weights(spec))
     packed = TorchCudaModel(spec, weights.items(), 16, pack=partial(pack, scheme=scheme))
     rounded = TorchCudaModel(spec, weights.items(), 16)
-    for name, matrix in packed.loader.params.held.items():
+    for name, matrix in packed.loader.params.by_name.items():
         assert isinstance(matrix, PackedMatrix) == name.endswith((".qkv", ".out", ".inner", ".down")), name
         if isinstance(matrix, PackedMatrix):
             rounded.loader.params[name].copy_(unpack(matrix))

@@ -29,7 +29,7 @@ for name in ("good", "crowded", "hangs", "dies", "last"):
         print(json.dumps({"error": "no memory"}), flush=True)
         sys.exit(70)
     alone = False
-    print(json.dumps({"found": {"right": True}}), flush=True)
+    print(json.dumps({"result": {"right": True}}), flush=True)
 print(json.dumps({"done": True}), flush=True)
 """
 

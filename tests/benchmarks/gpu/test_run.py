@@ -211,7 +211,7 @@ def test_time_that_is_over(machine: Machine) -> None:
 
 def test_without_a_gpu_nothing_is_measured(machine: Machine) -> None:
     status, said, _ = machine.run("--device", "cuda", "decode", output="none")
-    assert (status, "no GPU is here; nothing was measured" in said) == (run.NOTHING, True)
+    assert (status, "no GPU found; nothing was measured" in said) == (run.NOTHING, True)
 
 
 def test_a_part_that_is_not_of_the_stage(machine: Machine) -> None:

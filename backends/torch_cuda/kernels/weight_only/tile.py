@@ -1,7 +1,7 @@
-"""One tile of a product with a matrix in any of the numbers that weights have: what linear maps and experts share.
+"""One tile of a product with a matrix in any weight format, shared by linear maps and experts.
 
-The matrix is the left operand, so that its tile fills the rows of the tensor cores' instructions and few tokens fill
-their columns: [channels, tokens] = W[channels, I] @ x[tokens, I]^T. Scales are applied to sums, never to weights.
+The matrix is the left operand: its tile fills the rows of the tensor cores' instructions and few tokens fill their
+columns: [channels, tokens] = W[channels, I] @ x[tokens, I]^T. Scales are applied to sums, never to weights.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def tile_product(
     CHANNELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """float32 [CHANNELS, TOKENS]: the part of the sum over inputs begin to end - 1, scaled.
+    """Return float32 [CHANNELS, TOKENS]: the sum over inputs begin to end - 1, scaled.
 
-    x_rows int [TOKENS]: where each token's row starts in x; x_mask [TOKENS]. channels [CHANNELS]: rows of the matrix,
-    all of them valid. `begin` is a multiple of DEPTH, which for int4 is the inputs of a block. EVEN: so is `inputs`.
+    x_rows int [TOKENS]: offset of each token's row in x; x_mask [TOKENS]. channels [CHANNELS]: valid rows of the
+    matrix. `begin` is a multiple of DEPTH, for int4 the inputs of a block; EVEN: so is `inputs`.
     """
     if SCHEME == INT4:
         acc = _int4(x, x_rows, x_mask, weights, scales, channels, inputs, outputs, begin, end,
@@ -61,7 +61,7 @@ def _whole(
     SCHEME: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As tile_product, for numbers that lie one after another and have one scale a channel, which is not applied."""
+    """As tile_product, for unpacked numbers with one scale per channel, which is not applied."""
     acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
     rows = weights + channels[:, None] * inputs
     for first in range(begin, end, DEPTH):
@@ -80,8 +80,8 @@ def _int4(
     x, x_rows, x_mask, weights, scales, channels, inputs, outputs, begin, end,
     GROUP: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As tile_product. For few tokens the zero points are taken off the sums, which needs the tokens' own sums: the
-    tensor cores, idle otherwise, find them by ones. More tokens keep them busy, and zero points come off the weights.
+    """As tile_product. For few tokens, zero points are subtracted from the sums, which needs the sums of x: the tensor
+    cores, idle otherwise, compute them with ones. For more tokens, zero points are subtracted from the weights.
     """
     PLACE: tl.constexpr = DEPTH // 4
     FEW: tl.constexpr = TOKENS <= 16
@@ -110,7 +110,7 @@ def _int4(
 
 @triton.jit
 def load_columns(x, x_rows, x_mask, first, inputs, EVEN: tl.constexpr, DEPTH: tl.constexpr):
-    """[DEPTH, TOKENS]: inputs from `first` on of the tokens' rows; zeros beyond the last input."""
+    """Return [DEPTH, TOKENS]: inputs from `first` on of the tokens' rows, zero-padded."""
     inner = first + tl.arange(0, DEPTH)
     mask = x_mask[None, :]
     if not EVEN:
@@ -120,10 +120,10 @@ def load_columns(x, x_rows, x_mask, first, inputs, EVEN: tl.constexpr, DEPTH: tl
 
 @triton.jit
 def widened(tile, SCHEME: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """Weights without groups in the type of the activations, exactly."""
+    """Return weights without groups in the type of the activations, exactly."""
     if SCHEME == FP8:
         wide = _from_float8(tile, NATIVE, dtype)
-    elif SCHEME == INT8 and dtype == tl.float16:  # put into the bits of 1024, faster than a conversion
+    elif SCHEME == INT8 and dtype == tl.float16:  # via the bits of 1024, faster than a conversion
         above = tile.to(tl.uint8, bitcast=True) ^ 0x80
         wide = (above.to(tl.int16) | 0x6400).to(dtype, bitcast=True) - 1152
     else:
@@ -133,9 +133,9 @@ def widened(tile, SCHEME: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexp
 
 @triton.jit
 def _from_float8(bits, NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """Weights, none of them NaN, from their bits uint8.
+    """Return weights from their float8 bits uint8, which are not NaN.
 
-    Moved to where `dtype` has its exponent, a float8 is too small by a power of two, subnormals included.
+    Shifted to where `dtype` has its exponent, a float8 is too small by a power of two, subnormals included.
     """
     signed = bits.to(tl.int8, bitcast=True).to(tl.int16)
     if NATIVE:
@@ -149,7 +149,7 @@ def _from_float8(bits, NATIVE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def offset(dtype: tl.constexpr):
-    """What `with_offset` adds: the power of two whose last bit of mantissa, in `dtype`, is 1; nothing in float32."""
+    """Return what `with_offset` adds: the power of two whose last mantissa bit is 1 in `dtype`; 0 for float32."""
     if dtype == tl.bfloat16:
         added = 128
     elif dtype == tl.float16:
@@ -161,9 +161,9 @@ def offset(dtype: tl.constexpr):
 
 @triton.jit
 def with_offset(words, place: tl.constexpr, CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """[CHANNELS, PLACE]: the numbers at a place of int4 words, plus `offset`.
+    """Return [CHANNELS, PLACE]: one segment of int4 words, plus `offset`.
 
-    Put into the lowest bits of that power of two, a number needs no conversion, and two are put in at once.
+    Placed in the lowest bits of that power of two, two numbers at a time need no conversion.
     """
     pairs = (words >> (4 * place)) & 0x000F000F
     if dtype == tl.bfloat16:
@@ -176,26 +176,23 @@ def with_offset(words, place: tl.constexpr, CHANNELS: tl.constexpr, PLACE: tl.co
 
 @triton.jit
 def ones(CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """[CHANNELS, PLACE] of ones, joined of halves as `with_offset` is, so that both products read x in one layout."""
+    """Return ones [CHANNELS, PLACE], joined like `with_offset`, so that both products read x in one layout."""
     half = tl.full([CHANNELS, PLACE // 2], 1.0, dtype)
     return tl.join(half, half).reshape(CHANNELS, PLACE)
 
 
-# The constants of a kernel that multiplies by `tile_product`: those of its numbers, and the measured ones.
-
-
 def tile_settings(table: Path, scheme: str, group: int, inputs: int, tile: int, chip: Chip) -> dict[str, int]:
-    """Constants, num_warps and num_stages for `tile` rows of x and matrices with so many `inputs`.
+    """Return constants, num_warps and num_stages for `tile` rows of x and matrices with `inputs` inputs.
 
-    `table`: the kernel's launch.json; `group`: inputs that share a scale in int4.
+    `table`: the kernel's tuning.json; `group`: inputs that share a scale in int4.
     """
-    found = dict(launch.settings(table, chip, f"{scheme}-{tile}"))
-    depth = block(group) if scheme == "int4" else found.pop("DEPTH")
+    tuned = dict(launch.settings(table, chip, f"{scheme}-{tile}"))
+    depth = block(group) if scheme == "int4" else tuned.pop("DEPTH")
     return {
         "SCHEME": SCHEMES[scheme],
         "GROUP": group,
         "EVEN": inputs % depth == 0,
         "TOKENS": tile,
         "DEPTH": depth,
-        **found,
+        **tuned,
     }

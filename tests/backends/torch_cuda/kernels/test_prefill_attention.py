@@ -1,4 +1,4 @@
-"""Prefill attention: the reference against the textbook, the interpreted kernel against the reference."""
+"""PrefillAttention attention: the reference against the textbook, the interpreted kernel against the reference."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel, many, pack, unpack, weight_only_linear
-from pagoda.backends.torch_cuda.kernels.weight_only.api import reference
+from pagoda.backends.torch_cuda.kernels.weight_only.api import weight_only_reference
 
 CHIP = CHIPS["sm_90"]
 SCHEMES = [("int8", 128), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
@@ -72,7 +72,7 @@ def test_packing_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(50, 300)
     for scheme in ("int8", "fp8", "int4"):
         whole = pack(weight, scheme)
-        monkeypatch.setattr("pagoda.backends.torch_cuda.kernels.weight_only.packing._AT_ONCE", 16 * 300)
+        monkeypatch.setattr("pagoda.backends.torch_cuda.kernels.weight_only.packing._CHUNK_NUMBERS", 16 * 300)
         pieces = pack(weight, scheme)
         monkeypatch.undo()
         assert torch.equal(pieces.data.view(torch.uint8), whole.data.view(torch.uint8))
@@ -99,7 +99,7 @@ def test_kernel(scheme: str, group: int, rows: int, outputs: int, inputs: int, d
     packed = pack(normal(outputs, inputs), scheme, group)
     for given in (None, bias):
         found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
-        want = reference(x, packed, given)
+        want = weight_only_reference(x, packed, given)
         assert found.dtype == dtype
         scale = want.float().abs().max().item()
         torch.testing.assert_close(found, want, rtol=0, atol=scale * (3e-6 if dtype == torch.float32 else 1e-3))
@@ -137,7 +137,7 @@ def test_many_rows_by_pieces(scheme: str, group: int, dtype: torch.dtype, monkey
     packed = pack(normal(45, 300), scheme, group)
     for given in (None, bias):
         found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
-        want = reference(x, packed, given)
+        want = weight_only_reference(x, packed, given)
         torch.testing.assert_close(found, want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06)
     wide = many.unpack(packed, torch.empty(45, 300, dtype=torch.float32), CHIP)
     torch.testing.assert_close(wide, unpack(packed), rtol=0, atol=0)
@@ -153,11 +153,11 @@ def test_many_rows_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, add in ((None, 0), (bias, bias.float())):
         found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
         torch.testing.assert_close(found.float(), want + add, rtol=0.01, atol=0.05)
-    assert many.multiplies_float8(x, packed, CHIP)
-    assert not many.multiplies_float8(x, packed, CHIPS["sm_80"])
-    assert not many.multiplies_float8(x.half(), packed, CHIP)
-    assert not many.multiplies_float8(x, pack(normal(33, 64), "fp8"), CHIP)
-    assert not many.multiplies_float8(x, pack(normal(32, 64), "int8"), CHIP)
+    assert many.supports_float8_product(x, packed, CHIP)
+    assert not many.supports_float8_product(x, packed, CHIPS["sm_80"])
+    assert not many.supports_float8_product(x.half(), packed, CHIP)
+    assert not many.supports_float8_product(x, pack(normal(33, 64), "fp8"), CHIP)
+    assert not many.supports_float8_product(x, pack(normal(32, 64), "int8"), CHIP)
 
 
 def test_rounding_of_rows() -> None:
