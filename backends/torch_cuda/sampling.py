@@ -47,7 +47,7 @@ class CudaSampler:
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
         """Return int32 [7, R], the input of `sample`. `seqs`: R, at least the sequences of the plan."""
-        return self._chosen(plan).pack(seqs, len(self.rows))
+        return self._sampled_rows(plan).pack(seqs, len(self.rows))
 
     def sample(self, logits: Tensor, packed: Tensor) -> Tensor:
         """Return tokens int32 [R] from logits float32 [R, V] and packed int32 [7, R]; records them. May be captured."""
@@ -58,32 +58,32 @@ class CudaSampler:
 
         Return the logits [n, V] that logprobs are taken of, a row per sequence with logprobs; None if there are none.
         """
-        asks = self.rows.columns["asks"][plan.rows].any() or plan.masks is not None
-        if not (self.options.processors or asks):
+        needs_edit = self.rows.columns["asks"][plan.rows].any() or plan.masks is not None
+        if not (self.options.processors or needs_edit):
             return None
-        chosen = self._chosen(plan)
-        asked = [place.index for place in chosen.where("shown")]
+        sampled = self._sampled_rows(plan)
+        indices = [row.index for row in sampled.where("shown")]
         processed = self.options.logprobs_mode.startswith("processed")
-        shown = logits[self._send(asked)] if asked and not processed else None
-        self._edit(logits, chosen, plan)
-        if asked and processed:
-            rules = CudaSamplingRules.unpack(self._send(chosen.pack(len(logits), len(self.rows))[:, asked]))
-            shown = rules.drawn_from(logits[self._send(asked)], use_kernel=self.device.use_kernels)
-        return shown
+        selected = logits[self._send(indices)] if indices and not processed else None
+        self._edit(logits, sampled, plan)
+        if indices and processed:
+            rules = CudaSamplingRules.unpack(self._send(sampled.pack(len(logits), len(self.rows))[:, indices]))
+            selected = rules.drawn_from(logits[self._send(indices)], use_kernel=self.device.use_kernels)
+        return selected
 
     def logprobs(
-        self, shown: Tensor | None, tokens: Tensor, plan: StepPlan, stream: DeviceStream
+        self, selected: Tensor | None, tokens: Tensor, plan: StepPlan, stream: DeviceStream
     ) -> Callable[[], dict[int, TokenLogprobs]]:
         """Return a function that waits for the logprobs of each sequence with logprobs: its token and the best few.
 
-        shown: from `edit`; tokens int32 [R]: from `sample`.
+        selected: from `edit`; tokens int32 [R]: from `sample`.
         """
-        if shown is None:
+        if selected is None:
             return dict
-        places = self._chosen(plan).where("shown")
-        wanted = [(place.index, self._best(place.state.rules.logprobs)) for place in places]
-        own = tokens[self._send([index for index, _ in wanted])]
-        fetch = self._fetch(shown, own, max(best for _, best in wanted), stream)
+        rows = self._sampled_rows(plan).where("shown")
+        counts = [(row.index, self._best(row.state.rules.logprobs)) for row in rows]
+        sampled_tokens = tokens[self._send([index for index, _ in counts])]
+        fetch = self._fetch(selected, sampled_tokens, max(best for _, best in counts), stream)
 
         def wait() -> dict[int, TokenLogprobs]:
             every = fetch()
@@ -93,7 +93,7 @@ class CudaSampler:
                     every.logprobs[at : at + 1, : 1 + best],
                     every.ranks[at : at + 1],
                 )
-                for at, (index, best) in enumerate(wanted)
+                for at, (index, best) in enumerate(counts)
             }
 
         return wait
@@ -112,33 +112,33 @@ class CudaSampler:
         """Return the number of best tokens; -1 asks for the whole vocabulary."""
         return self.vocab if requested is not None and requested < 0 else requested or 0
 
-    def _chosen(self, plan: StepPlan) -> SampledRows:
+    def _sampled_rows(self, plan: StepPlan) -> SampledRows:
         return SampledRows.of({0: plan}, plan.num_seqs, self.rows)
 
-    def _edit(self, logits: Tensor, chosen: SampledRows, plan: StepPlan) -> None:
+    def _edit(self, logits: Tensor, sampled: SampledRows, plan: StepPlan) -> None:
         seqs, use_kernel = len(logits), self.device.use_kernels
-        if penalised := chosen.where("penalised"):
+        if penalised := sampled.where("penalised"):
             packed = self._send(penalties(penalised, len(penalised)))
             edit_logits.penalise(logits, self.history, packed, use_kernel=use_kernel)
-        if edited := chosen.where("edited"):
+        if edited := sampled.where("edited"):
             for entries in additions(edited, seqs):
                 edit_logits.add(logits, self._send(entries), use_kernel=use_kernel)
             for words, heads in banned_words(edited, seqs):
                 packed_words = self._send(words), self._send(heads)
                 edit_logits.ban_words(logits, self.history, *packed_words, use_kernel=use_kernel)
-        if masks := allowed(chosen.where("masked"), {0: plan}, seqs, self.vocab):
+        if masks := allowed(sampled.where("masked"), {0: plan}, seqs, self.vocab):
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
         if self.options.processors:
-            self._process(logits, chosen)
+            self._process(logits, sampled)
 
-    def _process(self, logits: Tensor, chosen: SampledRows) -> None:
+    def _process(self, logits: Tensor, sampled: SampledRows) -> None:
         """Run logits processors on a copy in host memory."""
-        indices = self._send(chosen.indices)
+        indices = self._send(sampled.indices)
         edited = logits[indices].cpu()
-        tokens = self.history[self._send(chosen.rows), : int(chosen.ends.max())].cpu()
-        for row, row_tokens, known, values in zip(chosen.rows.tolist(), tokens, chosen.ends.tolist(), edited.numpy()):
+        tokens = self.history[self._send(sampled.rows), : int(sampled.ends.max())].cpu()
+        for row, row_tokens, known, values in zip(sampled.rows.tolist(), tokens, sampled.ends.tolist(), edited.numpy()):
             state = self.rows[row]
             for processor in self.options.processors:
                 extra = state.rules.extra_args or {}

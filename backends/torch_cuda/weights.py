@@ -90,7 +90,7 @@ class Loader:
         Raise WeightError naming a parameter that is unknown, repeated, misshapen or missing.
         """
         pending, placements = params(self._spec), self._layout.placements
-        parts = Counter(place.tensor for place in placements.values() if place is not None)
+        parts = Counter(each.tensor for each in placements.values() if each is not None)
         for name, array in weights:
             param = pending.pop(name, None)
             if param is None:

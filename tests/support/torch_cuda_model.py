@@ -34,7 +34,7 @@ PADDING = 2
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that nobody may read before it is written: all bits set, which is NaN in every kind of float."""
+    """Uninitialized memory that must not be read: all bits set, which is NaN in every kind of float."""
     return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
 
 
@@ -71,8 +71,8 @@ class TorchCudaModel:
         shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
         self.on_host = choose_layers(shapes, offload)
         self.offload = Offload(self.on_host, device, poisoned) if offload else None
-        elsewhere = self.offload.allocators() if self.offload else {}
-        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
+        allocators = self.offload.allocators() if self.offload else {}
+        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, allocators)
         self.loader.fill(weights)
         self.decoder = CudaDecoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)
         self.layout = kv_layout(spec, BLOCK)

@@ -1,6 +1,6 @@
 """Static input and output buffers of decode steps, which captured graphs reference by address.
 
-One vector holds all inputs but the block tables, laid out anew for each batch size; only one step uses it at a time.
+One vector holds all inputs but the block tables, with a layout per batch size; only one step uses it at a time.
 """
 
 from __future__ import annotations

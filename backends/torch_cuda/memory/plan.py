@@ -36,7 +36,7 @@ class MemoryUsage:
 
     @property
     def available(self) -> int:
-        """Bytes available to the KV cache; negative if the rest does not fit."""
+        """Bytes available to the KV cache; negative if everything else does not fit."""
         return self.usable - self.weights - self.buffers - self.activations - self.graphs - self.other
 
     def __str__(self) -> str:

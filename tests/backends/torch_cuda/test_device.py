@@ -1,4 +1,4 @@
-"""The GPU, or one line on why there is none."""
+"""Device selection and its error messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def properties(major: int, minor: int):
-    found = SimpleNamespace(major=major, minor=minor, name="NVIDIA H100", multi_processor_count=114)
-    return lambda rank: found
+    gpu = SimpleNamespace(major=major, minor=minor, name="NVIDIA H100", multi_processor_count=114)
+    return lambda rank: gpu
 
 
 def test_each_rank_has_its_gpu() -> None:
@@ -40,7 +40,7 @@ def test_no_cuda_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"no GPU or no NVIDIA driver found; install the driver, or use --backend"):
+    with pytest.raises(ConfigError, match=r"no GPU or no NVIDIA driver gpu; install the driver, or use --backend"):
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES= leaves no GPU visible; unset it, or use --backend"):

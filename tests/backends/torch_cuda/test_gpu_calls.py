@@ -1,4 +1,4 @@
-"""What is asked of CUDA where there is none: calls in their order, and arithmetic over scripted numbers."""
+"""CUDA calls on a machine without a GPU: their order, and arithmetic over scripted figures."""
 
 from __future__ import annotations
 

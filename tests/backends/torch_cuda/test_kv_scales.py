@@ -42,7 +42,7 @@ def hidden_in(model: TorchCudaModel, caches: dict[int, cache.LayerCache]) -> tor
 def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
     model = TorchCudaModel(SPEC, loud(factor).items(), 32)
     want = hidden(model, torch.float32)
-    plain, scaled = ((hidden(model, FLOAT8, found) - want).norm() / want.norm() for found in (False, True))
+    plain, scaled = ((hidden(model, FLOAT8, calibrated) - want).norm() / want.norm() for calibrated in (False, True))
     assert scaled < 0.05
     assert plain > 3 * scaled
 
@@ -52,5 +52,5 @@ def test_the_largest_number_lies_below_the_largest_there_is_with_some_room() -> 
     caches = cache.allocate(model.layout, 8, FLOAT8, RankShard(), poisoned)
     calibrate_kv_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
     hidden_in(model, caches)
-    for held, page in (caches[0].keys, 3), (caches[0].values, 3), (caches[1].keys, 2), (caches[1].values, 2):
-        assert 150 < held[page].float().abs().max() < torch.finfo(FLOAT8).max
+    for stored, page in (caches[0].keys, 3), (caches[0].values, 3), (caches[1].keys, 2), (caches[1].values, 2):
+        assert 150 < stored[page].float().abs().max() < torch.finfo(FLOAT8).max

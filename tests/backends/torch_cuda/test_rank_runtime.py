@@ -1,4 +1,4 @@
-"""What the registry asks of ranks: whether they can share the model and have a device each."""
+"""The rank interface of the registry: sharding checks and devices."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_cpus_stand_for_any_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_asking_imports_no_framework() -> None:
-    code = "import sys; from pagoda.backends.torch_cuda import ranks; sys.exit('torch' in sys.modules)"
+    code = "import sys; from pagoda.backends.torch_cuda.parallel import ranks; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -68,12 +68,12 @@ def test_ranks_answer_as_one(kind: str, size: int) -> None:
         size = 2
     want = logits(model)
     assert want.std() > 0.1, "a flat answer proves nothing"
-    for found in on_ranks(size, lambda comm: logits(model, comm)):
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    for rank_logits in on_ranks(size, lambda comm: logits(model, comm)):
+        torch.testing.assert_close(rank_logits, want, atol=1e-5, rtol=1e-5)
 
 
 def test_shared_norm_with_unit_offset() -> None:
     mixer = replace(SPECS["norm of the whole projections"].layers[0].mixer, qk_norm=Norm(1e-5, unit_offset=True))
     model = spec(mixer, GATED, AFTER)
-    for found in on_ranks(2, lambda comm: logits(model, comm)):
-        torch.testing.assert_close(found, logits(model), atol=1e-5, rtol=1e-5)
+    for rank_logits in on_ranks(2, lambda comm: logits(model, comm)):
+        torch.testing.assert_close(rank_logits, logits(model), atol=1e-5, rtol=1e-5)

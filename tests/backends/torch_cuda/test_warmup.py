@@ -1,4 +1,4 @@
-"""The start of an engine on a GPU that nobody has: it works, and nothing is compiled after it."""
+"""Engine start on a simulated GPU: it works, and nothing is compiled afterwards."""
 
 from __future__ import annotations
 

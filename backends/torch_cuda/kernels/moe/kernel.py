@@ -205,9 +205,9 @@ def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexp
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(TOP):
-        part = tl.load(parts + (token * TOP + place) * width + columns, inside, 0.0).to(tl.float32)
-        total += part * tl.load(weights + token * TOP + place)
+    for rank in tl.static_range(TOP):
+        part = tl.load(parts + (token * TOP + rank) * width + columns, inside, 0.0).to(tl.float32)
+        total += part * tl.load(weights + token * TOP + rank)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), inside)
 
 
@@ -227,21 +227,21 @@ def route_kernel(
     token = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     x = tl.load(logits + token * logits_stride + columns, columns < experts, float("-inf")).to(tl.float32)
-    grown = tl.exp(x - tl.max(x, axis=0))
-    left = tl.where(columns < experts, grown / tl.sum(grown, axis=0), -1.0)
-    places = tl.arange(0, BLOCK_TOP)
+    exponentials = tl.exp(x - tl.max(x, axis=0))
+    remaining = tl.where(columns < experts, exponentials / tl.sum(exponentials, axis=0), -1.0)
+    ranks = tl.arange(0, BLOCK_TOP)
     best = tl.zeros([BLOCK_TOP], tl.float32)
-    which = tl.zeros([BLOCK_TOP], tl.int32)
-    for place in tl.static_range(TOP):
-        most = tl.max(left, axis=0)
-        at = tl.min(tl.where(left == most, columns, experts - 1), axis=0)  # NaN picks the last
-        best = tl.where(places == place, most, best)
-        which = tl.where(places == place, at, which)
-        left = tl.where(columns == at, -1.0, left)
+    best_experts = tl.zeros([BLOCK_TOP], tl.int32)
+    for rank in tl.static_range(TOP):
+        highest = tl.max(remaining, axis=0)
+        at = tl.min(tl.where(remaining == highest, columns, experts - 1), axis=0)  # NaN picks the last
+        best = tl.where(ranks == rank, highest, best)
+        best_experts = tl.where(ranks == rank, at, best_experts)
+        remaining = tl.where(columns == at, -1.0, remaining)
     if RENORMALISE:
         best /= tl.sum(best, axis=0)
-    tl.store(weights + token * TOP + places, best, places < TOP)
-    tl.store(chosen + token * TOP + places, which, places < TOP)
+    tl.store(weights + token * TOP + ranks, best, ranks < TOP)
+    tl.store(chosen + token * TOP + ranks, best_experts, ranks < TOP)
 
 
 @triton.jit(do_not_specialize=["pairs"])

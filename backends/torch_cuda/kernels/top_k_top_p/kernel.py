@@ -163,9 +163,9 @@ def list_groups(peaks, listed, low, GROUPS: tl.constexpr, LISTING: tl.constexpr)
     for start in range(0, GROUPS, LISTING):
         group = start + tl.arange(0, LISTING)
         peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
-        wanted = ((peak >= low) & (group < GROUPS)).to(tl.int32)
-        tl.store(listed + count + tl.cumsum(wanted, 0) - 1, group, mask=wanted > 0)
-        count += tl.sum(wanted, 0)
+        keep = ((peak >= low) & (group < GROUPS)).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(keep, 0) - 1, group, mask=keep > 0)
+        count += tl.sum(keep, 0)
     return count
 
 

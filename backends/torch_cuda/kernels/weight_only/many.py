@@ -100,16 +100,18 @@ def unpack_kernel(
     first = tl.program_id(1) * DEPTH
     rows = out + channels.to(tl.int64)[:, None] * inputs
     if SCHEME == INT4:
-        PLACE: tl.constexpr = DEPTH // 4
+        SEGMENT: tl.constexpr = DEPTH // 4
         at = (
             channels[:, None] * (tl.cdiv(inputs, DEPTH) * DEPTH // 8) + (first // 8 + tl.arange(0, DEPTH // 8))[None, :]
         )
         words = tl.load(weights + at, real, 0)
-        for place in tl.static_range(4):
-            bits = tl.load(scales + (first + place * PLACE) // GROUP * scale_stride + channels, channels < outputs, 0)
-            numbers = with_offset(words, place, CHANNELS, PLACE, tl.float32) - (bits & 15)[:, None].to(tl.float32)
+        for segment in tl.static_range(4):
+            bits = tl.load(
+                scales + (first + segment * SEGMENT) // GROUP * scale_stride + channels, channels < outputs, 0
+            )
+            numbers = with_offset(words, segment, CHANNELS, SEGMENT, tl.float32) - (bits & 15)[:, None].to(tl.float32)
             step = (bits & -65536).to(tl.float32, bitcast=True)[:, None]
-            inner = first + place * PLACE + tl.arange(0, PLACE)[None, :]
+            inner = first + segment * SEGMENT + tl.arange(0, SEGMENT)[None, :]
             tl.store(rows + inner, (numbers * step).to(out.dtype.element_ty), real & (inner < inputs))
     else:
         inner = first + tl.arange(0, DEPTH)[None, :]

@@ -83,7 +83,7 @@ def _int4(
     """As tile_product. For few tokens, zero points are subtracted from the sums, which needs the sums of x: the tensor
     cores, idle otherwise, compute them with ones. For more tokens, zero points are subtracted from the weights.
     """
-    PLACE: tl.constexpr = DEPTH // 4
+    SEGMENT: tl.constexpr = DEPTH // 4
     FEW: tl.constexpr = TOKENS <= 16
     acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
     rows = weights + channels[:, None] * (tl.cdiv(inputs, DEPTH) * DEPTH // 8)
@@ -94,11 +94,11 @@ def _int4(
             zeros = (bits & 15)[:, None]
             part = tl.zeros([CHANNELS, TOKENS], tl.float32)
             sums = tl.zeros([CHANNELS, TOKENS], tl.float32)
-            for place in tl.static_range(group * GROUP // PLACE, (group + 1) * GROUP // PLACE):
-                columns = load_columns(x, x_rows, x_mask, first + place * PLACE, inputs, EVEN, PLACE)
-                numbers = with_offset(words, place, CHANNELS, PLACE, columns.dtype)
+            for segment in tl.static_range(group * GROUP // SEGMENT, (group + 1) * GROUP // SEGMENT):
+                columns = load_columns(x, x_rows, x_mask, first + segment * SEGMENT, inputs, EVEN, SEGMENT)
+                numbers = with_offset(words, segment, CHANNELS, SEGMENT, columns.dtype)
                 if FEW:
-                    sums = tl.dot(ones(CHANNELS, PLACE, columns.dtype), columns, sums, input_precision="ieee")
+                    sums = tl.dot(ones(CHANNELS, SEGMENT, columns.dtype), columns, sums, input_precision="ieee")
                 else:
                     numbers -= (zeros + offset(columns.dtype)).to(columns.dtype)
                 part = tl.dot(numbers, columns, part, input_precision="ieee")
@@ -160,25 +160,25 @@ def offset(dtype: tl.constexpr):
 
 
 @triton.jit
-def with_offset(words, place: tl.constexpr, CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """Return [CHANNELS, PLACE]: one segment of int4 words, plus `offset`.
+def with_offset(words, segment: tl.constexpr, CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, dtype: tl.constexpr):
+    """Return [CHANNELS, SEGMENT]: one segment of int4 words, plus `offset`.
 
     Placed in the lowest bits of that power of two, two numbers at a time need no conversion.
     """
-    pairs = (words >> (4 * place)) & 0x000F000F
+    pairs = (words >> (4 * segment)) & 0x000F000F
     if dtype == tl.bfloat16:
         pairs = pairs | 0x43004300
     elif dtype == tl.float16:
         pairs = pairs | 0x64006400
-    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(CHANNELS, PLACE)
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(CHANNELS, SEGMENT)
     return halves.to(dtype) if dtype == tl.float32 else halves.to(dtype, bitcast=True)
 
 
 @triton.jit
-def ones(CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """Return ones [CHANNELS, PLACE], joined like `with_offset`, so that both products read x in one layout."""
-    half = tl.full([CHANNELS, PLACE // 2], 1.0, dtype)
-    return tl.join(half, half).reshape(CHANNELS, PLACE)
+def ones(CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, dtype: tl.constexpr):
+    """Return ones [CHANNELS, SEGMENT], joined like `with_offset`, so that both products read x in one layout."""
+    half = tl.full([CHANNELS, SEGMENT // 2], 1.0, dtype)
+    return tl.join(half, half).reshape(CHANNELS, SEGMENT)
 
 
 def tile_settings(table: Path, scheme: str, group: int, inputs: int, tile: int, chip: Chip) -> dict[str, int]:

@@ -27,7 +27,7 @@ def test_every_kernel_is_compiled():
 
 @pytest.fixture(scope="module")
 def built() -> list[dict[str, Any]]:
-    """The compiler's findings. The interpreter stands in this process in place of the compiler, hence another one."""
+    """Compile in another process: in this one the interpreter replaces the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", aot.__name__], env=environment, capture_output=True, text=True, timeout=1500
