@@ -106,7 +106,7 @@ class Loader:
         if pending:
             raise WeightError(f"the checkpoint lacks {len(pending)} parameters, first {next(iter(pending))}")
 
-    def _put(self, placement: Placement, part: Tensor) -> None:
+    def _put(self, placement: TensorSlice, part: Tensor) -> None:
         target = self._target(placement.tensor)
         if part.dtype != target.dtype:
             part = part.to(target.device)  # cast on the device
@@ -134,7 +134,7 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorSlice:
     """Where a canonical parameter is stored: `tensor[into] = parameter[cut]`, one slice per axis."""
 
     tensor: str
@@ -147,7 +147,7 @@ class RankLayout:
     """The tensors of a rank."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by tensor
-    placements: dict[str, Placement | None] = field(default_factory=dict)  # by canonical parameter; None: not here
+    placements: dict[str, TensorSlice | None] = field(default_factory=dict)  # by canonical parameter; None: not here
     matrices: set[str] = field(default_factory=set)  # tensors that may be packed: [out, in], experts [E, out, in]
     filled: dict[str, int] = field(default_factory=dict)  # vocabulary tensors: rows without padding
 
@@ -183,7 +183,7 @@ def _place(layout: RankLayout, name: str, param: Param, cut: tuple[slice, ...]) 
     before = layout.shapes[name][rows] if name in layout.shapes else 0
     into = [slice(0, extent) for extent in extents]
     into[rows] = slice(before, before + extents[rows])
-    layout.placements[param.name] = Placement(name, tuple(into), cut)
+    layout.placements[param.name] = TensorSlice(name, tuple(into), cut)
     layout.shapes[name] = tuple(part.stop for part in into)
 
 

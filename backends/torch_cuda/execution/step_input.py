@@ -70,7 +70,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class InputSection:
     """A matrix [rows, columns] at offset `begin`, with `stride` elements per row."""
 
     begin: int
@@ -100,7 +100,7 @@ class CudaStepShape:
     tiles: int = 0
 
     @property
-    def sections(self) -> dict[str, Section]:
+    def sections(self) -> dict[str, InputSection]:
         """Sections by name, in memory order; the tables of all groups are stacked."""
         return _sections(self)
 
@@ -120,8 +120,8 @@ class CudaStepShape:
 
 
 @lru_cache(maxsize=1024)
-def _sections(shape: CudaStepShape) -> dict[str, Section]:
-    sections: dict[str, Section] = {}
+def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
+    sections: dict[str, InputSection] = {}
     begin = 0
     for name, rows, columns, align in (
         ("sampling", SAMPLING_FIELDS, shape.rows, ALIGN),
@@ -135,7 +135,7 @@ def _sections(shape: CudaStepShape) -> dict[str, Section]:
         ("tiles", shape.tiles, 2, 2),
         ("tables", shape.groups * shape.seqs, shape.width, TABLE_ALIGN),
     ):
-        sections[name] = section = Section(begin, rows, columns, round_up(columns, align))
+        sections[name] = section = InputSection(begin, rows, columns, round_up(columns, align))
         begin = round_up(section.end, ALIGN)
     return sections
 

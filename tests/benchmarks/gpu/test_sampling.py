@@ -33,7 +33,7 @@ def test_what_is_not_right_is_seen() -> None:
 def test_the_sort_draws_from_what_is_kept() -> None:
     torch.manual_seed(0)
     logits = sampling.make_logits("peaked", 200, 600, CPU)
-    rules = sampling.Rules.unpack(sampling.make_rules(200, ["top_k", "filtered"], CPU))
+    rules = sampling.CudaSamplingRules.unpack(sampling.make_rules(200, ["top_k", "filtered"], CPU))
     kept = logits >= rules.lowest_kept(logits, use_kernel=False)[:, None]
     drawn = sampling.by_sort(logits, rules)
     assert kept.gather(1, drawn[:, None]).all()

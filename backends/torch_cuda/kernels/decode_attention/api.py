@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import softcap as capped
+from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 
 MAX_QUERY_LEN = 8
@@ -61,9 +62,7 @@ def decode_attention(
         return decode_attention_reference(
             q, keys, values, tables, kv_lens, query_len, scale, window, softcap, sinks, k_scale=k_scale, v_scale=v_scale
         )
-    from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import launch
-
-    return launch(
+    return kernel.launch(
         q, keys, values, tables, kv_lens, query_len, scale, window, softcap, sinks, k_scale, v_scale, splits, chip
     )
 
