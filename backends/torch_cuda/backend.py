@@ -26,8 +26,7 @@ from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, loa
 from pagoda.backends.torch_cuda.memory.arena import Storage
 from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
 from pagoda.backends.torch_cuda.memory.kv_scales import calibrate_kv_scales
-from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, plan_blocks
-from pagoda.backends.torch_cuda.memory.profile import measure
+from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import sharding
 from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm

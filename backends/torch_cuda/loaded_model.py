@@ -10,12 +10,12 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.execution.buffers import DecodeBuffers
 from pagoda.backends.torch_cuda.execution.programs import GraphSizes
+from pagoda.backends.torch_cuda.execution.step_input import DecodeBuffers
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
 from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
-from pagoda.backends.torch_cuda.memory.profile import check_weights
+from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel.comm import Comm

@@ -17,8 +17,7 @@ from typing import Final
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.execution.buffers import DecodeBuffers
-from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, DecodeBuffers
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, Run
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder

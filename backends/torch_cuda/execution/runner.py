@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.backends.torch_cuda.execution.buffers import decode_shape, make_batch, tables
 from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep, CudaPromptScores
 from pagoda.backends.torch_cuda.execution.programs import StepPrograms
-from pagoda.backends.torch_cuda.execution.step_input import CudaStepShape, pack, round_up, table_width
+from pagoda.backends.torch_cuda.execution.step_input import (
+    CudaStepShape,
+    decode_shape,
+    make_batch,
+    pack,
+    round_up,
+    table_width,
+    tables,
+)
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.common.engine.step import Int32, StepPlan

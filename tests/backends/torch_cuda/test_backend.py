@@ -15,7 +15,7 @@ from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.execution.buffers import DecodeBuffers
+from pagoda.backends.torch_cuda.execution.step_input import DecodeBuffers
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig

@@ -40,7 +40,7 @@ def test_no_cuda_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"no GPU or no NVIDIA driver gpu; install the driver, or use --backend"):
+    with pytest.raises(ConfigError, match=r"no GPU or no NVIDIA driver found; install the driver, or use --backend"):
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES= leaves no GPU visible; unset it, or use --backend"):

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.execution.buffers import DecodeBuffers, decode_shape, make_batch, tables
-from pagoda.backends.torch_cuda.execution.step_input import ALIGN, TABLE_ALIGN, CudaStepShape, pack, table_width
+from pagoda.backends.torch_cuda.execution.step_input import (
+    ALIGN,
+    TABLE_ALIGN,
+    CudaStepShape,
+    DecodeBuffers,
+    decode_shape,
+    make_batch,
+    pack,
+    table_width,
+    tables,
+)
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 
 BLOCK = 4
