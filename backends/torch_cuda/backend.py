@@ -1,37 +1,35 @@
-"""The NVIDIA backend: torch with Triton kernels and CUDA graphs; on CPU tensors, for tests, the same with references.
+"""The NVIDIA backend: torch with Triton kernels and CUDA graphs; on CPU tensors, for tests, plain torch throughout.
 
-A step is packed into one array, copied beside the step before, queued, its tokens sent towards the host; nobody waits
-until the engine asks for the result, by when the next step is queued behind it.
+A step is packed into one array, copied while the previous step runs, queued, and its tokens are copied to the host. The
+host blocks only in `result`, by which time the next step is queued.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
-from pagoda.backends.torch_cuda.attention_backends.registry import find as find_prefill
+from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
 from pagoda.backends.torch_cuda.device import Device, find_device
-from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep
 from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms, make_ladder
 from pagoda.backends.torch_cuda.execution.runner import Runner
-from pagoda.backends.torch_cuda.execution.stream import CpuStream, DeviceStream
-from pagoda.backends.torch_cuda.execution.warmup import CompileCount, Plans
-from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, load
+from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
+from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
+from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, load_model
 from pagoda.backends.torch_cuda.memory.arena import Storage
 from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
-from pagoda.backends.torch_cuda.memory.kv_scales import find_scales
-from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, cpu_usage, no_room, plan_blocks
-from pagoda.backends.torch_cuda.memory.profile import measure
+from pagoda.backends.torch_cuda.memory.kv_scales import calibrate_kv_scales
+from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import sharding
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
@@ -56,7 +54,16 @@ CAPABILITIES: Final = Capabilities(
 )
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Those that --dtype may name."""
+"""Values of --dtype."""
+
+ATTENTION_MODULES: Final[Mapping[str, str]] = {
+    AUTO: "triton_attn",
+    "TRITON_ATTN": "triton_attn",
+    "TORCH_VARLEN": "torch_varlen",
+    "FLASH_ATTN": "flash_attn",
+    "FLASHINFER": "flashinfer",
+}
+"""vLLM's attention backend name -> module of `attention_backends` with `create(needs) -> PrefillAttention`."""
 
 
 def create(
@@ -72,17 +79,16 @@ def create(
     attention: str = AUTO,
     sleep_mode: bool = False,
     tensor: int = 1,
-    comm: Comm = ALONE,
+    comm: Comm = SINGLE_RANK,
     device: Device | None = None,
 ) -> TorchCudaBackend:
-    """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
+    """Return the backend of one rank of `tensor`, on `device` or on the GPU with the rank's index.
 
-    `dtype`: resolved, not `auto`. `quantization`: how the layers' matrices are packed, a value of --quantization.
-    `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill and mixed steps, by its name in
-    AttentionConfig. Raises ConfigError.
+    `dtype`: resolved, not `auto`. `quantization`: a value of --quantization. `sleep_mode`: allow `sleep`.
+    `attention`: backend of prefill and mixed steps, a key of ATTENTION_MODULES. Raise ConfigError.
     """
-    assert comm.size == tensor, "there is a line to every rank"
-    setup = _setup(
+    assert comm.size == tensor, "comm must span the tensor-parallel ranks"
+    config = _rank_config(
         spec,
         limits=limits,
         layout=layout,
@@ -96,15 +102,15 @@ def create(
         comm=comm,
         device=device,
     )
-    return TorchCudaBackend(setup, sleep_mode=sleep_mode)
+    return TorchCudaBackend(config, sleep_mode=sleep_mode)
 
 
 def check(spec: ModelSpec, *, sleep_mode: bool = False, **options: Any) -> None:
-    """None, for the KV blocks depend on the device's memory. Raises ConfigError where `create` on rank 0 would."""
-    _setup(spec, **options)
+    """Raise ConfigError where `create` on rank 0 would. Return None: the block count depends on the device's memory."""
+    _rank_config(spec, **options)
 
 
-def _setup(
+def _rank_config(
     spec: ModelSpec,
     *,
     limits: Limits,
@@ -116,42 +122,50 @@ def _setup(
     quantization: str | None = None,
     attention: str = AUTO,
     tensor: int = 1,
-    comm: Comm = ALONE,
+    comm: Comm = SINGLE_RANK,
     device: Device | None = None,
 ) -> RankConfig:
     if dtype not in DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
     sharding.check(spec, tensor)
-    stored, found = cache_dtype(cache, DTYPES[dtype]), find_device(comm.rank) if device is None else device
+    kv_dtype = cache_dtype(cache, DTYPES[dtype])
+    device = find_device(comm.rank) if device is None else device
     mixers = tuple({layer.mixer for layer in spec.layers})
+    needs = AttentionRequirements(mixers, DTYPES[dtype], kv_dtype, layout.block_size, device)
     return RankConfig(
         spec=spec,
         limits=limits,
         layout=layout,
         cache=cache,
         dtype=DTYPES[dtype],
-        stored=stored,
+        kv_dtype=kv_dtype,
         sampling=sampling,
-        ladder=make_ladder(compilation, limits.max_num_seqs),
+        graph_sizes=make_ladder(compilation, limits.max_num_seqs),
         pack=packing(quantization),
-        prefill=find_prefill(attention, Needs(mixers, DTYPES[dtype], stored, layout.block_size, found)),
-        device=found,
+        prefill=load_attention(attention, needs),
+        device=device,
         comm=comm,
     )
+
+
+def load_attention(name: str, needs: AttentionRequirements) -> PrefillAttention:
+    """Import and create the attention backend `name`. Raise ConfigError if it cannot serve `needs`."""
+    module = importlib.import_module(f"pagoda.backends.torch_cuda.attention_backends.{ATTENTION_MODULES[name]}")
+    return cast(PrefillAttention, module.create(needs))
 
 
 class TorchCudaBackend:
     """Implements common.backend.SleepingBackend."""
 
-    def __init__(self, setup: RankConfig, *, sleep_mode: bool = False) -> None:
-        self.setup = setup
-        self._plans = Plans(setup.limits, setup.layout)
-        self._stream: DeviceStream = GpuStream(setup.device) if setup.device.is_gpu else CpuStream(setup.device)
-        self._weights, self._cache = (Storage(setup.device, sleeps=sleep_mode) for _ in range(2))
-        self._compiles = CompileCount()
-        self._held: LoadedModel | None = None
+    def __init__(self, config: RankConfig, *, sleep_mode: bool = False) -> None:
+        self.config = config
+        self._warmup_plans = WarmupPlans(config.limits, config.layout)
+        self._stream: DeviceStream = make_stream(config.device)
+        self._weights, self._cache = (Storage(config.device, sleep_mode=sleep_mode) for _ in range(2))
+        self._compiles = CompileCounter()
+        self._model: LoadedModel | None = None
         self._runner: Runner | None = None
-        self._reads_again = False
+        self._must_reload = False  # the weights were discarded by sleep level 2
 
     @property
     def capabilities(self) -> Capabilities:
@@ -159,73 +173,73 @@ class TorchCudaBackend:
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
+        """Load every parameter. Raise WeightError, or ConfigError if they do not fit the device."""
         self._compiles.watch()
         with self._stream.running():
-            self._held = load(self.setup, weights, self._weights.empty)
+            self._model = load_model(self.config, weights, self._weights.empty)
 
     def plan_memory(self) -> MemoryPlan:
-        """How many KV blocks fit. Raises ConfigError saying how much is missing."""
-        assert self._held is not None, "load comes before plan_memory"
-        setup = self.setup
-        block = block_bytes(setup.layout, setup.stored, setup.shard)
-        if setup.device.is_gpu:
-            usage = self._measured(self._held.weights)
+        """Return how many KV blocks fit. Raise ConfigError with the missing bytes if none do."""
+        assert self._model is not None, "load comes before plan_memory"
+        config, weight_bytes = self.config, self._model.weight_bytes
+        block = block_bytes(config.layout, config.kv_dtype, config.shard)
+        if config.device.is_gpu:
+            usage = self._measured_usage(weight_bytes)
         else:
-            usage = cpu_usage(self._held.weights, setup.limits, setup.layout, block)
-        plan = plan_blocks(usage, setup.limits, setup.layout, setup.cache, block)
+            usage = cpu_usage(weight_bytes, config.limits, config.layout, block)
+        plan = plan_blocks(usage, config.limits, config.layout, config.cache, block)
         logger.info("Memory %s, KV cache %.2f in %d blocks", usage, plan.kv_cache / GIB, plan.num_blocks)
         return plan
 
-    def _measured(self, weights: int) -> MemoryUsage:
-        """Over a cache of the null block alone, in memory that goes back at once."""
-        device, largest, apart = self.setup.device, self._plans.largest(), self._weights.num_bytes
+    def _measured_usage(self, weight_bytes: int) -> MemoryUsage:
+        """Run the largest steps over a temporary cache that has only the null block."""
+        device = self.config.device
         with self._stream.running():
             return measure(
                 lambda: self._make_runner(1, Storage(device).empty),
                 device,
-                self.setup.cache,
-                weights,
-                largest,
-                apart=apart,
+                self.config.cache,
+                weight_bytes,
+                self._warmup_plans.largest(),
+                outside_torch=self._weights.num_bytes,
             )
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks, and find their scales when that is asked for.
+        """Allocate `num_blocks` blocks of K and V, and calibrate their scales if --calculate-kv-scales.
 
-        Raises ConfigError when there is no memory for so many, which somebody stated then.
+        Raise ConfigError if memory for an explicitly configured number of blocks is missing.
         """
-        setup = self.setup
+        config = self.config
         with self._stream.running():
             try:
                 self._runner = self._make_runner(num_blocks, self._cache.empty)
             except (torch.OutOfMemoryError, MemoryError):
-                raise no_room(num_blocks, setup.cache) from None
-            if setup.cache.calculate_kv_scales:
-                parts = self._runner.programs.parts
-                longest = setup.limits.max_model_len
-                find_scales(parts.decoder, parts.caches, setup.layout, max_len=longest, tile=setup.tile)
+                raise allocation_error(num_blocks, config.cache) from None
+            if config.cache.calculate_kv_scales:
+                parts, max_len = self._runner.programs.parts, config.limits.max_model_len
+                calibrate_kv_scales(parts.decoder, parts.caches, config.layout, max_len=max_len, tile=config.query_tile)
 
     def _make_runner(self, num_blocks: int, empty: Empty) -> Runner:
-        setup, held = self.setup, self._held
-        assert held is not None, "load comes before init_cache"
-        caches = allocate(setup.layout, num_blocks, setup.stored, setup.shard, empty)
-        parts = StepParts(held.decoder, caches, held.sampler, held.buffers)
-        programs = StepPrograms(parts, setup.ladder, setup.splits, self._stream)
-        return Runner(programs, self._stream, setup.layout.block_size, setup.tile)
+        config, model = self.config, self._model
+        assert model is not None, "load comes before init_cache"
+        caches = allocate(config.layout, num_blocks, config.kv_dtype, config.shard, empty)
+        parts = StepParts(model.decoder, caches, model.sampler, model.buffers)
+        programs = StepPrograms(parts, config.graph_sizes, config.splits, self._stream)
+        return Runner(programs, self._stream, config.layout.block_size, config.query_tile)
 
     def warmup(self) -> None:
-        """Capture and run everything that serving may need, so that nothing is compiled or captured later."""
+        """Capture the CUDA graphs and run every kind of step, so that serving neither compiles nor captures."""
         begin, runner = time.perf_counter(), self._runner
         assert runner is not None, "init_cache comes before warmup"
-        every = self._plans.every(self.setup.ladder.sizes) if self.setup.device.is_gpu else self._plans.few()
+        on_gpu = self.config.device.is_gpu
+        plans = self._warmup_plans.all(self.config.graph_sizes.sizes) if on_gpu else self._warmup_plans.minimal()
         with self._stream.running():
             runner.programs.capture()
-            for plan in every:
+            for plan in plans:
                 runner.run(plan).result()
             self._stream.synchronize()
         logger.info("%d kernels compiled, warm in %.1f s", self._compiles.count, time.perf_counter() - begin)
-        self._compiles.loud = True
+        self._compiles.log_each = True
 
     def execute(self, plan: StepPlan) -> CudaPendingStep:
         """Queue a step."""
@@ -237,31 +251,34 @@ class TorchCudaBackend:
         return replace(pending, recompiles=late) if late else pending
 
     def sleep(self, level: int) -> None:
-        """Give weights and KV cache back. Raises MemoryError, and nothing is away, when the host has no room."""
+        """Release the memory of weights and KV cache; level 1 saves the weights in host memory.
+
+        Raise MemoryError, with nothing released, if host memory is insufficient.
+        """
         self._stream.synchronize()
         with self._stream.running():
             self._weights.sleep(keep=level == 1)
             self._cache.sleep(keep=False)
-        self._reads_again = level > 1
+        self._must_reload = level > 1
 
     def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
-        """Have the weights again; after level 2 from `read`. Raises MemoryError, or WeightError."""
-        assert self._held is not None, "load comes first"
+        """Restore the weights; after level 2 from `read`. Raise MemoryError or WeightError."""
+        assert self._model is not None, "load comes first"
         with self._stream.running():
             self._weights.wake_up()
-            if self._reads_again:
-                self._held.loader.fill(read())
+            if self._must_reload:
+                self._model.loader.fill(read())
         self._stream.synchronize()
 
     def wake_kv_cache(self) -> None:
-        """Have the memory of the KV cache again. Raises MemoryError."""
+        """Map memory for the KV cache again. Raise MemoryError."""
         with self._stream.running():
             self._cache.wake_up()
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         self._stream.synchronize()
-        self._runner, self._held = None, None
+        self._runner, self._model = None, None
         self._cache.close()
         self._weights.close()
         self._compiles.unwatch()

@@ -1,4 +1,4 @@
-"""The GPU that a rank runs on, or one line on why there is none."""
+"""The device that a rank runs on."""
 
 from __future__ import annotations
 
@@ -8,77 +8,77 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, LEAST, Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, MIN_CAPABILITY, Chip, find_chip
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.errors import ConfigError
 
-ELSEWHERE: Final = "or use --backend reference"
+_ALTERNATIVE: Final = "or use --backend reference"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where tensors live. `chip`: what kernels are tuned for; on a CPU the one whose programs it stands in for."""
+    """A torch device and the chip that kernels are tuned for."""
 
     torch: torch.device
-    chip: Chip
+    chip: Chip  # on a CPU: the GPU that it simulates
     name: str
 
     @property
     def is_gpu(self) -> bool:
-        """Streams, graphs and memory are a GPU's."""
         return self.torch.type == "cuda"
 
     @property
     def use_kernels(self) -> bool:
-        """Triton kernels on a GPU; on a CPU the references that define them."""
+        """True: Triton kernels; False: their plain torch definitions."""
         return self.is_gpu
 
 
 CPU: Final = Device(torch.device("cpu"), CHIPS["sm_90"], "CPU")
-"""Runs everything but the kernels, for tests."""
+"""For tests: plain torch in place of kernels."""
 
 
 def find_device(rank: int = 0) -> Device:
-    """The GPU number `rank` of those that are visible. Raises ConfigError: one line, cause and remedy."""
-    stated = TORCH_CUDA_DEVICE.read()
-    if stated is not None:
-        if stated != "cpu":
-            raise ConfigError(TORCH_CUDA_DEVICE.name, f"{stated} is unknown; use cpu, or unset it to run on a GPU")
+    """Return visible GPU number `rank`, or the CPU if the environment variable selects it. Raise ConfigError."""
+    chosen = TORCH_CUDA_DEVICE.read()
+    if chosen is not None:
+        if chosen != "cpu":
+            raise ConfigError(TORCH_CUDA_DEVICE.name, f"{chosen} is unknown; use cpu, or unset it to run on a GPU")
         return CPU
-    count = _visible()
+    count = _visible_gpus()
     if rank >= count:
         raise ConfigError(
-            "--tensor-parallel-size", f"rank {rank} has no GPU, {count} are visible; use at most {count}, {ELSEWHERE}"
+            "--tensor-parallel-size",
+            f"rank {rank} has no GPU, {count} are visible; use at most {count}, {_ALTERNATIVE}",
         )
     try:
         properties = torch.cuda.get_device_properties(rank)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError("--backend", f"torch_cuda: {reason}; update the NVIDIA driver, {ELSEWHERE}") from None
+        raise ConfigError("--backend", f"torch_cuda: {reason}; update the NVIDIA driver, {_ALTERNATIVE}") from None
     capability = properties.major, properties.minor
-    if capability < LEAST:
+    if capability < MIN_CAPABILITY:
         raise ConfigError(
             "--backend",
-            f"torch_cuda: {properties.name} has compute capability {capability[0]}.{capability[1]}, "
-            f"{LEAST[0]}.{LEAST[1]} is the least; choose another GPU by CUDA_VISIBLE_DEVICES, {ELSEWHERE}",
+            f"torch_cuda: {properties.name} has compute capability {'.'.join(map(str, capability))}, the minimum is "
+            f"{'.'.join(map(str, MIN_CAPABILITY))}; select another GPU with CUDA_VISIBLE_DEVICES, {_ALTERNATIVE}",
         )
-    return Device(torch.device("cuda", rank), chip_of(capability, properties.multi_processor_count), properties.name)
+    return Device(torch.device("cuda", rank), find_chip(capability, properties.multi_processor_count), properties.name)
 
 
-def _visible() -> int:
-    """How many GPUs torch sees, one or more. Raises ConfigError."""
+def _visible_gpus() -> int:
+    """Return the number of GPUs, at least 1. Raise ConfigError if there are none."""
     if torch.version.cuda is None:
         raise ConfigError(
             "--backend",
             f"torch_cuda: torch {torch.__version__} is built without CUDA; "
-            f"pip install --force-reinstall torch triton, {ELSEWHERE}",
+            f"pip install --force-reinstall torch triton, {_ALTERNATIVE}",
         )
     count = torch.cuda.device_count()
     if count:
         return count
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
         raise ConfigError(
-            "--backend", f"torch_cuda: CUDA_VISIBLE_DEVICES={chosen} leaves no GPU visible; unset it, {ELSEWHERE}"
+            "--backend", f"torch_cuda: CUDA_VISIBLE_DEVICES={visible} leaves no GPU visible; unset it, {_ALTERNATIVE}"
         )
-    raise ConfigError("--backend", f"torch_cuda: no GPU or no NVIDIA driver found; install the driver, {ELSEWHERE}")
+    raise ConfigError("--backend", f"torch_cuda: no GPU or no NVIDIA driver found; install the driver, {_ALTERNATIVE}")

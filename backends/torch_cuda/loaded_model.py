@@ -1,4 +1,4 @@
-"""What an engine keeps on the device for as long as it lives, besides the KV cache."""
+"""Configuration and loading of one rank's model: everything an engine keeps on the device but the KV cache."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
+from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.execution.buffers import Buffers
 from pagoda.backends.torch_cuda.execution.programs import GraphSizes
+from pagoda.backends.torch_cuda.execution.step_input import DecodeBuffers
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
 from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
-from pagoda.backends.torch_cuda.memory.profile import check_weights
+from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel.comm import Comm
@@ -29,84 +29,77 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.models.spec import ModelSpec
 
-# Everything that is settled about a rank's engine before it reads a weight.
-
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """`dtype`: of weights and activations; `stored`: of K and V. `pack`: of the layers' matrices, if they are.
-
-    `prefill`: the attention of prefill and mixed steps.
-    """
+    """A rank's engine configuration, complete before weights are loaded."""
 
     spec: ModelSpec
     limits: Limits
     layout: KvLayout
     cache: CacheConfig
-    dtype: torch.dtype
-    stored: torch.dtype
+    dtype: torch.dtype  # of weights and activations
+    kv_dtype: torch.dtype
     sampling: SamplerOptions
-    ladder: GraphSizes
-    pack: Pack | None
-    prefill: Prefill
+    graph_sizes: GraphSizes
+    pack: Pack | None  # quantizes the matrices of layers; None: not quantized
+    prefill: PrefillAttention
     device: Device
     comm: Comm
 
     @property
     def shard(self) -> RankShard:
-        """The part of the model that this rank holds."""
         return RankShard(self.comm.rank, self.comm.size)
 
     @property
     def splits(self) -> dict[int, int]:
-        """Size of a decode step -> programs that share a sequence's keys, for the layer with the fewest KV heads."""
+        """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
         kv_heads = min(self.shard.share(layer.mixer.kv_heads) for layer in self.spec.layers)
         longest, chip = self.limits.max_model_len, self.device.chip
-        return {size: choose_splits(size, kv_heads, longest, chip) for size in self.ladder.sizes}
+        return {size: choose_splits(size, kv_heads, longest, chip) for size in self.graph_sizes.sizes}
 
     @property
-    def tile(self) -> int:
-        """Query tokens of a tile of prefill attention, which suit every layer."""
+    def query_tile(self) -> int:
+        """Query tokens per tile of prefill attention: the smallest tile over all layers."""
         mixers = {layer.mixer for layer in self.spec.layers}
         return min(query_tile(m.heads // m.kv_heads, m.head_dim, self.dtype, self.device.chip) for m in mixers)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`weights`: their bytes on the device; `loader` can fill them again."""
+    """A rank's model in device memory."""
 
-    loader: Loader
-    weights: int
+    loader: Loader  # can fill the weights again, in place
+    weight_bytes: int  # on the device
     decoder: CudaDecoder
     sampler: CudaSampler
-    buffers: Buffers
+    buffers: DecodeBuffers
 
 
-def load(setup: RankConfig, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
-    """Take every parameter into memory that `empty` gives, those of layers that are offloaded into the host's.
+def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> LoadedModel:
+    """Load every parameter into memory from `empty`, those of offloaded layers into host memory.
 
-    Raises WeightError, or ConfigError when they do not fit the device.
+    Raise WeightError, or ConfigError if they do not fit the device.
     """
-    spec, limits, device = setup.spec, setup.limits, setup.device
-    shapes = Loader(spec, setup.shard, setup.dtype, _nowhere, setup.pack).params
-    on_host = choose_layers(shapes, setup.cache.cpu_offload_gb)
+    spec, limits, device = config.spec, config.limits, config.device
+    shapes = Loader(spec, config.shard, config.dtype, _meta, config.pack).params
+    on_host = choose_layers(shapes, config.cache.cpu_offload_gb)
     num_bytes = shapes.num_bytes - on_host.saved
     if device.is_gpu:
-        check_weights(device, setup.cache, num_bytes)
+        check_weights(device, config.cache, num_bytes)
     offload = Offload(on_host, device, empty) if on_host.layers else None
-    elsewhere = None if offload is None else offload.places()
-    loader = Loader(spec, setup.shard, setup.dtype, empty, setup.pack, elsewhere)
+    host_memory = None if offload is None else offload.allocators()
+    loader = Loader(spec, config.shard, config.dtype, empty, config.pack, host_memory)
     loader.fill(weights)
     pages = -(-limits.max_model_len // limits.block_size)
     return LoadedModel(
         loader,
         num_bytes,
-        CudaDecoder(spec, loader.params, device, limits.max_model_len, setup.comm, setup.prefill, offload),
-        CudaSampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, setup.sampling),
-        Buffers(limits.max_num_seqs, len(setup.layout.groups), pages, spec.vocab, device.torch),
+        CudaDecoder(spec, loader.params, device, limits.max_model_len, config.comm, config.prefill, offload),
+        CudaSampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, device, config.sampling),
+        DecodeBuffers(limits.max_num_seqs, len(config.layout.groups), pages, spec.vocab, device.torch),
     )
 
 
-def _nowhere(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """For shapes alone."""
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

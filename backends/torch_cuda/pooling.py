@@ -1,4 +1,4 @@
-"""Pooling models on an NVIDIA GPU; on CPU tensors, for tests, the same with the kernels' references."""
+"""Pooling models on an NVIDIA GPU; on CPU tensors, for tests, in plain torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pagoda.backends.reference.execution import make_packed
 from pagoda.backends.reference.model.pooler import ReferencePooler
 from pagoda.backends.torch_cuda.backend import CAPABILITIES, DTYPES
 from pagoda.backends.torch_cuda.device import Device, find_device
-from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
-from pagoda.backends.torch_cuda.execution.stream import CpuStream, DeviceStream, DeviceToHost
-from pagoda.backends.torch_cuda.execution.warmup import CompileCount
+from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHost, make_stream
+from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
@@ -28,7 +27,7 @@ from pagoda.common.models.spec import ModelSpec
 
 
 def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> TorchCudaPooling:
-    """A backend for a model that pools. `dtype`: resolved, not `auto`. Raises ConfigError."""
+    """Return a backend for a pooling model. `dtype`: resolved, not `auto`. Raise ConfigError."""
     if dtype not in DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
     return TorchCudaPooling(spec, limits, DTYPES[dtype], find_device())
@@ -36,14 +35,13 @@ def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> TorchCudaPooling:
 
 @dataclass(frozen=True, slots=True)
 class CudaPendingVectors:
-    """Implements common.backend.PendingPooling. `flat`: all answers' numbers, one after another."""
+    """Implements common.backend.PendingPooling."""
 
-    flat: DeviceToHost
-    shapes: tuple[tuple[int, ...], ...]
+    flat: DeviceToHost  # all outputs, concatenated
+    shapes: tuple[tuple[int, ...], ...]  # of each output
     recompiles: int
 
     def result(self) -> PoolResult:
-        """Wait for the step."""
         sizes = [int(np.prod(shape)) for shape in self.shapes]
         parts = np.split(self.flat.array(), np.cumsum(sizes)[:-1])
         return PoolResult(tuple(part.reshape(shape) for part, shape in zip(parts, self.shapes)), self.recompiles)
@@ -54,21 +52,20 @@ class TorchCudaPooling:
 
     def __init__(self, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: Device) -> None:
         self.spec, self.limits, self.dtype, self.device = spec, limits, dtype, device
-        self._stream: DeviceStream = GpuStream(device) if device.is_gpu else CpuStream(device)
+        self._stream: DeviceStream = make_stream(device)
         self._parts: tuple[CudaEncoder, ReferencePooler] | None = None
         self.num_bytes = 0
-        self._compiles = CompileCount()
+        self._compiles = CompileCounter()
         self._compiles.watch()
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter. Raises WeightError, or ConfigError when they do not fit the device."""
+        """Load every parameter. Raise WeightError, or ConfigError if they do not fit the device."""
         spec, device = self.spec, self.device
-        assert spec.pooler is not None, "the model pools"
+        assert spec.pooler is not None, "the model must have a pooler"
         with self._stream.running():
             try:
                 loader = Loader(spec, RankShard(0, 1), self.dtype, self._empty)
@@ -76,10 +73,10 @@ class TorchCudaPooling:
                 raise ConfigError("--dtype", f"the weights in {self.dtype} do not fit {device.name}") from None
             loader.fill(weights)
             params = loader.params
-            exact = {name: held.float() for name, held in params.tensors().items() if name.startswith("pooler.")}
+            pooler = {name: tensor.float() for name, tensor in params.tensors().items() if name.startswith("pooler.")}
             self._parts = (
                 CudaEncoder(spec, params, device, self.limits.max_model_len),
-                ReferencePooler(spec.pooler, exact),
+                ReferencePooler(spec.pooler, pooler),
             )
         self.num_bytes = params.num_bytes
 
@@ -87,9 +84,9 @@ class TorchCudaPooling:
         return torch.empty(shape, dtype=dtype, device=self.device.torch)
 
     def warmup(self) -> None:
-        """Run the smallest step and the largest, so that kernels are compiled and memory is known to suffice.
+        """Run the smallest and the largest step: compiles the kernels and checks that memory suffices.
 
-        Raises ConfigError when it does not.
+        Raise ConfigError if it does not.
         """
         limits = self.limits
         longest = limits.max_model_len
@@ -105,7 +102,7 @@ class TorchCudaPooling:
                 f"{self.device.name} has too little memory for {prompts} prompts of {longest} tokens in a step, "
                 f"{free / GIB:.1f} GiB are left; lower it, or --max-model-len",
             ) from None
-        self._compiles.loud = True
+        self._compiles.log_each = True
 
     def execute(self, plan: PoolPlan) -> CudaPendingVectors:
         """Queue a step."""
@@ -114,13 +111,13 @@ class TorchCudaPooling:
         encoder, pooler = self._parts
         with self._stream.running():
             hidden = encoder.hidden(make_packed(plan, self.device.torch))
-            answers = pooler(hidden, plan.query_start.tolist(), plan.rules)
-            flat = self._stream.fetch(torch.cat([answer.flatten() for answer in answers]))
-        shapes = tuple(tuple(answer.shape) for answer in answers)
+            outputs = pooler(hidden, plan.query_start.tolist(), plan.rules)
+            flat = self._stream.fetch(torch.cat([output.flatten() for output in outputs]))
+        shapes = tuple(tuple(output.shape) for output in outputs)
         return CudaPendingVectors(flat, shapes, self._compiles.count - before)
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         self._stream.synchronize()
         self._parts = None
         self._stream.close()
@@ -128,7 +125,7 @@ class TorchCudaPooling:
 
 
 def _plan(length: int, count: int) -> PoolPlan:
-    """So many prompts of one length."""
+    """Return a step of `count` prompts of `length` tokens."""
     rules = PoolingRules(task="token_embed", use_activation=True)
     starts = np.arange(0, length * count + 1, length, dtype=np.int32)
     return PoolPlan(np.zeros(length * count, np.int32), starts, None, (rules,) * count)

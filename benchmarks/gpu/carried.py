@@ -1,6 +1,6 @@
-"""What a machine without a network is brought: unpacked once into a folder, by the standard library and numpy alone.
+"""Files carried to a machine without a network, unpacked into a folder by the standard library and numpy alone.
 
-A carried folder holds `wheels/*.whl`, `triton-cache.tar.xz` and `model.bin` (see small_model); each may be missing.
+A carried folder has `wheels/*.whl`, `triton-cache.tar.xz` and `model.bin` (see small_model); each may be missing.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from pagoda.benchmarks.gpu import small_model
 
 WHEELS, CACHE, MODEL, ABOUT = "wheels", "triton-cache.tar.xz", "model.bin", "carry.json"
 KEPT_CACHE = "triton-cache.tar.xz"
-"""The cache as a run leaves it in its output, to be carried the next time."""
+"""The cache that a run leaves in its output, to be carried next time."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """`site`: for PYTHONPATH; `unpacked`: the wheels in it. `model`: a GGUF file. `commit`: of the checkout."""
+class CarriedFiles:
+    """The unpacked files."""
 
-    site: Path
+    site: Path  # for PYTHONPATH
     cache: Path
-    unpacked: tuple[str, ...]
-    model: Path | None
-    commit: str
+    unpacked: tuple[str, ...]  # wheels in `site`
+    model: Path | None  # a GGUF file
+    commit: str  # of the checkout
 
 
-def unpack(carry: Path | None, root: Path) -> Place:
-    """Everything under `root`, which may hold it already. Packages that the machine has are left as they are."""
-    place = Place(root / "site", root / "triton-cache", (), None, "")
-    for folder in (place.site, place.cache):
+def unpack(carry: Path | None, root: Path) -> CarriedFiles:
+    """Unpack everything under `root`, unless it is there already. Packages installed on the machine are left alone."""
+    files = CarriedFiles(root / "site", root / "triton-cache", (), None, "")
+    for folder in (files.site, files.cache):
         folder.mkdir(parents=True, exist_ok=True)
     if carry is None:
-        return place
-    unpacked = tuple(_install(wheel, place.site) for wheel in sorted((carry / WHEELS).glob("*.whl")) if _wanted(wheel))
-    _fill_cache(carry / CACHE, place.cache)
+        return files
+    unpacked = tuple(
+        _install(wheel, files.site) for wheel in sorted((carry / WHEELS).glob("*.whl")) if _is_missing(wheel)
+    )
+    _fill_cache(carry / CACHE, files.cache)
     about = json.loads((carry / ABOUT).read_text()) if (carry / ABOUT).is_file() else {}
     model = root / "model.gguf" if (carry / MODEL).is_file() else None
     if model is not None and not model.is_file():
         small_model.unpack(carry / MODEL, model)
-    return Place(place.site, place.cache, unpacked, model, about.get("commit", ""))
+    return CarriedFiles(files.site, files.cache, unpacked, model, about.get("commit", ""))
 
 
 def keep_cache(cache: Path, target: Path, before: set[str]) -> int:
-    """Pack Triton's cache if it has grown since it held `before`; how many entries are new."""
+    """Pack Triton's cache if it has entries besides `before`; return the number of new ones."""
     entries = cache_entries(cache)
     if new := len(entries - before):
         with (
@@ -67,12 +69,12 @@ def cache_entries(cache: Path) -> set[str]:
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Without what a process has left half written."""
+    """Skip files that a process left half written."""
     return None if "/tmp.pid_" in entry.name else entry
 
 
-def _wanted(wheel: Path) -> bool:
-    """Whether the machine lacks the package. What it has may be what its other packages need."""
+def _is_missing(wheel: Path) -> bool:
+    """Return whether the package is missing; an installed one may be needed by others as it is."""
     try:
         importlib.metadata.version(wheel.name.split("-")[0].replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
@@ -81,19 +83,19 @@ def _wanted(wheel: Path) -> bool:
 
 
 def _install(wheel: Path, site: Path) -> str:
-    """A wheel is a zip archive of what goes into a folder for packages. Needs no pip."""
+    """Extract a wheel, without pip."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     return "-".join(wheel.name.split("-")[:2])
 
 
 def _fill_cache(archive: Path, cache: Path) -> None:
-    """Entries that are not there yet. Triton writes down where each file lies, which is here now."""
+    """Extract the missing entries. Triton stores absolute paths, which are updated."""
     if not archive.is_file():
         return
     with tarfile.open(archive) as packed:
-        there = cache_entries(cache)
-        packed.extractall(cache, [one for one in packed if one.name.split("/")[0] not in there], filter="data")
+        existing = cache_entries(cache)
+        packed.extractall(cache, [one for one in packed if one.name.split("/")[0] not in existing], filter="data")
     for group in cache.glob("*/__grp__*.json"):
         entry = json.loads(group.read_text())
         moved = {name: str(group.parent / Path(path).name) for name, path in entry["child_paths"].items()}

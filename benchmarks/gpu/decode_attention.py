@@ -1,8 +1,8 @@
-"""Decode attention on a GPU: right in bfloat16, and how fast it reads the cache against a large copy.
+"""Decode attention on a GPU: correctness in bfloat16, and bandwidth relative to a large copy.
 
 `checks`: errors against float64 in units of the output's rounding. `speeds`: bytes of K and V per second; launches are
-recorded in a CUDA graph, as the engine launches them, over caches that together exceed the L2 cache. `trials`: block
-sizes on trial for tuning.json.
+recorded in a CUDA graph, as in the engine, over caches larger than the L2 cache. `trials`: block sizes to try for
+tuning.json.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwid
 
 PAGE = 16
 COLD_BYTES = 512 << 20
-"""Calls are rotated over so many bytes, several times an L2 cache."""
+"""Calls are rotated over this many bytes, several times an L2 cache."""
 CHECKED = 4
-"""Sequences of a timed shape that are compared with float64."""
+"""Sequences of a timed shape compared with float64."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Sequences of up to `context` tokens; by default with the heads of Llama-3.1-8B. `ragged`: of all lengths."""
+    """Sequences of up to `context` tokens; by default with the heads of Llama-3.1-8B."""
 
     seqs: int
     context: int
@@ -39,7 +39,7 @@ class Load:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    ragged: bool = False
+    ragged: bool = False  # of all lengths
 
     @property
     def shape(self) -> DecodeShape:
@@ -47,7 +47,7 @@ class Load:
 
     @property
     def bytes_read(self) -> int:
-        """Of K and V in one call, all sequences being as long as they can."""
+        """Bytes of K and V read by one call at full length."""
         return 2 * self.seqs * self.context * self.kv_heads * self.head_dim * self.cache.itemsize
 
 
@@ -81,7 +81,7 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """One cache for all copies of a load, which read pages of their own in random order."""
+    """One cache for all copies of a load; each reads its own pages in random order."""
 
     load: Load
     q: Tensor  # [copies, T, N, H]
@@ -93,7 +93,7 @@ class Inputs:
     scale: Tensor | None  # of an 8-bit cache
 
     def call(self, copy: int = 0, rows: int | None = None, **how) -> Tensor:
-        """Attention of the copy's first `rows` sequences; `how` as the api has it."""
+        """Return attention of the copy's first `rows` sequences; `how`: arguments of the api."""
         load = self.load
         tokens = None if rows is None else rows * load.query_len
         return decode_attention(
@@ -114,7 +114,7 @@ class Inputs:
 
 
 def make(load: Load, bench: Bench, cold_bytes: int = 0) -> Inputs:
-    """Random inputs, as many copies as fill `cold_bytes`, two at least where any are asked for."""
+    """Return random inputs, as many copies as fill `cold_bytes`, at least two unless it is 0."""
     torch.manual_seed(0)
     device = bench.device
     copies = max(2, -(-cold_bytes // load.bytes_read)) if cold_bytes else 1
@@ -140,18 +140,18 @@ def make(load: Load, bench: Bench, cold_bytes: int = 0) -> Inputs:
 
 
 def error(inputs: Inputs, bench: Bench, splits: int | None = None) -> tuple[float, float]:
-    """Largest absolute error against float64, and the largest in roundings of bfloat16, where up to 3 are allowed."""
+    """Return the largest absolute error against float64, and the largest in units of 3 roundings of bfloat16."""
     load = inputs.load
     rows = min(load.seqs, CHECKED) if load.seqs * load.context > 1 << 16 else load.seqs
-    asked = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip) if splits is None else splits
-    got = inputs.call(splits=asked, use_kernel=bench.use_kernel, chip=bench.chip)[: rows * load.query_len]
+    num_splits = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip) if splits is None else splits
+    got = inputs.call(splits=num_splits, use_kernel=bench.use_kernel, chip=bench.chip)[: rows * load.query_len]
     want = inputs.call(rows=rows, q=inputs.q[0].double(), splits=1, use_kernel=False, chip=bench.chip)
     got = bench.spoiled(got)
     return float((got.double() - want).abs().max()), worst(got, want, 3)
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Every case with one split and with several."""
+    """Yield every case, each with one split and with several."""
     for name, load in ERRORS.items():
         yield Number(name, partial(check, bench, small(load) if bench.tiny else load))
 
@@ -163,25 +163,25 @@ def check(bench: Bench, load: Load) -> dict:
 
 
 def small(load: Load) -> Load:
-    """So that a CPU is done at once."""
+    """Return the load reduced for a CPU."""
     return replace(load, seqs=3, context=70)
 
 
 def seconds(bench: Bench, inputs: Inputs, call: Callable[[int], object], repeats: int = 30) -> float:
-    """Of a call, in a graph that goes through all copies."""
+    """Return the seconds of a call, in a graph over all copies."""
     copies = len(inputs.tables)
     replay = bench.recorded([partial(call, copy) for copy in range(copies)])
     return bench.median_ms(lambda _: replay(), repeats) / 1e3 / copies
 
 
 def speeds(bench: Bench) -> Iterator[Number]:
-    """Each load, checked at its own size."""
+    """Yield each load, checked at its own size."""
     for name, load in SPEEDS.items():
         yield Number(name, partial(speed, bench, small(load) if bench.tiny else load))
 
 
 def speed(bench: Bench, load: Load) -> dict:
-    """Microseconds of a call, bytes per second of K and V, also as a part of a copy's; the error at this size."""
+    """Return microseconds of a call, bytes of K and V per second, also relative to a copy, and the error."""
     inputs = make(load, bench, bench.choose(COLD_BYTES, 1))
     splits = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
     absolute, roundings = error(inputs, bench)
@@ -200,11 +200,11 @@ TUNED = {
     "drafts": Load(64, 4096, query_len=4),
     "head dim 256": Load(64, 4096, heads=16, kv_heads=8, head_dim=256),
 }
-"""What --stage tune tries settings on. The table's key of each is that of its shape."""
+"""Loads of stage tune; its tuning.json key is that of the load's shape."""
 
 
 def trials(bench: Bench) -> Iterator[Number]:
-    """Everything worth trying that the chip can run; the table's own first."""
+    """Yield all candidates for the chip; the current settings first."""
     for name, load in bench.choose(TUNED, {"llama": small(Load(64, 4096))}).items():
         every = dict.fromkeys((blocks(load.shape, bench.chip), *candidates(load.shape, bench.chip)))
         inputs: list[Inputs] = []
@@ -215,7 +215,7 @@ def trials(bench: Bench) -> Iterator[Number]:
 
 
 def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, made: list[Inputs]) -> dict:
-    """The best number of splits of these blocks. `made`: inputs, shared between the trials of a load."""
+    """Return the best number of splits for these blocks. `made`: inputs, shared by the trials of a load."""
     if not made:
         made.append(make(load, bench, bench.choose(COLD_BYTES, 1)))
     inputs, tried = made[0], {}
@@ -235,12 +235,12 @@ def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, made: list[Inputs]
 
 
 def is_refusal(error: Exception) -> bool:
-    """Triton's answer to settings that need more registers or shared memory than there are."""
+    """Return whether Triton rejected settings that need too many registers or too much shared memory."""
     return type(error).__name__ in ("OutOfResources", "PTXASError", "CompilationError")
 
 
 def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: DecodeBlockSizes) -> Tensor:
-    """A call with blocks on trial; on a CPU the reference, which has none."""
+    """Call with blocks on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
         return inputs.call(copy, splits=splits, use_kernel=False, chip=bench.chip)
     from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import launch

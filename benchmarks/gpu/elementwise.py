@@ -1,7 +1,7 @@
-"""The kernels between the matrix products on a GPU: right in bfloat16, and how fast against a copy.
+"""The kernels between the matrix products on a GPU: correctness in bfloat16, and bandwidth relative to a copy.
 
 `checks`: errors against float64 in units of the output's rounding. `speeds`: bytes per second; launches are recorded in
-CUDA graphs, as the engine launches them, and the inputs together exceed the L2 cache.
+CUDA graphs, as in the engine, and the inputs together exceed the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ COLD_BYTES = 256 << 20
 
 
 def heads64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotation of x [T, n, H] in float64."""
+    """Rotate x [T, n, H] in float64."""
     first, second = x.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def tables(device: torch.device, length: int) -> Tensor:
-    """cos and sin float32 [length, 2, H/2]."""
+    """Return cos and sin, float32 [length, 2, H/2]."""
     half = HEAD_DIM // 2
     angles = torch.arange(length)[:, None] * 5e5 ** (-torch.arange(half).double() / half)
     return torch.stack((angles.cos(), angles.sin()), 1).float().to(device)
 
 
 def caches(device: torch.device, tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """Keys and values for that number of tokens, and the null block."""
+    """Return keys and values for that number of tokens, and the null block."""
     return [torch.zeros(tokens // PAGE + 1, KV_HEADS, PAGE, HEAD_DIM, device=device).to(dtype) for _ in range(2)]
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Each kernel in bfloat16."""
+    """Yield each kernel in bfloat16."""
     yield from norm_checks(bench)
     for name, act in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
         yield Number(name, partial(gated_error, bench, name, act))
@@ -60,22 +60,22 @@ def norm_checks(bench: Bench) -> Iterator[Number]:
 
 
 def rows_of(bench: Bench, count: int) -> Tensor:
-    """`count` x [rows, width]."""
+    """Return `count` x [rows, width]."""
     torch.manual_seed(0)
     rows, width = bench.choose((257, 5120), (5, 64))
     return torch.randn(count, rows, width, device=bench.device).to(BF16)
 
 
 def norm_inputs(bench: Bench, kind: str, offset: bool) -> tuple[tuple, dict, Tensor]:
-    """Arguments of norm, and what it has to give, float64."""
-    x, rest = rows_of(bench, 2)
+    """Return arguments of norm, and the expected result in float64."""
+    x, residual = rows_of(bench, 2)
     weight, bias = torch.randn(2, x.shape[1], device=bench.device).to(BF16)
     add = bias if kind == "layer" else None
-    wide = (x.double() + rest.double()).to(BF16).double()
+    wide = (x.double() + residual.double()).to(BF16).double()
     wide = wide - wide.mean(-1, keepdim=True) if kind == "layer" else wide
     want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * (weight.double() + offset)
     want = want if add is None else want + add.double()
-    facts = {"eps": EPS, "kind": kind, "unit_offset": offset, "residual": rest, "use_kernel": bench.use_kernel}
+    facts = {"eps": EPS, "kind": kind, "unit_offset": offset, "residual": residual, "use_kernel": bench.use_kernel}
     return (x, weight, add), facts, want
 
 
@@ -112,32 +112,32 @@ def float8_error(bench: Bench, stored: Tensor, scale: Tensor, want: Tensor) -> f
 
 
 def rope_errors(bench: Bench, case: str) -> dict:
-    """rope_and_cache: plain, with QK norm, into a cache of float8."""
+    """Check rope_and_cache: plain, with QK norm, with a float8 cache."""
     torch.manual_seed(0)
     qk_norm = rope_cache.NormWeights(torch.randn(HEAD_DIM, device=bench.device).to(BF16), EPS)
     qk_norm = qk_norm if case == "qk_norm" else None
-    stored = FP8 if case == "float8" else BF16
+    cache_dtype = FP8 if case == "float8" else BF16
     tokens, heads = bench.choose(96, 32), HEADS + 2 * KV_HEADS
     qkv = torch.randn(tokens, heads * HEAD_DIM, device=bench.device).to(BF16)
     cos_sin = tables(bench.device, 4096)
     positions = torch.randint(4096, (tokens,), device=bench.device, dtype=torch.int32)
     slots = (PAGE + torch.randperm(tokens, device=bench.device)).int()
-    keys, values = caches(bench.device, tokens, stored)
+    keys, values = caches(bench.device, tokens, cache_dtype)
     scales = {n: torch.tensor([0.02], device=bench.device) for n in ("k_scale", "v_scale") if case == "float8"}
     facts = {"heads": HEADS, "kv_heads": KV_HEADS, "cos_sin": cos_sin, "q_norm": qk_norm, "k_norm": qk_norm}
     how = {"use_kernel": bench.use_kernel, "chip": bench.chip}
     q = rope_cache.rope_and_cache(qkv, positions, slots, keys, values, **facts, **scales, **how)
     wide = qkv.view(tokens, heads, HEAD_DIM).double()
-    turning = wide[:, : HEADS + KV_HEADS]
+    rotated = wide[:, : HEADS + KV_HEADS]
     if qk_norm is not None:
-        turning = turning * torch.rsqrt(turning.square().mean(-1, keepdim=True) + EPS) * qk_norm.weight.double()
-    turned = heads64(turning, *cos_sin.double()[positions.long()].unbind(1))
+        rotated = rotated * torch.rsqrt(rotated.square().mean(-1, keepdim=True) + EPS) * qk_norm.weight.double()
+    rotated = heads64(rotated, *cos_sin.double()[positions.long()].unbind(1))
     at = slots.long()
     in_cache = [cache.float()[at // PAGE, :, at % PAGE] for cache in (keys, values)]
-    wanted = turned[:, HEADS:], wide[:, HEADS + KV_HEADS :]
-    # A rotation adds what the norm before has rounded twice, and may cancel it.
+    wanted = rotated[:, HEADS:], wide[:, HEADS + KV_HEADS :]
+    # The rotation adds values that the norm has rounded twice; they may cancel.
     roundings = 3 if qk_norm is None else 9
-    errors = [worst(bench.spoiled(q), turned[:, :HEADS], roundings)]
+    errors = [worst(bench.spoiled(q), rotated[:, :HEADS], roundings)]
     if case == "float8":
         errors += [float8_error(bench, got, scales["k_scale"], want) for got, want in zip(in_cache, wanted)]
     else:
@@ -146,14 +146,14 @@ def rope_errors(bench: Bench, case: str) -> dict:
 
 
 def speeds(bench: Bench) -> Iterator[Number]:
-    """Each kernel over few and many tokens; `of_copy` of the copy itself says what such a size can reach."""
+    """Yield each kernel over few and many tokens; `of_copy` of the copy itself is what such a size can reach."""
     for rows, width in bench.choose(SHAPES, ((16, 256),)):
         for name, (make, moved) in timed_kernels(bench, rows, width).items():
             yield Number(f"{name}_{rows}x{width}", partial(timed, bench, make, moved))
 
 
 def timed(bench: Bench, make: Callable[[], Callable[[], object]], moved: int) -> dict[str, float]:
-    """Microseconds and bytes per second of a kernel; `make()` gives a call over inputs of its own."""
+    """Return microseconds and bytes per second of a kernel; `make()` returns a call over its own inputs."""
     copy = copy_bandwidth(bench)
     calls = [make() for _ in range(bench.copies(moved, COLD_BYTES, 4))]
     replay = bench.recorded(calls)
@@ -162,7 +162,7 @@ def timed(bench: Bench, make: Callable[[], Callable[[], object]], moved: int) ->
 
 
 def timed_kernels(bench: Bench, rows: int, width: int) -> dict[str, tuple[Callable, int]]:
-    """Name -> (what makes a call, bytes that it moves)."""
+    """Return name -> (maker of a call, bytes it moves)."""
     size, device, kernel = rows * width * 2, bench.device, bench.use_kernel
     weight = torch.ones(width, device=device, dtype=BF16)
     cos_sin = tables(device, rows)
@@ -176,12 +176,12 @@ def timed_kernels(bench: Bench, rows: int, width: int) -> dict[str, tuple[Callab
         return lambda: target.copy_(source)
 
     def normed():
-        x, rest = random(width), random(width)
-        return lambda: norm.norm(x, weight, eps=EPS, kind="rms", residual=rest, use_kernel=kernel)
+        x, residual = random(width), random(width)
+        return lambda: norm.norm(x, weight, eps=EPS, kind="rms", residual=residual, use_kernel=kernel)
 
     def normed_float8():
-        x, rest = random(width), random(width)
-        facts = {"eps": EPS, "kind": "rms", "residual": rest, "use_kernel": kernel, "chip": bench.chip}
+        x, residual = random(width), random(width)
+        facts = {"eps": EPS, "kind": "rms", "residual": residual, "use_kernel": kernel, "chip": bench.chip}
         return lambda: norm.norm_quantised(x, weight, **facts)
 
     def gated():

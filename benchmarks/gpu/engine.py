@@ -1,6 +1,6 @@
 """The whole engine on a GPU: graphs against eager steps; decode, prefill and throughput with Llama-3.1-8B's shapes.
 
-`graph_checks`, `decode`, `prefill` and `throughput` give numbers; an engine starts with the first of them that runs.
+`graph_checks`, `decode`, `prefill` and `throughput` yield numbers; an engine starts with the first one that runs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ BATCHES = (1, 32, 64, 256)
 CONTEXT = 1024
 STEPS, WARM, PROFILED = 64, 8, 12
 START_SECONDS = 240
-"""What a number may take that has to start an engine first."""
+"""Time limit of a number that starts an engine."""
 
 
 class Engine:
-    """An engine of random weights that starts when it is first asked for."""
+    """An engine with random weights that starts on first use."""
 
     def __init__(self, bench: Bench, config: dict, **settings) -> None:
         self._bench, self._config, self._settings = bench, config, settings
@@ -51,7 +51,7 @@ class Engine:
 
     @property
     def recompiles(self) -> int:
-        """Programs compiled or captured since the engine said that it was ready."""
+        """Programs compiled or captured since the engine was ready."""
         return self.llm.llm_engine.stats.recompiles
 
     def close(self) -> None:
@@ -80,41 +80,41 @@ GRAPHED = {
     "fp8 weights": {"quantization": "fp8"},
     "int4 weights": {"quantization": "int4"},
 }
-"""Engines whose tokens must not depend on whether decode steps are replayed."""
+"""Settings under which captured and eager decode steps must give the same tokens."""
 
 
 def graph_checks(bench: Bench) -> Iterator[Number]:
-    """Tokens of captured graphs are those of eager steps, and nothing is compiled after the engine is ready."""
+    """Yield comparisons of captured graphs with eager steps; nothing may be compiled after the engine is ready."""
     for name, settings in list(GRAPHED.items())[: bench.choose(None, 2)]:
         yield Number(name, partial(graphs_equal_eager, bench, settings), START_SECONDS)
 
 
 def graphs_equal_eager(bench: Bench, settings: dict) -> dict:
-    """Two layers of Llama-3.1-8B, 24 prompts of all lengths, greedy and seeded requests in one batch."""
+    """Run two layers of Llama-3.1-8B, 24 prompts of all lengths, greedy and seeded requests in one batch."""
     config = bench.choose(model.CONFIG | {"num_hidden_layers": 2}, model.TINY)
     seqs, tokens = bench.choose((24, 48), (3, 5))
-    asked = [prompts(config, 1, 5 + 37 * at % 500 if not bench.tiny else 5 + at, at)[0] for at in range(seqs)]
+    inputs = [prompts(config, 1, 5 + 37 * at % 500 if not bench.tiny else 5 + at, at)[0] for at in range(seqs)]
     rules = [
         answer(tokens) if at % 2 else answer(tokens, temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=at)
         for at in range(seqs)
     ]
-    found, recompiles, starts = [], [], []
+    tokens_of, recompiles, starts = [], [], []
     for eager in (False, True):
         engine = Engine(bench, config, enforce_eager=eager, max_model_len=1024, max_num_seqs=seqs, **settings)
-        done = engine.llm.generate(asked, rules, use_tqdm=False)
-        found.append([list(one.outputs[0].token_ids) for one in done])
+        done = engine.llm.generate(inputs, rules, use_tqdm=False)
+        tokens_of.append([list(one.outputs[0].token_ids) for one in done])
         recompiles.append(engine.recompiles)
         starts.append(round(engine.start_seconds, 1))
         engine.close()
     if bench.spoil:
-        found[0][0][-1] += 1
-    equal = sum(one == other for one, other in zip(*found))
-    facts = {"recompiles": recompiles, "start_seconds": starts, "distinct": len({tuple(one) for one in found[0]})}
+        tokens_of[0][0][-1] += 1
+    equal = sum(one == other for one, other in zip(*tokens_of))
+    facts = {"recompiles": recompiles, "start_seconds": starts, "distinct": len({tuple(one) for one in tokens_of[0]})}
     return {"right": equal == seqs and not any(recompiles), "equal": equal, "of": seqs, "tokens": tokens, **facts}
 
 
 def decode(bench: Bench) -> Iterator[Number]:
-    """A decode step at 1k context, every batch size."""
+    """Yield a decode step at 1k context for every batch size."""
     config = bench.choose(model.CONFIG, model.TINY)
     context, steps, batches = bench.choose((CONTEXT, STEPS, BATCHES), (24, 3, (1, 3)))
     engine = Engine(bench, config, max_model_len=context + answer_length(steps), max_num_seqs=max(batches))
@@ -126,12 +126,12 @@ def decode(bench: Bench) -> Iterator[Number]:
 
 
 def answer_length(steps: int) -> int:
-    """Tokens enough for the first sequence to go on while the last is measured and profiled."""
+    """Return enough tokens for the first sequence to run until the last one is measured and profiled."""
     return 3 * steps + 4 * PROFILED
 
 
 def decode_step(bench: Bench, running: Engine, config: dict, batch: int, context: int, steps: int) -> dict:
-    """Milliseconds of a step against reading the weights and the context's K and V once."""
+    """Return milliseconds of a step, and relative to reading the weights and the context's K and V once."""
     bandwidth = copy_bandwidth(bench)  # while there is memory for it
     engine = running.llm.llm_engine
     for number, prompt in enumerate(prompts(config, batch, context)):
@@ -172,17 +172,17 @@ def decode_step(bench: Bench, running: Engine, config: dict, batch: int, context
 
 
 def profile_steps(engine, wall: float, prompt: dict, name: str) -> dict:
-    """What a step is made of, or why the profiler does not work here."""
+    """Return what a step spends its time on, or why the profiler does not work here."""
     try:
         busy = gpu_busy(engine)
     except RuntimeError as error:
         return {"not_profiled": str(error)[:200]}
-    found = {"gpu_busy_ms": 1e3 * busy, "host_not_hidden": 1 - busy / wall}
-    return found | {"waits": waits(engine, prompt, name)}
+    times = {"gpu_busy_ms": 1e3 * busy, "host_not_hidden": 1 - busy / wall}
+    return times | {"waits": waits(engine, prompt, name)}
 
 
 def gpu_busy(engine) -> float:
-    """Seconds per step in which some kernel or copy ran, from the profiler's timeline."""
+    """Return seconds per step in which a kernel or copy ran, from the profiler's timeline."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -202,7 +202,7 @@ def gpu_busy(engine) -> float:
 
 
 def waits(engine, prompt: dict, name: str) -> list[str]:
-    """Where a step makes the host wait for the GPU, but for the events that steps end with. One more request comes."""
+    """Return where a step with one new request synchronizes with the GPU, except at its end."""
     rules = answer(4, temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=2)
     engine.add_request(name, prompt, rules)
     with warnings.catch_warnings(record=True) as caught:
@@ -217,26 +217,26 @@ def waits(engine, prompt: dict, name: str) -> list[str]:
 
 
 def prefill(bench: Bench) -> Iterator[Number]:
-    """A prompt in one step, and eight prompts in one step."""
+    """Yield one prompt per step, and eight prompts per step."""
     config = bench.choose(model.CONFIG, model.TINY)
     loads = bench.choose(((2048, 1), (4096, 1), (8192, 1), (1024, 8)), ((24, 1), (8, 3)))
-    most = max(length * count for length, count in loads)
+    max_tokens = max(length * count for length, count in loads)
     longest = max(length for length, _ in loads) + 16
-    engine = Engine(bench, config, max_model_len=longest, max_num_batched_tokens=most, max_num_seqs=8)
+    engine = Engine(bench, config, max_model_len=longest, max_num_batched_tokens=max_tokens, max_num_seqs=8)
     for length, count in loads:
         yield Number(f"{count}x{length}", partial(prefill_step, bench, engine, config, length, count), START_SECONDS)
     engine.close()
 
 
 def prefill_step(bench: Bench, running: Engine, config: dict, length: int, count: int) -> dict:
-    """Seconds to the first token against the rate of a large product."""
+    """Return seconds to the first token, and relative to the rate of a large product."""
     rate = matmul_rate(bench)  # while there is memory for it
     times = []
-    for turn in range(bench.choose(8, 2)):
-        asked = prompts(config, count, length, turn)
+    for seed in range(bench.choose(8, 2)):
+        inputs = prompts(config, count, length, seed)
         bench.synchronize()
         begin = time.perf_counter()
-        running.llm.generate(asked, answer(1), use_tqdm=False)
+        running.llm.generate(inputs, answer(1), use_tqdm=False)
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times[len(times) // 4 :])
     flops = count * model.prefill_flops(config, length)
@@ -257,35 +257,35 @@ LOADS = {
     "256x1024/1024 fp8 weights and cache": (256, 1024, 1024, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "32x1024/128": (32, 1024, 128, {}),
 }
-"""The last is what transformers is given. Requests, input and output tokens of each, settings."""
+"""Requests, input and output tokens of each, settings; the last load is also run with transformers."""
 
 
 def throughput(bench: Bench) -> Iterator[Number]:
-    """Output tokens per second when all requests are there at once."""
+    """Yield output tokens per second with all requests submitted at once."""
     config = bench.choose(model.CONFIG, model.TINY)
-    for name, (requests, given, wanted, settings) in list(LOADS.items())[: bench.choose(None, 2)]:
-        load = bench.choose((requests, given, wanted), (4, 12, 6))
+    for name, (requests, input_len, output_len, settings) in list(LOADS.items())[: bench.choose(None, 2)]:
+        load = bench.choose((requests, input_len, output_len), (4, 12, 6))
         yield Number(name, partial(throughput_of, bench, config, load, settings), START_SECONDS)
 
 
 def throughput_of(bench: Bench, config: dict, load: tuple[int, int, int], settings: dict) -> dict:
-    requests, given, wanted = load
-    engine = Engine(bench, config, max_model_len=given + wanted + 16, max_num_seqs=requests, **settings)
+    requests, input_len, output_len = load
+    engine = Engine(bench, config, max_model_len=input_len + output_len + 16, max_num_seqs=requests, **settings)
     llm = engine.llm
-    llm.generate(prompts(config, 2, given), answer(4), use_tqdm=False)
-    asked = prompts(config, requests, given)
+    llm.generate(prompts(config, 2, input_len), answer(4), use_tqdm=False)
+    inputs = prompts(config, requests, input_len)
     begin = time.perf_counter()
-    done = llm.generate(asked, answer(wanted), use_tqdm=False)
+    done = llm.generate(inputs, answer(output_len), use_tqdm=False)
     seconds = time.perf_counter() - begin
     tokens = sum(len(one.outputs[0].token_ids) for one in done)
     recompiles, info = engine.recompiles, llm.llm_engine.info
     engine.close()
     return {
-        "right": tokens == requests * wanted and recompiles == 0,
+        "right": tokens == requests * output_len and recompiles == 0,
         "recompiles": recompiles,
         "requests": requests,
-        "input": given,
-        "output": wanted,
+        "input": input_len,
+        "output": output_len,
         "seconds": seconds,
         "output_tokens_per_s": tokens / seconds,
         "memory": info.memory,

@@ -1,4 +1,4 @@
-"""What a machine has that the measurements depend on, and whether a Triton kernel can be launched on it at all."""
+"""Machine properties that the measurements depend on, and a first kernel launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEERS = ("flash-attn", "flash-attn-3", "flashinfer-python", "vllm", "xformers")
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """In the order of what has to work first."""
+    """Yield checks in the order in which they must work."""
     yield Number("machine", lambda: facts(bench))
     yield Number("launch", lambda: first_launch(bench), 120)
     yield Number(
@@ -27,8 +27,7 @@ def checks(bench: Bench) -> Iterator[Number]:
 
 
 def facts(bench: Bench) -> dict:
-    found = machine(bench.device.type)
-    return found | {
+    return machine(bench.device.type) | {
         "packages": {name: package_version(name) for name in (*PACKAGES, *PEERS)},
         "cpus": os.cpu_count(),
         "compiler": compiler(),
@@ -37,20 +36,20 @@ def facts(bench: Bench) -> dict:
 
 
 def compiler() -> dict[str, str | bool | None]:
-    """What Triton needs to build a launcher that its cache does not hold: a C compiler, Python's headers."""
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    """Return what Triton needs to build a launcher that is not cached: a C compiler, Python's headers."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-    return {"c_compiler": found, "python_headers": headers, "ptxas": shutil.which("ptxas")}
+    return {"c_compiler": compiler, "python_headers": headers, "ptxas": shutil.which("ptxas")}
 
 
 def cache_entries() -> int:
-    """Folders of Triton's cache now."""
+    """Return the number of entries of Triton's cache."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
 def first_launch(bench: Bench) -> dict:
-    """A kernel of ours on the device. Raises RuntimeError in one line where its launcher cannot be built."""
+    """Launch one of our kernels. Raise RuntimeError, in one line, if its launcher cannot be built."""
     from pagoda.backends.torch_cuda.kernels.activation import gated
 
     x = torch.randn(3, 64, device=bench.device)
@@ -58,8 +57,8 @@ def first_launch(bench: Bench) -> dict:
     try:
         got = gated(x, "silu", use_kernel=bench.use_kernel)
     except Exception as error:
-        have = compiler()
-        if bench.is_gpu and not (have["c_compiler"] and have["python_headers"]):
+        available = compiler()
+        if bench.is_gpu and not (available["c_compiler"] and available["python_headers"]):
             raise RuntimeError(
                 "Triton cannot build a launcher: a C compiler or Python.h is missing, and the carried cache has no "
                 f"launcher for this Python; install gcc and python3-dev, or carry a cache with launchers: {error}"

@@ -1,8 +1,8 @@
-"""Products with packed matrices and mixtures of experts on a GPU: right in bfloat16, and how fast.
+"""Products with packed matrices and mixtures of experts on a GPU: correctness in bfloat16, and speed.
 
-`checks`: errors against float64 in units of the output's rounding. `speeds`: times against torch and against the time
-that reading the numbers takes at the speed of a large copy; small batches are timed in CUDA graphs over more matrices
-than the L2 cache holds. `trials`: settings on trial for the launch.json of both kernels.
+`checks`: errors against float64 in units of the output's rounding. `speeds`: times relative to torch and to reading the
+numbers at the speed of a large copy; small batches are timed in CUDA graphs over more matrices than the L2 cache holds.
+`trials`: settings to try for the tuning.json of both kernels.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096))
 """[O, I]: gate with up, down, and qkv of an 8B model."""
 ROWS = (1, 8, 16, 64)
 MIXTURES = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768)}
-"""Experts, experts of a token, D, F."""
+"""Experts, experts per token, D, F."""
 FEW, MANY = (1, 32, 256), 4096
 
 
 def random(*shape: int, device: torch.device) -> Tensor:
-    """Numbers of a matrix, so large that a product has about the size of its input."""
+    """Return a random matrix, scaled so that a product has about the size of its input."""
     return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(BF16)
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Every scheme and number of rows; mixtures, plain and packed."""
+    """Yield every scheme and number of rows; mixtures, plain and packed."""
     for scheme, rows in itertools.product(SCHEMES, bench.choose((1, 7, 16, 33, 64, 300), (1, 7, 33))):
         yield Number(f"{scheme}_{rows}", partial(linear_error, bench, scheme, rows))
     sizes = bench.choose(((8, 2, 512, 768), (64, 8, 512, 256)), ((4, 2, 64, 48),))
@@ -54,7 +54,7 @@ def checks(bench: Bench) -> Iterator[Number]:
 
 
 def linear_error(bench: Bench, scheme: str, rows: int) -> dict:
-    """Worst error in bfloat16 roundings of a result; at most 1 is right."""
+    """Return the worst error in roundings of bfloat16; at most 1 is right."""
     from pagoda.backends.torch_cuda.kernels.weight_only.kernel import FEW
 
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def linear_error(bench: Bench, scheme: str, rows: int) -> dict:
 
 
 def moe_error(bench: Bench, size: tuple[int, int, int, int], tokens: int, scheme: str | None) -> dict:
-    """The same for a mixture of experts; between the products the kernel rounds four times, the reference more."""
+    """Return the same for a mixture of experts; the kernel rounds four times between products, plain torch more."""
     torch.manual_seed(0)
     experts, top, width, ffn = size
     device = bench.device
@@ -86,26 +86,26 @@ def moe_error(bench: Bench, size: tuple[int, int, int, int], tokens: int, scheme
 
 
 def mixture64(x: Tensor, logits: Tensor, inner: Tensor, down: Tensor, top: int) -> Tensor:
-    """The mixture in float64, expert by expert."""
+    """Return the mixture in float64, expert by expert."""
     weights, chosen = logits.double().softmax(-1).topk(top)
     weights = weights / weights.sum(-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in range(inner.shape[0]):
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        rows, ranks = (chosen == expert).nonzero(as_tuple=True)
         gate, up = (x[rows].double() @ inner[expert].double().T).chunk(2, -1)
-        out.index_add_(0, rows, (F.silu(gate) * up) @ down[expert].double().T * weights[rows, places, None])
+        out.index_add_(0, rows, (F.silu(gate) * up) @ down[expert].double().T * weights[rows, ranks, None])
     return out
 
 
 def microseconds(bench: Bench, make: Callable[[], Callable[[], object]], moved: int) -> float:
-    """Of a call, in a graph of enough calls that `make` gives over matrices of their own, `moved` bytes each."""
+    """Return the time of a call, in a graph of calls from `make` over their own matrices, `moved` bytes each."""
     calls = [make() for _ in range(bench.copies(moved, COLD_BYTES))]
     replay = bench.recorded(calls)
     return bench.median_ms(lambda _: replay()) * 1e3 / len(calls)
 
 
 def speeds(bench: Bench) -> Iterator[Number]:
-    """`of_copy`: share of the copy's speed at which the numbers are read. torch's bfloat16 product comes first."""
+    """Yield the products, torch's bfloat16 first. `of_copy`: fraction of a copy's speed at which numbers are read."""
     for shape, rows in itertools.product(bench.choose(MATRICES, ((64, 96),)), bench.choose(ROWS, (1,))):
         for scheme in (None, *SCHEMES):
             name = f"{scheme or 'torch'}_{shape[0]}x{shape[1]}_{rows}"
@@ -125,25 +125,25 @@ def linear_speed(bench: Bench, scheme: str | None, shape: tuple[int, int], rows:
 
 
 def _torch_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """A call over a matrix of its own."""
+    """Return a call over its own matrix."""
     return partial(F.linear, x, weight.clone())
 
 
 def _packed_linear(bench: Bench, x: Tensor, weight: Tensor, scheme: str) -> Callable[[], Tensor]:
-    """A call over a matrix of its own."""
+    """Return a call over its own matrix."""
     return partial(weight_only_linear, x, pack(weight, scheme), None, use_kernel=bench.use_kernel, chip=bench.chip)
 
 
 def _figures(bench: Bench, us: float, moved: int) -> dict[str, float]:
-    """A copy counts bytes read and written, so it is what a pure reader may reach."""
+    """Return the figures. A copy counts bytes read and written, so a pure reader can reach it."""
     speed = moved / us * 1e6
     return {"us": us, "bytes_per_s": speed, "of_copy": speed / copy_bandwidth(bench)}
 
 
 def moe_speed(bench: Bench, size: tuple[int, int, int, int], tokens: int) -> dict[str, float]:
-    """Few tokens: against reading the experts in use once. Many: FLOP per second. Both against a loop over experts.
+    """Return the time, also relative to a loop over experts. `of_copy` counts reading the used experts once.
 
-    Of mixtures with few tokens the L2 cache may hold experts.
+    With few tokens the L2 cache may contain experts.
     """
     experts, top, width, ffn = size
     device = bench.device
@@ -160,25 +160,25 @@ def moe_speed(bench: Bench, size: tuple[int, int, int, int], tokens: int) -> dic
 
 
 def eager(bench: Bench, call: Callable[[], object]) -> float:
-    """Microseconds of a call outside any graph."""
+    """Return microseconds of a call outside any graph."""
     return bench.median_ms(lambda _: call(), 10) * 1e3
 
 
 def loop_over_experts(x: Tensor, logits: Tensor, inner: Tensor, down: Tensor, top: int) -> Tensor:
-    """The mixture as torch alone would have it: a dense product for each expert in use."""
+    """Return the mixture in plain torch: a dense product for each expert in use."""
     weights, chosen = logits.softmax(-1).topk(top)
     weights = weights / weights.sum(-1, keepdim=True)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        rows, ranks = (chosen == expert).nonzero(as_tuple=True)
         gate, up = (x[rows] @ inner[expert].T).chunk(2, -1)
-        part = (F.silu(gate) * up) @ down[expert].T * weights[rows, places, None]
+        part = (F.silu(gate) * up) @ down[expert].T * weights[rows, ranks, None]
         out.index_add_(0, rows, part.to(x.dtype))
     return out
 
 
 def candidates(usual: Settings) -> Iterator[Settings]:
-    """What is worth trying in place of `usual`, which has DEPTH or not."""
+    """Yield settings to try in place of `usual`, with DEPTH if it has one."""
     depths = (64, 128) if "DEPTH" in usual else (None,)
     for channels, depth, warps, stages in itertools.product((64, 128), depths, (2, 4, 8), (3, 4, 5)):
         tried = {"CHANNELS": channels, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
@@ -186,7 +186,7 @@ def candidates(usual: Settings) -> Iterator[Settings]:
 
 
 def trials(bench: Bench) -> Iterator[Number]:
-    """For weight_only/launch.json over the down projection of an 8B model, then for moe/launch.json."""
+    """Yield trials for weight_only over the down projection of an 8B model, then for moe."""
     from pagoda.backends.torch_cuda.kernels.moe import kernel as moe_kernel
     from pagoda.backends.torch_cuda.kernels.weight_only import kernel
 
@@ -198,7 +198,7 @@ def trials(bench: Bench) -> Iterator[Number]:
 
 
 def _tried(bench: Bench, module: Any, key: str, make: Callable[[], list]) -> Iterator[Number]:
-    """Settings of one key of a table. The calls are made once, by the first trial that runs."""
+    """Yield the settings of one key of a table. The calls are made once, by the first trial that runs."""
     usual = dict(launch.settings(module.TUNING, bench.chip, key))
     every = [usual, *(one for one in candidates(usual) if one != usual)]
     folder, calls = module.TUNING.parent.name, []

@@ -1,9 +1,9 @@
-"""What a decode step of torch_cuda costs the host, without what the device does: microseconds per step.
+"""Host cost of a torch_cuda decode step, without the device's: microseconds per step.
 
 usage: python gpu_host_cost.py [--context 1024] [--steps 300]
 
-`pack`: a plan padded, packed and sent. `step`: that, queueing the two graphs (empty here), and the result read back.
-Runs on a GPU where there is one, else on a CPU. Prints one JSON line per number of rows and kind of sampling.
+`pack`: pad, pack and send a plan. `step`: that, queueing the two graphs (empty here), and reading the result. Runs on a
+GPU if there is one, else on a CPU. Prints one JSON line per number of rows and kind of sampling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK = 16
 
 
 def small_backend(context: int) -> TorchCudaBackend:
-    """One layer and few tokens: the host's work does not depend on the model."""
+    """Return a backend with one layer and few tokens: the host cost does not depend on the model."""
     norm = Norm(1e-5)
     layer = Layer(Attention(4, 2, 64, 0.125, Rope(1e4, 64)), Mlp(64, "silu", True), Norms(norm, None, norm, None))
     spec = ModelSpec(vocab=512, width=64, layers=(layer,), final_norm=norm, tied=True, max_positions=2 * context)
@@ -49,7 +49,7 @@ def small_backend(context: int) -> TorchCudaBackend:
 
 
 def plans(rows: int, context: int, rules: SamplingRules) -> tuple[StepPlan, StepPlan]:
-    """The step that starts these rows, and one like all that follow."""
+    """Return the step that starts these rows, and one like all that follow."""
     numbers = np.arange(rows, dtype=np.int32)
     starts = tuple(RowStart(row, np.zeros(context, np.int32), context - 1, rules) for row in range(rows))
     blocks = np.random.default_rng(0).integers(64, size=(rows, context // BLOCK + 1), dtype=np.int32)
@@ -70,7 +70,7 @@ def plans(rows: int, context: int, rules: SamplingRules) -> tuple[StepPlan, Step
 
 
 def microseconds(run: Callable[[], object], steps: int) -> float:
-    """The median of so many runs."""
+    """Return the median of `steps` runs."""
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -80,15 +80,15 @@ def microseconds(run: Callable[[], object], steps: int) -> float:
 
 
 def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan) -> dict[str, float]:
-    """Of `plan`, which goes on where `first` began. The machine may be busy: load is told too."""
+    """Return the cost of `plan`, which continues what `first` started, and the load of the machine."""
     runner = backend._runner
     backend.execute(first).result()
-    size = backend.setup.ladder.fit(plan.num_seqs)
-    runner.programs._forward[size] = runner.programs._choose[size] = lambda: None
+    size = backend.config.graph_sizes.fit(plan.num_seqs)
+    runner.programs._forward[size] = runner.programs._sample[size] = lambda: None
 
     def pack() -> None:
         runner._send(runner._padded(plan))
-        runner._staging.was_read()
+        runner._staging.mark_read()
 
     with backend._stream.running():
         packing = microseconds(pack, steps)
@@ -97,7 +97,6 @@ def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan)
 
 
 def main() -> None:
-    """Every number of rows, every kind of sampling."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=300)
@@ -106,8 +105,8 @@ def main() -> None:
     backend = small_backend(args.context)
     for rows in ROWS:
         for kind, rules in KINDS.items():
-            found = {"rows": rows, "sampling": kind, **cost(backend, args.steps, *plans(rows, args.context, rules))}
-            print(json.dumps({**found, "context": args.context, "device": backend.setup.device.name}), flush=True)
+            result = {"rows": rows, "sampling": kind, **cost(backend, args.steps, *plans(rows, args.context, rules))}
+            print(json.dumps({**result, "context": args.context, "device": backend.config.device.name}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the GPU measurements share: a bench to measure on, times by CUDA events, the machine's own rooflines."""
+"""Shared by the GPU measurements: the bench, timing by CUDA events, the rooflines of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, find_chip
 
 GIB = 1 << 30
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -22,39 +22,30 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Number:
-    """One entry of a stage's JSON. `seconds`: what it may take at most, after which it counts as failed.
-
-    `run` returns a JSON object; its `right` says whether a result is correct, where results are checked.
-    """
+    """One entry of a stage's JSON."""
 
     name: str
-    run: Callable[[], dict]
-    seconds: float = 60.0
+    run: Callable[[], dict]  # returns a JSON object; if results are checked, `right` is the verdict
+    seconds: float = 60.0  # time limit, after which it has failed
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The device under test. On CPU tensors, for trying the script, kernels are replaced by their references.
-
-    `tiny`: shapes so small that a CPU is done at once. `spoil`: relative error added to every checked result, which
-    each check must notice. `model`: the small real model.
-    """
+    """The device under test; on CPU tensors, to try the script, kernels are replaced by plain torch."""
 
     device: torch.device
     chip: Chip
-    tiny: bool = False
-    spoil: float = 0.0
-    model: Path | None = None
+    tiny: bool = False  # shapes that a CPU computes at once
+    spoil: float = 0.0  # relative error added to every checked result, which each check must detect
+    model: Path | None = None  # the small real model
 
     @classmethod
     def on(cls, device: str, **settings) -> Bench:
-        """The bench of `cuda` or `cpu`."""
+        """Return the bench of `cuda` or `cpu`."""
         if device == "cpu":
             return cls(torch.device("cpu"), CHIPS["sm_90"], **settings)
-        found = torch.cuda.get_device_properties(0)
-        return cls(
-            torch.device("cuda", 0), chip_of((found.major, found.minor), found.multi_processor_count), **settings
-        )
+        gpu = torch.cuda.get_device_properties(0)
+        return cls(torch.device("cuda", 0), find_chip((gpu.major, gpu.minor), gpu.multi_processor_count), **settings)
 
     @property
     def is_gpu(self) -> bool:
@@ -62,15 +53,15 @@ class Bench:
 
     @property
     def use_kernel(self) -> bool:
-        """Triton kernels, or the references that define them."""
+        """True: Triton kernels; False: their plain torch definitions."""
         return self.is_gpu
 
     def choose(self, usual, tiny):
-        """A shape: `tiny` where shapes are."""
+        """Return `tiny` if shapes are tiny, else `usual`."""
         return tiny if self.tiny else usual
 
     def spoiled(self, result: Tensor) -> Tensor:
-        """A checked result, with the error that --spoil adds."""
+        """Return a checked result with the error that --spoil adds."""
         return result if not self.spoil else (result.double() * (1 + self.spoil)).to(torch.float64)
 
     def synchronize(self) -> None:
@@ -78,7 +69,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def median_ms(self, run: Callable[[int], object], repeats: int = 30, warmup: int = 5) -> float:
-        """Median milliseconds of `run(i)`. `i` counts calls, so that a run can rotate over cold inputs."""
+        """Return the median milliseconds of `run(i)`; `i` counts calls, to rotate over cold inputs."""
         if not self.is_gpu:
             return _median_ms_on_host(run, min(repeats, 2))
         for i in range(warmup):
@@ -92,7 +83,7 @@ class Bench:
         return statistics.median(begin.elapsed_time(end) for begin, end in events)
 
     def recorded(self, calls: list[Callable[[], object]]) -> Callable[[], None]:
-        """The calls as one CUDA graph, to be replayed; on a CPU one after the other."""
+        """Return a replay function of the calls as one CUDA graph; on a CPU, a function that makes them."""
         if not self.is_gpu:
             return lambda: [call() for call in calls] and None
         side = torch.cuda.Stream()
@@ -107,14 +98,14 @@ class Bench:
                 call()
         return graph.replay
 
-    def copies(self, moved: int, cold_bytes: int, least: int = 2) -> int:
-        """Inputs of `moved` bytes that fill `cold_bytes`, more than an L2 cache."""
-        return least if self.tiny else max(least, -(-cold_bytes // moved))
+    def copies(self, moved: int, cold_bytes: int, minimum: int = 2) -> int:
+        """Return how many inputs of `moved` bytes exceed `cold_bytes`, more than an L2 cache."""
+        return minimum if self.tiny else max(minimum, -(-cold_bytes // moved))
 
 
 @cache
 def copy_bandwidth(bench: Bench) -> float:
-    """Bytes per second, read and written, of a large copy; measured once."""
+    """Return bytes per second, read and written, of a large copy; measured once."""
     size = 1 << 20 if bench.tiny else 4 * GIB
     source = torch.empty(size, dtype=torch.uint8, device=bench.device).random_()
     target = torch.empty_like(source)
@@ -123,25 +114,25 @@ def copy_bandwidth(bench: Bench) -> float:
 
 @cache
 def matmul_rate(bench: Bench) -> float:
-    """FLOP per second of a large bfloat16 product of random numbers (zeros would run faster); measured once."""
+    """Return FLOP per second of a large bfloat16 product of random numbers (zeros would be faster); measured once."""
     side = 64 if bench.tiny else 8192
     a, b = torch.randn(2, side, side, device=bench.device, dtype=BF16)
     return 2 * side**3 / (bench.median_ms(lambda _: a @ b) / 1e3)
 
 
 def worst(got: Tensor, want: Tensor, roundings: float = 1) -> float:
-    """Largest difference in units of bfloat16's rounding of `want`, allowed `roundings`; above 1 is wrong."""
+    """Return the largest difference in units of `roundings` times bfloat16's rounding of `want`; above 1 is wrong."""
     unit = want.abs().clamp_min(want.abs().mean()) * 2.0**-8 * roundings
     return float(((got.double() - want) / unit).abs().max())
 
 
 def verdict(error: float, **more) -> dict:
-    """A number that says whether it is right: an error of at most 1. Not a number is wrong."""
+    """Return a result that is right if its error is at most 1; NaN is wrong."""
     return {"error": error, "right": 0 <= error <= 1, **more}
 
 
 def machine(device: str) -> dict:
-    """What the figures depend on, the same for every process on a machine."""
+    """Return what the figures depend on; the same for every process on a machine."""
     gpu = torch.cuda.get_device_properties(0) if device == "cuda" and torch.cuda.is_available() else None
     return {
         "python": platform.python_version(),
@@ -165,7 +156,7 @@ def package_version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel driver, where the system tells it."""
+    """Return the version of NVIDIA's kernel driver, if the system reports it."""
     path = Path("/proc/driver/nvidia/version")
     return path.read_text().splitlines()[0] if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""The model that the GPU figures are about: the shapes of Llama-3.1-8B, without its weights."""
+"""The model of the GPU figures: the shapes of Llama-3.1-8B, without its weights."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ TINY = CONFIG | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""For trying the benchmarks where no GPU is."""
+"""For trying the benchmarks without a GPU."""
 
 
 def write(folder: Path, config: dict) -> Path:
-    """A model folder with a configuration alone, for `--load-format dummy`."""
+    """Write a model folder with only a configuration, for `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def matrix_elements(config: dict) -> int:
-    """Elements of the matrices that every token is multiplied by, the head's among them."""
+    """Return the elements of the matrices that every token is multiplied by, the head included."""
     d, f, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     attention = d * h * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
     return config["num_hidden_layers"] * (attention + 3 * d * f) + d * config["vocab_size"]
 
 
 def kv_bytes(config: dict, item: int = 2) -> int:
-    """Bytes of K and V of one token in all layers."""
+    """Return bytes of K and V of one token in all layers."""
     return 2 * item * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
 def prefill_flops(config: dict, tokens: int) -> float:
-    """Multiplications and additions of a prompt: the layers for every token, causal attention, the head for one."""
+    """Return the FLOP of a prompt: the layers for every token, causal attention, the head for one."""
     head = config["hidden_size"] * config["vocab_size"]
     layers = 2 * tokens * (matrix_elements(config) - head)
     width = config["num_attention_heads"] * config["head_dim"]

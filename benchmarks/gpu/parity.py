@@ -1,8 +1,8 @@
-"""A real model on a GPU: its answers, and its tokens against those of the reference backend on this machine's CPU.
+"""A real model on a GPU: its answers, and its tokens compared with the reference backend on this machine's CPU.
 
-In float32 greedy tokens must agree for all prompts but one in ten, where two logits may tie within rounding; so must
-drawn tokens. In bfloat16 it is stated how many agree with float32, and nothing is demanded. Without a model file:
-random weights.
+In float32 greedy tokens must agree for at least nine of ten prompts (two logits may tie within rounding), and so must
+sampled tokens. For bfloat16 the agreement with float32 is reported, without a limit. Without a model file: random
+weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL = model.CONFIG | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""The small model's shapes."""
+"""The shapes of the small model."""
 TEXTS = (
     "The capital of France is",
     "Water boils at a temperature of",
@@ -47,7 +47,7 @@ QUESTION, ANSWER = "What is the capital of France?", "Paris"
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Every comparison starts its own engines."""
+    """Yield the comparisons; each starts its own engines."""
     for dtype in ("float32", "bfloat16"):
         yield Number(f"tokens_{dtype}", partial(compare, bench, dtype), 240)
     if bench.model is not None:
@@ -55,7 +55,7 @@ def checks(bench: Bench) -> Iterator[Number]:
 
 
 def compare(bench: Bench, dtype: str) -> dict:
-    """Tokens of torch_cuda in `dtype` against those of reference in float32."""
+    """Compare the tokens of torch_cuda in `dtype` with those of reference in float32."""
     ours, theirs = (
         answers(bench, backend, kind) for backend, kind in (("torch_cuda", dtype), ("reference", "float32"))
     )
@@ -71,18 +71,18 @@ def compare(bench: Bench, dtype: str) -> dict:
 
 
 def agreed(one: list[int], other: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Return the number of tokens before the first difference."""
     return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
 
 
 @cache
 def answers(bench: Bench, backend: str, dtype: str) -> list[list[int]]:
-    """Token ids of each prompt, greedy, then seeded at temperature 0.8 with filters and penalties."""
+    """Return the token ids of each prompt, greedy, then seeded at temperature 0.8 with filters and penalties."""
     llm = start(bench, backend, dtype)
     count, tokens = bench.choose((len(TEXTS), 48), (2, 6))
-    asked = list(TEXTS[:count])
+    inputs = list(TEXTS[:count])
     if bench.model is None:
-        asked = [
+        inputs = [
             {"prompt_token_ids": [5 + (7 * at + 31 * number) % 900 for at in range(5 + 9 * number)]}
             for number in range(count)
         ]
@@ -90,10 +90,10 @@ def answers(bench: Bench, backend: str, dtype: str) -> list[list[int]]:
     greedy = [pagoda.SamplingParams(temperature=0.0, **common)] * count
     rules = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
     drawn = [pagoda.SamplingParams(**rules, seed=number, **common) for number in range(count)]
-    done = llm.generate([*asked, *asked], [*greedy, *drawn], use_tqdm=False)
-    found = [list(one.outputs[0].token_ids) for one in done]
+    done = llm.generate([*inputs, *inputs], [*greedy, *drawn], use_tqdm=False)
+    tokens_of = [list(one.outputs[0].token_ids) for one in done]
     llm.shutdown()
-    return found
+    return tokens_of
 
 
 def start(bench: Bench, backend: str, dtype: str) -> pagoda.LLM:
@@ -105,7 +105,7 @@ def start(bench: Bench, backend: str, dtype: str) -> pagoda.LLM:
 
 
 def answers_question(bench: Bench) -> dict:
-    """The answer to a question, in bfloat16: right when it names the city."""
+    """Answer a question in bfloat16; right if the answer names the city."""
     llm = start(bench, "torch_cuda", "bfloat16")
     rules = pagoda.SamplingParams(temperature=0.0, max_tokens=24)
     text = llm.chat([{"role": "user", "content": QUESTION}], rules, use_tqdm=False)[0].outputs[0].text

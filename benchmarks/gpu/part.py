@@ -1,9 +1,9 @@
-"""Parts of a stage, in a process of their own, with which the GPU's memory and its errors end.
+"""Run parts of a stage in their own process, which confines GPU memory and GPU errors.
 
 usage: python -m pagoda.benchmarks.gpu.part MODULE.FUNCTION ... --device cuda|cpu [--tiny] [--spoil X] [--model FILE]
 
-Says on its first line which machine it is on; reads on one line the numbers to leave out, as PART/NAME, and the second
-of time.monotonic at which to stop; then, for each number, one line before it is measured and one with the result.
+Protocol, one JSON object per line: writes the machine; reads the numbers to leave out, as PART/NAME, and the
+time.monotonic deadline; then writes, for each number, a line before it is measured and a line with the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 FAILED = 70
-"""Exit status after a number that raised: the process may be of no use any more, as after an error of the GPU's."""
+"""Exit status after a number that raised: the process may be unusable, as after a GPU error."""
 
 
 def main() -> int:
@@ -32,43 +32,43 @@ def main() -> int:
     parser.add_argument("--spoil", type=float, default=0.0)
     parser.add_argument("--model", type=Path)
     args = parser.parse_args()
-    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # with the script that started it
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # die with the parent
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the protocol
 
-    def say(**line) -> None:
+    def write(**line) -> None:
         print(json.dumps(line), file=lines, flush=True)
 
     import torch
 
     from pagoda.benchmarks.gpu.measure import Bench, machine
 
-    here = machine(args.device)
-    say(machine=here)
-    if args.device == "cuda" and here["gpu"] is None:
+    device = machine(args.device)
+    write(machine=device)
+    if args.device == "cuda" and device["gpu"] is None:
         return 2
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     bench = Bench.on(args.device, tiny=args.tiny, spoil=args.spoil, model=args.model)
-    leave_out = set(asked["leave_out"])
+    leave_out = set(request["leave_out"])
     for part in args.parts:
-        say(part=part)
+        write(part=part)
         module, _, function = part.rpartition(".")
         for number in getattr(importlib.import_module(f"pagoda.benchmarks.gpu.{module}"), function)(bench):
             if f"{part}/{number.name}" in leave_out:
                 continue
-            if time.monotonic() > asked["until"]:
-                return 0  # without a last line: there is more to do
-            say(begin=number.name, seconds=number.seconds)
+            if time.monotonic() > request["until"]:
+                return 0  # without the last line: unfinished
+            write(begin=number.name, seconds=number.seconds)
             began = time.monotonic()
             try:
-                found = number.run()
+                result = number.run()
             except Exception:
-                say(error=traceback.format_exc()[-4000:])
+                write(error=traceback.format_exc()[-4000:])
                 return FAILED
-            say(found=found | {"took_s": round(time.monotonic() - began, 2)})
+            write(result=result | {"took_s": round(time.monotonic() - began, 2)})
             if bench.is_gpu:
                 torch.cuda.empty_cache()
-    say(done=True)
+    write(done=True)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The same tensors through others: what torch, flash_attn, flashinfer, transformers and vLLM make of our loads.
+"""The same loads with other implementations: torch, flash_attn, flashinfer, transformers and vLLM.
 
-`attention` checks every peer against our own kernel's result before it is timed; a peer that is not installed, or
-refuses a shape, says so in the number. `engines` runs the load of the throughput stage through other engines.
+`attention` checks every peer against our own kernel before timing it; a peer that is missing or refuses a shape reports
+so in the number. `engines` runs the load of the throughput stage with other engines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagoda.benchmarks.gpu.engine import LOADS, prompts
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, package_version
 
 AGREE = 0.02
-"""Relative distance to our own result: two kernels in bfloat16 differ by 0.003 to 0.01."""
+"""Maximum relative distance to our result: two bfloat16 kernels differ by 0.003 to 0.01."""
 
 DECODES = {
     "1x8k": decode_attention.Load(1, 8192),
@@ -38,7 +38,7 @@ PREFILLS = {
 
 
 def attention(bench: Bench) -> Iterator[Number]:
-    """Every load through ours and every peer."""
+    """Yield every load with our kernel and every peer."""
     for name, load in list(DECODES.items())[: bench.choose(None, 2)]:
         load = decode_attention.small(load) if bench.tiny else load
         yield Number(f"decode {name} ours", partial(ours_decode, bench, load))
@@ -52,12 +52,12 @@ def attention(bench: Bench) -> Iterator[Number]:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """Of two results, relative to the second."""
+    """Return the distance of two results relative to the second."""
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def absent(error: Exception) -> dict:
-    """A peer that is not here, or does not do this."""
+    """Return the result for a peer that is missing or does not support the load."""
     return {"absent": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]}
 
 
@@ -69,7 +69,7 @@ def ours_decode(bench: Bench, load: decode_attention.Load) -> dict:
 
 
 def decode_by(bench: Bench, load: decode_attention.Load, peer: Callable[..., Callable[[], Tensor]]) -> dict:
-    """Microseconds of a peer over the same cache. `peer(inputs, copy)` prepares a call that gives [S, N, H]."""
+    """Return microseconds of a peer over the same cache. `peer(inputs, copy)` prepares a call returning [S, N, H]."""
     inputs = decode_attention.make(load, bench, bench.choose(decode_attention.COLD_BYTES, 1))
     copies = len(inputs.tables)
     how = {"splits": 1, "use_kernel": bench.use_kernel, "chip": bench.chip}
@@ -78,8 +78,8 @@ def decode_by(bench: Bench, load: decode_attention.Load, peer: Callable[..., Cal
         got = calls[0]()
     except Exception as error:
         return absent(error)
-    apart = distance(bench.spoiled(got), inputs.call(0, **how))
-    result = {"right": apart <= AGREE, "distance": apart}
+    relative = distance(bench.spoiled(got), inputs.call(0, **how))
+    result = {"right": relative <= AGREE, "distance": relative}
     try:
         replay = bench.recorded(calls)
         result["graph"] = True
@@ -97,7 +97,7 @@ def _all(calls: list[Callable[[], Tensor]]) -> None:
 
 
 def contiguous(inputs: decode_attention.Inputs, copy: int) -> tuple[Tensor, Tensor]:
-    """K and V [S, K, C, H] of the copy's sequences, out of their pages: not timed."""
+    """Return K and V [S, K, C, H] of the copy's sequences, gathered from the pages; not timed."""
     load, table = inputs.load, inputs.tables[copy].long()
     parts = []
     for cache in (inputs.keys, inputs.values):
@@ -151,31 +151,34 @@ def flashinfer_decode(inputs: decode_attention.Inputs, copy: int) -> Callable[[]
 
 
 def prefill_by(bench: Bench, load: prefill_attention.Load, peer: Callable[..., Callable[[], Tensor]] | None) -> dict:
-    """Milliseconds of ours, or of a peer. `peer(load, q, k, v)`, each [T, n, H], prepares a call for [T, N, H]."""
+    """Return milliseconds of our kernel or a peer.
+
+    `peer(load, q, k, v)`, each [T, n, H], prepares a call returning [T, N, H].
+    """
     inputs = prefill_attention.make(load, bench.device, bench.chip)
-    mine = partial(inputs.call, bench.chip, use_kernel=bench.use_kernel)
-    call, result = mine, {}
+    ours = partial(inputs.call, bench.chip, use_kernel=bench.use_kernel)
+    call, result = ours, {}
     if peer is not None:
         try:
             call = peer(load, inputs.q, *_tokens(inputs))
             got = call()
         except Exception as error:
             return absent(error)
-        apart = distance(bench.spoiled(got), mine())
-        result = {"right": apart <= AGREE, "distance": apart}
+        relative = distance(bench.spoiled(got), ours())
+        result = {"right": relative <= AGREE, "distance": relative}
     ms = bench.median_ms(lambda _: call(), 10)
     return result | {"ms": ms, "flop_per_s": load.flop / ms * 1e3}
 
 
 def _tokens(inputs: prefill_attention.Inputs) -> Iterator[Tensor]:
-    """K and V [T, K, H] of all sequences, out of their pages: not timed."""
+    """Yield K and V [T, K, H] of all sequences, gathered from the pages; not timed."""
     for cache in (inputs.keys, inputs.values):
         pages = cache[inputs.tables.long()].transpose(2, 3).flatten(1, 2)  # [S, C, K, H]
         yield torch.cat([pages[at, :length] for at, length in enumerate(inputs.kv_lens.tolist())])
 
 
 def sdpa_prefill(load: prefill_attention.Load, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """torch's scaled_dot_product_attention, the sequences, all of one length, as a batch."""
+    """torch's scaled_dot_product_attention over a batch of sequences of one length."""
     seqs = len(load.seqs)
     q, k, v = (part.view(seqs, -1, *part.shape[1:]).transpose(1, 2) for part in (q, k, v))
 
@@ -206,8 +209,8 @@ def flash_prefill(load: prefill_attention.Load, q: Tensor, k: Tensor, v: Tensor)
     return call
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, q_starts, k_starts, q_most: int, k_most: int, *, causal: bool):
-    """torch's variable-length attention, whose arguments differ between versions; some want K and V repeated."""
+def varlen(q: Tensor, k: Tensor, v: Tensor, q_starts, k_starts, max_q: int, max_k: int, *, causal: bool):
+    """torch's variable-length attention; arguments differ between versions, and some need K and V repeated."""
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(function).parameters
     how: dict = {}
@@ -220,11 +223,11 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, q_starts, k_starts, q_most: int, k_m
         how["window_size"] = (-1, 0) if causal else (-1, -1)
     else:
         how["is_causal"] = causal
-    return lambda: function(q, k, v, q_starts, k_starts, q_most, k_most, **how)
+    return lambda: function(q, k, v, q_starts, k_starts, max_q, max_k, **how)
 
 
 def _flash():
-    """FlashAttention 3 where it is installed, else 2."""
+    """Return FlashAttention 3 if installed, else 2."""
     try:
         return importlib.import_module("flash_attn_interface")
     except ImportError:
@@ -232,9 +235,9 @@ def _flash():
 
 
 def engines(bench: Bench) -> Iterator[Number]:
-    """The load of the throughput stage through transformers' continuous batching, and through vLLM."""
-    requests, given, wanted, _ = LOADS["256x1024/1024"]
-    load = bench.choose((requests, given, wanted), (3, 8, 4))
+    """Yield the load of the throughput stage with vLLM, and a smaller one with transformers' continuous batching."""
+    requests, input_len, output_len, _ = LOADS["256x1024/1024"]
+    load = bench.choose((requests, input_len, output_len), (3, 8, 4))
     config = bench.choose(model.CONFIG, model.TINY)
     yield Number("vllm 256x1024/1024", partial(by_vllm, bench, config, load), 400)
     fewer = bench.choose(LOADS["32x1024/128"][:3], (3, 8, 4))
@@ -242,8 +245,8 @@ def engines(bench: Bench) -> Iterator[Number]:
 
 
 def by_vllm(bench: Bench, config: dict, load: tuple[int, int, int]) -> dict:
-    """vLLM's own LLM on the same random model."""
-    requests, given, wanted = load
+    """vLLM's LLM on the same random model."""
+    requests, input_len, output_len = load
     try:
         vllm = importlib.import_module("vllm")
     except ImportError as error:
@@ -255,19 +258,19 @@ def by_vllm(bench: Bench, config: dict, load: tuple[int, int, int]) -> dict:
         "dtype": "bfloat16",
         "enable_prefix_caching": False,
     }
-    llm = vllm.LLM(str(folder), max_model_len=given + wanted + 16, max_num_seqs=requests, **settings)
-    rules = vllm.SamplingParams(temperature=0.0, max_tokens=wanted, ignore_eos=True, detokenize=False)
-    llm.generate(prompts(config, 2, given), rules, use_tqdm=False)
+    llm = vllm.LLM(str(folder), max_model_len=input_len + output_len + 16, max_num_seqs=requests, **settings)
+    rules = vllm.SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    llm.generate(prompts(config, 2, input_len), rules, use_tqdm=False)
     begin = time.perf_counter()
-    done = llm.generate(prompts(config, requests, given), rules, use_tqdm=False)
+    done = llm.generate(prompts(config, requests, input_len), rules, use_tqdm=False)
     seconds = time.perf_counter() - begin
     tokens = sum(len(one.outputs[0].token_ids) for one in done)
     return {"version": vllm.__version__, **_rate(load, tokens, seconds)}
 
 
 def by_transformers(bench: Bench, config: dict, load: tuple[int, int, int]) -> dict:
-    """transformers' generate_batch, attention by SDPA."""
-    requests, given, wanted = load
+    """transformers' generate_batch with SDPA."""
+    requests, input_len, output_len = load
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -279,21 +282,21 @@ def by_transformers(bench: Bench, config: dict, load: tuple[int, int, int]) -> d
     torch.set_default_dtype(torch.float32)
     if not hasattr(decoder, "generate_batch"):
         return {"absent": f"transformers {transformers.__version__} has no generate_batch"}
-    asked = [one["prompt_token_ids"] for one in prompts(config, requests, given)]
+    inputs = [one["prompt_token_ids"] for one in prompts(config, requests, input_len)]
     usual = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "use_cache": True}
-    rules = transformers.GenerationConfig(max_new_tokens=wanted, **usual)
+    rules = transformers.GenerationConfig(max_new_tokens=output_len, **usual)
     try:
-        decoder.generate_batch(asked[:2], generation_config=rules)
+        decoder.generate_batch(inputs[:2], generation_config=rules)
     except Exception as error:
         return absent(error)
     begin = time.perf_counter()
-    done = decoder.generate_batch(asked, generation_config=rules)
+    done = decoder.generate_batch(inputs, generation_config=rules)
     seconds = time.perf_counter() - begin
     tokens = sum(len(one.generated_tokens) for one in done.values())
     return {"version": package_version("transformers"), **_rate(load, tokens, seconds)}
 
 
 def _rate(load: tuple[int, int, int], tokens: int, seconds: float) -> dict:
-    requests, given, wanted = load
-    sizes = {"requests": requests, "input": given, "output": wanted, "tokens": tokens}
+    requests, input_len, output_len = load
+    sizes = {"requests": requests, "input": input_len, "output": output_len, "tokens": tokens}
     return sizes | {"seconds": seconds, "output_tokens_per_s": tokens / seconds}

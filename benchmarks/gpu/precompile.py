@@ -1,11 +1,11 @@
-"""Fills Triton's cache with the kernels of stages: programs are compiled, nothing is launched, no GPU is needed.
+"""Fill Triton's cache with the kernels of stages: programs are compiled, nothing is launched, no GPU is needed.
 
 usage: python -m pagoda.benchmarks.gpu.precompile [--processes N] [--key KEY] [--launchers FILE] STAGE ...
 
-Runs the numbers of each stage on tensors without memory, up to every launch: arguments are bound as on the GPU, so
-that what is compiled is what the GPU will ask for. What a number makes of results that are not there fails, and is
-left. The chip is that of the GPU here, or sm_90. --key: the identity of the Triton that will read the cache, in place
-of this one's. --launchers: a file for the C sources of the launchers of all kernels.
+Runs the numbers of each stage on meta tensors, up to every launch: arguments are bound as on the GPU, so exactly what
+the GPU needs is compiled. Numbers fail where they use results, which is ignored. The chip is that of the local GPU, or
+sm_90. --key: the identity of the Triton that will read the cache, in place of the local one's. --launchers: a file for
+the C sources of the launchers of all kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import CpuStream
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, chip_of
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, find_chip
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.benchmarks.gpu.measure import Bench, Number
 from pagoda.benchmarks.gpu.parity import SMALL
@@ -63,7 +63,7 @@ class AbsentGpu:
 
 
 class AbsentDevice(Device):
-    """Tensors without memory, which go into kernels."""
+    """A meta device that runs kernels."""
 
     use_kernels = True
 
@@ -83,18 +83,18 @@ class AbsentBench(Bench):
 
 
 class AbsentStream(CpuStream):
-    """What comes back to the host is zeros."""
+    """Copies to the host give zeros."""
 
     def fetch(self, tensor: Tensor) -> Any:
         return super().fetch(torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
 SETTINGS = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_dtype", "quantization")
-"""Those that kernels depend on."""
+"""Settings that kernels depend on."""
 
 
 class WarmEngine:
-    """Stands in for pagoda.LLM: warms a backend up as serving would, then raises WarmError."""
+    """Replaces pagoda.LLM: warms a backend up as serving would, then raises WarmError."""
 
     done: ClassVar[set[str]] = set()
 
@@ -112,7 +112,7 @@ class WarmEngine:
 
 
 def send(_: CudaSampler, numbers: npt.ArrayLike) -> Tensor:
-    """Stands in for the sampler's copy to the device."""
+    """Replaces the sampler's copy to the device."""
     return torch.from_numpy(np.array(numbers, order="C")).to(META)
 
 
@@ -121,7 +121,7 @@ class WarmError(Exception):
 
 
 def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: dict) -> None:
-    """Every step that a backend runs before it is ready, for one layer of the model: the others are alike."""
+    """Run every warm-up step of a backend, for one layer of the model: the others are alike."""
     spec, _ = spec_from_config(config | {"num_hidden_layers": 1})
     limits = Limits(
         max_model_len=max_model_len,
@@ -140,10 +140,10 @@ def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: 
         device=AbsentDevice(META, chip, chip.name),
     )
     CudaSampler._send = send  # type: ignore[method-assign]
-    backend._stream = AbsentStream(backend.setup.device)
+    backend._stream = AbsentStream(backend.config.device)
     backend.load((each.name, np.empty(each.shape, np.float32)) for each in params(spec).values())
     backend.init_cache(2)
-    backend._plans.few = lambda: backend._plans.every(backend.setup.ladder.sizes)  # as on a GPU
+    backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU
     backend.warmup()
     backend.close()
 
@@ -157,7 +157,7 @@ def numbers_of(stages: list[str], bench: Bench) -> Iterator[tuple[str, Number]]:
 
 
 def stop_at_launch(capability: int) -> list[Any]:
-    """Make launches of kernels end with the program that they would start. Returns the programs, a list that grows."""
+    """Make kernel launches stop at the compiled program. Return the list of programs, which grows."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -175,26 +175,26 @@ def stop_at_launch(capability: int) -> list[Any]:
 
 
 def launcher_sources(programs: list[Any]) -> set[str]:
-    """The C sources that Triton builds a launcher from, for each signature."""
+    """Return the C source of the launcher of each signature."""
     from triton.backends.nvidia.driver import make_launcher
 
-    found = set()
+    sources = set()
     for program in {id(one): one for one in programs}.values():
         source = program.src
         constants = {
             (source.fn.arg_names.index(at),) if isinstance(at, str) else at: x for at, x in source.constants.items()
         }
         signature = dict(source.signature.items())
-        found.add(make_launcher(constants, signature, getattr(program.metadata, "tensordesc_meta", None)))
-    return found
+        sources.add(make_launcher(constants, signature, getattr(program.metadata, "tensordesc_meta", None)))
+    return sources
 
 
 def compile_share(stages: list[str], capability: int, sms: int, share: int, shares: int, *, verbose: bool) -> list[Any]:
-    """Every `shares`-th number, beginning with number `share`. Returns the programs."""
+    """Run every `shares`-th number, beginning with number `share`. Return the programs."""
     import pagoda
 
     programs = stop_at_launch(capability)
-    chip = chip_of(divmod(capability, 10), sms)
+    chip = find_chip(divmod(capability, 10), sms)
     pagoda.LLM = lambda folder, **settings: WarmEngine(chip, folder, **settings)  # type: ignore[attr-defined,misc]
     for at, (name, number) in enumerate(numbers_of(stages, AbsentBench(META, chip))):
         if at % shares == share:
@@ -209,7 +209,7 @@ def compile_share(stages: list[str], capability: int, sms: int, share: int, shar
 
 
 def compile_in_processes(arguments: list[str], processes: int, launchers: Path | None) -> int:
-    """The work shared out to processes of this program. Returns how many programs they compiled or found."""
+    """Distribute the numbers over processes of this program. Return how many programs they compiled or found."""
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [Path(scratch, str(share)) for share in range(processes)]
         command = [sys.executable, "-m", "pagoda.benchmarks.gpu.precompile", *arguments]
@@ -230,8 +230,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--key")
     parser.add_argument("--launchers", type=Path)
-    parser.add_argument("--verbose", action="store_true", help="print why numbers ended")
-    parser.add_argument("--share", type=int, help="of the processes, for their use")
+    parser.add_argument("--verbose", action="store_true", help="print why numbers failed")
+    parser.add_argument("--share", type=int, help="index of this process (internal)")
     parser.add_argument("--chip", type=int, nargs=2, help="capability, multiprocessors")
     args = parser.parse_args()
     args.chip = args.chip or here()
@@ -248,11 +248,11 @@ def main() -> int:
 
 
 def here() -> tuple[int, int]:
-    """Capability and multiprocessors of the GPU here, or of an H100."""
+    """Return capability and multiprocessors of the local GPU, or of an H100."""
     if not torch.cuda.is_available():
         return CHIPS["sm_90"].arch, CHIPS["sm_90"].sms
-    found = torch.cuda.get_device_properties(0)
-    return 10 * found.major + found.minor, found.multi_processor_count
+    gpu = torch.cuda.get_device_properties(0)
+    return 10 * gpu.major + gpu.minor, gpu.multi_processor_count
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Prefill attention on a GPU: right in bfloat16, and how fast against a large matrix product.
+"""Prefill attention on a GPU: correctness in bfloat16, and speed relative to a large matrix product.
 
-`checks`: errors against float64 in units of the output's rounding. `speeds`: FLOP per second; a token's products with
-keys that it does not see are not counted. `trials`: block sizes on trial for tuning.json.
+`checks`: errors against float64 in units of the output's rounding. `speeds`: FLOP per second, without products with
+keys that a token does not see. `trials`: block sizes to try for tuning.json.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import ScoreRules
+from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import ScoreRules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import candidates, key, tuned
 from pagoda.benchmarks.gpu.decode_attention import is_refusal
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, matmul_rate, verdict
 
 PAGE = 16
 ROUNDINGS = 3
-"""Of the output, of the weights before the second product, and of what cancels in their sum."""
+"""Allowed roundings: of the output, of the weights before the second product, and cancellation in their sum."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Load:
 
     @property
     def flop(self) -> int:
-        """Of both products, where each token sees all before it."""
+        """FLOP of both products, where each token sees all before it."""
         pairs = sum(new * before + new * (new + 1) // 2 for new, before in self.seqs)
         return 4 * self.heads * self.head_dim * pairs
 
@@ -73,7 +73,7 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one call; pages lie in random order."""
+    """Inputs of one call; pages are in random order."""
 
     q: Tensor
     keys: Tensor
@@ -87,11 +87,11 @@ class Inputs:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """As the api takes them."""
+        """Arguments of the api."""
         return self.q, self.keys, self.values, self.tables, self.query_start, self.kv_lens, self.tiles
 
     def call(self, chip: Chip, *, use_kernel: bool, wide: bool = False) -> Tensor:
-        """Attention, `wide` in float64."""
+        """Return attention, in float64 if `wide`."""
         q, *rest = self.arrays
         names = ("scale", "window", "softcap", "sinks", "k_scale", "v_scale")
         rules = {name: getattr(self.rules, name) for name in names}
@@ -100,7 +100,7 @@ class Inputs:
 
 
 def make(load: Load, device: torch.device, chip: Chip, tile: int | None = None) -> Inputs:
-    """Random inputs, cut into tiles of `tile` tokens (default: as tuned)."""
+    """Return random inputs, cut into tiles of `tile` tokens (default: as tuned)."""
     torch.manual_seed(0)
     new, before = np.array(load.seqs, np.int32).T
     kv = new + before
@@ -123,41 +123,42 @@ def make(load: Load, device: torch.device, chip: Chip, tile: int | None = None) 
 
 
 def worst(got: Tensor, want: Tensor) -> float:
-    """Largest difference in units of bfloat16's rounding of `want`, or of its head's mean where that is more, allowed
-    `ROUNDINGS`: a head's values are sums of the same weights.
+    """Return the largest difference in units of ROUNDINGS roundings of bfloat16.
+
+    The unit is that of `want`, or of its head's mean if larger: a head's values are sums with the same weights.
     """
     unit = torch.maximum(want.abs(), want.abs().mean(-1, keepdim=True)) * 2.0**-8 * ROUNDINGS
     return float(((got.double() - want) / unit).abs().max())
 
 
 def error(inputs: Inputs, bench: Bench) -> tuple[float, float]:
-    """Largest absolute error against float64, and the largest in allowed roundings of bfloat16: up to 1 is right."""
+    """Return the largest absolute error against float64, and the largest in allowed roundings: up to 1 is right."""
     got = bench.spoiled(inputs.call(bench.chip, use_kernel=bench.use_kernel))
     want = inputs.call(bench.chip, use_kernel=False, wide=True)
     return float((got.double() - want).abs().max()), worst(got, want)
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Every case."""
+    """Yield every case."""
     for name, load in ERRORS.items():
         yield Number(name, partial(check, bench, replace(load, seqs=((20, 30), (7, 0))) if bench.tiny else load))
 
 
 def check(bench: Bench, load: Load) -> dict:
     absolute, roundings = error(make(load, bench.device, bench.chip), bench)
-    if not bench.use_kernel:  # the reference rounds scores, as the kernel does not
+    if not bench.use_kernel:  # plain torch rounds scores, the kernel does not
         roundings /= 6
     return verdict(roundings, absolute=absolute)
 
 
 def speeds(bench: Bench) -> Iterator[Number]:
-    """Each load."""
+    """Yield each load."""
     for name, load in SPEEDS.items():
         yield Number(name, partial(speed, bench, replace(load, seqs=((20, 30),)) if bench.tiny else load))
 
 
 def speed(bench: Bench, load: Load) -> dict[str, float]:
-    """Milliseconds of a call, FLOP per second, also as a part of a large product's."""
+    """Return milliseconds of a call and FLOP per second, also relative to a large product's."""
     inputs = make(load, bench.device, bench.chip)
     took = bench.median_ms(lambda _: inputs.call(bench.chip, use_kernel=bench.use_kernel)) / 1e3
     return {"ms": took * 1e3, "flop_per_s": load.flop / took, "of_matmul": load.flop / took / matmul_rate(bench)}
@@ -169,11 +170,11 @@ TUNED = {
     "head dim 256": Load(((8192, 0),), heads=16, head_dim=256),
     "float8": Load(((8192, 0),), cache=FP8),
 }
-"""What --stage tune tries settings on."""
+"""Loads of stage tune."""
 
 
 def trials(bench: Bench) -> Iterator[Number]:
-    """Everything worth trying that the chip can run; the table's own first."""
+    """Yield all candidates for the chip; the current settings first."""
     for name, load in bench.choose(TUNED, {"llama": Load(((20, 30),))}).items():
         float8 = load.cache == FP8
         every = [tuned(load.head_dim, BF16, bench.chip, float8=float8)]
@@ -196,7 +197,7 @@ def trial(bench: Bench, load: Load, chosen: Settings) -> dict:
 
 
 def attend(bench: Bench, inputs: Inputs, chosen: Settings) -> Tensor:
-    """A call with settings on trial; on a CPU the reference, which has none."""
+    """Call with settings on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
         return inputs.call(bench.chip, use_kernel=False)
     from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import kernel

@@ -1,14 +1,13 @@
-"""A stage of what a GPU has to show; called by gpu.sh.
+"""Run one stage of the GPU benchmarks; called by gpu.sh.
 
 usage: gpu.sh --output DIR [--carry DIR] [--previous DIR] [--budget SECONDS] [--only PART] STAGE
 
 STAGE is smoke, decode, prefill, throughput, peers, kernels or tune. `DIR/STAGE.json` is written after every number.
-Numbers that the same code has on the same machine, there or in the folder of --previous, are not measured again, so a
-stage that was cut off goes on where it was. Needs no network and no git; Python packages that the machine lacks come
-from --carry.
+Numbers of the same code on the same machine, there or in the folder of --previous, are not measured again, so an
+interrupted stage resumes. Needs no network and no git; missing Python packages come from --carry.
 
-exit status: 0 all measured and right; 1 something is wrong or failed; 2 nothing can be measured; 3 the time is over,
-run the same command again.
+exit status: 0 all measured and right; 1 something is wrong or failed; 2 nothing can be measured; 3 out of time, run the
+same command again.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG, NOTHING, UNFINISHED = 1, 2, 3
 BUDGET = 470.0
-"""Seconds of a stage, which leaves 10 of 8 minutes for its end."""
-LEAST = 5.0
-"""Seconds below which no number is begun."""
+"""Seconds per stage: 8 minutes, less 10 s to finish."""
+MIN_REMAINING = 5.0
+"""Remaining seconds below which no number is started."""
 FAILURES = 3
-"""Numbers of a part that may fail one after the other before the rest is given up."""
+"""Consecutive failures after which a part is given up."""
 SOURCES = ("backends", "common", "server", "benchmarks/gpu")
 
 
 def fingerprint(root: Path) -> str:
-    """Of the code that is measured: numbers of other code are not taken for this one's."""
+    """Return a hash of the measured code: results of other code are not reused."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):
@@ -53,27 +52,27 @@ def fingerprint(root: Path) -> str:
 
 @dataclass
 class Results:
-    """A stage's JSON file. `failed`: why a number could not be measured; it is tried again."""
+    """A stage's JSON file."""
 
     path: Path
     head: dict[str, Any]
     machine: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, dict[str, dict]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # reasons; failed numbers are tried again
     complete: bool = False
     seconds: float = 0.0
 
     def take(self, *paths: Path) -> None:
-        """Numbers of earlier runs with the same head."""
+        """Load numbers of earlier runs with the same head."""
         for path in paths:
             try:
-                found = json.loads(path.read_text())
+                earlier = json.loads(path.read_text())
             except (OSError, ValueError):
                 continue
-            if all(found.get(key) == value for key, value in self.head.items()):
-                self.machine = self.machine or found["machine"]
-                if found["machine"] == self.machine:
-                    for part, numbers in found["numbers"].items():
+            if all(earlier.get(key) == value for key, value in self.head.items()):
+                self.machine = self.machine or earlier["machine"]
+                if earlier["machine"] == self.machine:
+                    for part, numbers in earlier["numbers"].items():
                         self.numbers[part] = numbers | self.numbers.get(part, {})
 
     @property
@@ -85,17 +84,17 @@ class Results:
         return [
             f"{part}/{name}"
             for part, numbers in self.numbers.items()
-            for name, found in numbers.items()
-            if found.get("right") is False
+            for name, result in numbers.items()
+            if result.get("right") is False
         ]
 
     def on(self, machine: dict[str, Any]) -> None:
-        """Numbers of another machine are dropped."""
+        """Drop the numbers of another machine."""
         if self.machine != machine:
             self.machine, self.numbers = machine, {}
 
     def write(self) -> None:
-        """Whole or not at all."""
+        """Write the file atomically."""
         state = {
             "wrong": self.wrong,
             "failed": self.failed,
@@ -103,17 +102,17 @@ class Results:
             "seconds": round(self.seconds, 1),
         }
         text = json.dumps({**self.head, "machine": self.machine, **state, "numbers": self.numbers}, indent=1)
-        part = self.path.with_suffix(".part")
-        part.write_text(text + "\n")
-        part.replace(self.path)
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(text + "\n")
+        temporary.replace(self.path)
 
 
 class Process:
-    """Runs part.py. What it has started ends with it."""
+    """Runs part.py and everything it starts."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
         command = [sys.executable, "-m", "pagoda.benchmarks.gpu.part", *arguments]
-        self.log, self._errors, self._buffer, self._patience = log, log.open("wb"), b"", 10.0
+        self.log, self._errors, self._buffer, self._exit_timeout = log, log.open("wb"), b"", 10.0
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -128,31 +127,31 @@ class Process:
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._process.stdout, selectors.EVENT_READ)
 
-    def ask(self, **line: Any) -> None:
+    def send(self, **line: Any) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, as its lines will say
+        with suppress(BrokenPipeError):  # it has ended: its output tells
             self._process.stdin.write(json.dumps(line).encode() + b"\n")
             self._process.stdin.flush()
 
     def line(self, until: float) -> dict[str, Any] | None:
-        """The next line, or None at its end. Raises TimeoutError."""
+        """Return the next line, or None at the end. Raise TimeoutError."""
         assert self._process.stdout is not None
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
             if left <= 0 or not self._ready.select(left):
-                self._patience = 0.0
+                self._exit_timeout = 0.0
                 raise TimeoutError
             if not (more := self._process.stdout.read()):
                 return None
             self._buffer += more
         line, self._buffer = self._buffer.split(b"\n", 1)
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def end(self) -> int:
-        """Its exit status; what still runs, seconds after its last line, is killed."""
+        """Kill what still runs shortly after the last line; return the exit status."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._patience)
+            self._process.wait(self._exit_timeout)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._ready.close()
@@ -160,12 +159,12 @@ class Process:
         return self._process.wait()
 
     def tail(self) -> str:
-        """The end of what it wrote to its standard error."""
+        """Return the end of its standard error."""
         return self.log.read_text(errors="replace")[-3000:]
 
 
 class Stage:
-    """Runs the parts of a stage until a second of time.monotonic."""
+    """Runs the parts of a stage until a time.monotonic deadline."""
 
     def __init__(
         self, results: Results, options: list[str], environment: dict[str, str], logs: Path, until: float
@@ -176,10 +175,10 @@ class Stage:
         self._tried, self._again = set[str](), set[str]()
 
     def run(self, parts: tuple[str, ...]) -> bool:
-        """True when every number has been measured or has failed. Raises NoGpuError."""
+        """Return True when every number has been measured or has failed. Raise NoGpuError."""
         left, failures = list(parts), Counter[str]()
         while left:
-            if self.until - time.monotonic() < LEAST:
+            if self.until - time.monotonic() < MIN_REMAINING:
                 return False
             measured, tried = self._count(), len(self._tried)
             outcome, part = self._process(left)
@@ -195,7 +194,7 @@ class Stage:
         return sum(map(len, self.results.numbers.values()))
 
     def _process(self, parts: list[str]) -> tuple[str, str]:
-        """`done`, `unfinished`, or `failed` where a number was and others may be left; the part that it came to."""
+        """Return `done`, `unfinished`, or `failed` if a number failed and others may be left; and the current part."""
         self._measured = 0
         process = Process([*parts, *self._options], self._environment, self._logs / "part.log")
         part, number, limit = "", "start", self.until
@@ -205,37 +204,37 @@ class Stage:
                     self.results.on(line["machine"])
                     if line["machine"]["device"] == "cuda" and line["machine"]["gpu"] is None:
                         raise NoGpuError
-                    process.ask(leave_out=[*self.results.names, *self._tried], until=self.until - LEAST)
+                    process.send(leave_out=[*self.results.names, *self._tried], until=self.until - MIN_REMAINING)
                 elif "part" in line:
                     part, number = line["part"], "start"
                 elif "begin" in line:
                     number, limit = line["begin"], time.monotonic() + line["seconds"]
                 elif "error" in line:
                     return self._failed(part, number, line["error"])
-                elif "found" in line:
-                    self._found(part, number, line["found"])
+                elif "result" in line:
+                    self._measured_one(part, number, line["result"])
                     number, limit = "start", self.until
                 else:
                     return "done", part
         except TimeoutError:
             if time.monotonic() >= self.until:
                 return "unfinished", part
-            return self._failed(part, number, f"took longer than it may\n{process.tail()}")
+            return self._failed(part, number, f"timed out\n{process.tail()}")
         finally:
             status = process.end()
         if status == 0:
             return "unfinished", part
         return self._failed(part, number, f"exit status {status}\n{process.tail()}")
 
-    def _found(self, part: str, number: str, found: dict) -> None:
+    def _measured_one(self, part: str, number: str, result: dict) -> None:
         self._measured += 1
-        self.results.numbers.setdefault(part, {})[number] = found
+        self.results.numbers.setdefault(part, {})[number] = result
         self.results.failed.pop(f"{part}/{number}", None)
         self.write()
-        print(f"{part}/{number} {json.dumps(found)[:600]}", flush=True)
+        print(f"{part}/{number} {json.dumps(result)[:600]}", flush=True)
 
     def _failed(self, part: str, number: str, why: str) -> tuple[str, str]:
-        """Where the process has measured others before, the number is tried once more, by a process of its own."""
+        """Record a failure. A number is retried once in a new process if this one had measured others before."""
         name = f"{part}/{number}"
         if not self._measured or name in self._again:
             self._tried.add(name)
@@ -246,37 +245,36 @@ class Stage:
         return "failed", part
 
     def write(self) -> None:
-        """The JSON file as it is now."""
         self.results.seconds = time.monotonic() - self._began
         self.results.write()
 
 
 class NoGpuError(Exception):
-    """There is nothing to measure on."""
+    """No GPU to measure on."""
 
 
 @contextmanager
 def importable() -> Iterator[Path]:
-    """A folder for PYTHONPATH where `import pagoda` finds this checkout, installed or not."""
+    """Yield a folder for PYTHONPATH from which `import pagoda` finds this checkout, installed or not."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "pagoda").symlink_to(REPOSITORY)
         yield Path(folder)
 
 
 def best(numbers: dict[str, dict[str, dict]]) -> dict[str, dict]:
-    """Of the stage tune: for each key of a table the fastest settings, and how much faster than those in use."""
-    found: dict[str, dict] = {}
+    """Return the fastest settings of each key of the tuning tables, with their time relative to the current ones."""
+    fastest: dict[str, dict] = {}
     usual: dict[str, float] = {}
     for trial in (each for part in numbers.values() for each in part.values() if "key" in each):
         if "us" in trial:
-            usual.setdefault(trial["key"], trial["us"])  # the table's own is tried first
-            if trial["us"] < found.get(trial["key"], {"us": float("inf")})["us"]:
-                found[trial["key"]] = {name: trial[name] for name in ("us", "settings", "splits") if name in trial}
-    return {key: chosen | {"of_usual": chosen["us"] / usual[key]} for key, chosen in found.items()}
+            usual.setdefault(trial["key"], trial["us"])  # the current settings are tried first
+            if trial["us"] < fastest.get(trial["key"], {"us": float("inf")})["us"]:
+                fastest[trial["key"]] = {name: trial[name] for name in ("us", "settings", "splits") if name in trial}
+    return {key: chosen | {"of_usual": chosen["us"] / usual[key]} for key, chosen in fastest.items()}
 
 
 def precompile(stage: str, environment: dict[str, str], until: float) -> float:
-    """Compile the stage's kernels on all processors, for half of the time at most; the seconds that it took."""
+    """Compile the stage's kernels on all processors, for at most half of the time; return the seconds it took."""
     began = time.monotonic()
     command = [sys.executable, "-m", "pagoda.benchmarks.gpu.precompile", stage, "--processes", str(os.cpu_count() or 1)]
     process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -302,20 +300,18 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--carry", type=Path, help="folder that make gpu-carry built")
     parser.add_argument("--previous", type=Path, help="folder of an earlier run's JSON files")
-    parser.add_argument(
-        "--work", type=Path, help="folder for what is unpacked; kept (default: one in the temporary folder)"
-    )
+    parser.add_argument("--work", type=Path, help="folder for unpacked files, kept (default: in the temporary folder)")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that the stage may take")
     parser.add_argument("--only", action="append", help="a part of the stage, such as gemm.checks")
     parser.add_argument("--model", type=Path, help="a GGUF file in place of the carried one")
-    parser.add_argument("--commit", help="what the JSON says is measured (default: what make gpu-carry wrote down)")
+    parser.add_argument("--commit", help="commit named in the JSON (default: recorded by make gpu-carry)")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the script, without kernels"
     )
-    parser.add_argument("--precompile", action="store_true", help="compile by all processors first; tune always does")
+    parser.add_argument("--precompile", action="store_true", help="compile on all processors first; tune always does")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument(
-        "--spoil", type=float, default=0.0, help="relative error added to results: every check must notice"
+        "--spoil", type=float, default=0.0, help="relative error added to results: every check must detect it"
     )
     args = parser.parse_args()
     until = time.monotonic() + args.budget
@@ -324,17 +320,17 @@ def main() -> int:
         parser.error(f"--only: {unknown.pop()} is not of {args.stage}; its parts are {', '.join(STAGES[args.stage])}")
     args.output.mkdir(parents=True, exist_ok=True)
     work = args.work or Path(tempfile.gettempdir()) / f"pagoda-gpu-{os.getuid()}"
-    place = carried.unpack(args.carry, work)
+    files = carried.unpack(args.carry, work)
     code = fingerprint(REPOSITORY)
     setting = {"tiny": args.tiny, "spoil": args.spoil}
     results = Results(args.output / f"{args.stage}.json", {"stage": args.stage, "code": code, **setting})
     results.take(results.path, *([args.previous / results.path.name] if args.previous else []))
-    results.head |= {"commit": args.commit or place.commit, "parts": args.only or STAGES[args.stage]}
-    before = carried.cache_entries(place.cache)
-    paths = [*sys.path[:1], str(place.site), os.environ.get("PYTHONPATH", "")]
+    results.head |= {"commit": args.commit or files.commit, "parts": args.only or STAGES[args.stage]}
+    before = carried.cache_entries(files.cache)
+    paths = [*sys.path[:1], str(files.site), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "TRITON_CACHE_DIR": str(place.cache),
+        "TRITON_CACHE_DIR": str(files.cache),
         "TRITON_STORE_BINARY_ONLY": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -344,22 +340,22 @@ def main() -> int:
         environment["PAGODA_TORCH_CUDA_DEVICE"] = "cpu"
     if args.precompile or (args.stage == "tune" and args.device == "cuda"):
         results.head["precompile_s"] = precompile(args.stage, environment, until)
-    stage = Stage(results, options(args, args.model or place.model), environment, work, until)
+    stage = Stage(results, options(args, args.model or files.model), environment, work, until)
     try:
         results.complete = stage.run(tuple(args.only or STAGES[args.stage]))
     except NoGpuError:
-        print("gpu.sh: no GPU is here; nothing was measured", file=sys.stderr)
+        print("gpu.sh: no GPU found; nothing was measured", file=sys.stderr)
         return NOTHING
     if args.stage == "tune":
         results.head["best"] = best(results.numbers)
-    new = 0 if args.stage == "tune" else carried.keep_cache(place.cache, args.output / carried.KEPT_CACHE, before)
-    results.head["carried"] = {"packages": place.unpacked, "cache_entries": len(before), "compiled": new}
+    new = 0 if args.stage == "tune" else carried.keep_cache(files.cache, args.output / carried.KEPT_CACHE, before)
+    results.head["carried"] = {"packages": files.unpacked, "cache_entries": len(before), "compiled": new}
     stage.write()
     return report(results)
 
 
 def report(results: Results) -> int:
-    """Print what came of it; the exit status."""
+    """Print the outcome; return the exit status."""
     count = sum(map(len, results.numbers.values()))
     state = f"{len(results.wrong)} wrong, {len(results.failed)} failed, {results.seconds:.0f} s"
     print(f"{results.path}: {count} numbers, {state}")

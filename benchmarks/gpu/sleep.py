@@ -1,7 +1,7 @@
-"""Memory that goes and comes back on a GPU: the arena of sleep mode, and layers whose weights stay on the host.
+"""Sleep mode and weight offloading on a GPU.
 
-`checks`: a captured CUDA graph answers the same after its weights were away, how much memory that gave back and how
-fast; and a graph over offloaded layers against the same layers on the device.
+`checks`: a captured CUDA graph gives the same result after its weights slept, with the memory released and the times;
+and a graph over offloaded layers against the same layers on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTH, LAYERS, ROWS = 8192, 16, 8
 
 
 def chain(weights: list[Tensor]):
-    """A function of x [ROWS, WIDTH] that reads every weight."""
+    """Return layers, functions of x [ROWS, WIDTH], one per weight."""
 
     def through(weight: Tensor):
         return lambda x: torch.nn.functional.normalize(x @ weight)
@@ -31,9 +31,9 @@ def chain(weights: list[Tensor]):
 
 
 def captured(bench: Bench, layers: list, x: Tensor) -> tuple[Callable[[], None], Tensor]:
-    """The layers one after the other as a graph, and what it computes."""
-    found = torch.empty_like(x)
-    return bench.recorded([lambda: found.copy_(run(layers, x))]), found
+    """Return the replay function of a graph of the layers, and its output."""
+    out = torch.empty_like(x)
+    return bench.recorded([lambda: out.copy_(run(layers, x))]), out
 
 
 def run(layers: list, x: Tensor) -> Tensor:
@@ -61,36 +61,36 @@ def device_of(bench: Bench) -> Device:
 
 @torch.inference_mode()
 def sleep(bench: Bench) -> dict:
-    """One arena through sleep and waking up, twice: the first time pins the host's memory."""
+    """Put one arena to sleep and wake it up, twice: the first time pins host memory."""
     width, count = bench.choose((WIDTH, LAYERS), (64, 5))
-    storage = Storage(device_of(bench), sleeps=True)
+    storage = Storage(device_of(bench), sleep_mode=True)
     weights = [storage.empty((width, width), torch.bfloat16).normal_() for _ in range(count)]
     x = torch.randn(ROWS, width, device=bench.device, dtype=torch.bfloat16)
-    replay, found = captured(bench, chain(weights), x)
+    replay, out = captured(bench, chain(weights), x)
     replay()
-    want, addresses = found.clone(), [weight.data_ptr() for weight in weights]
+    want, addresses = out.clone(), [weight.data_ptr() for weight in weights]
     rounds = []
     for _ in range(2):
         awake = free(bench)
         slept = seconds(bench, lambda: storage.sleep(keep=True))
-        given_back = free(bench) - awake
+        released = free(bench) - awake
         woke = seconds(bench, storage.wake_up)
-        found.zero_()
+        out.zero_()
         replay()
-        rounds.append({"sleep_s": slept, "wake_up_s": woke, "given_back_gib": given_back / GIB})
-    right = torch.equal(bench.spoiled(found).double(), want.double())
+        rounds.append({"sleep_s": slept, "wake_up_s": woke, "given_back_gib": released / GIB})
+    right = torch.equal(bench.spoiled(out).double(), want.double())
     right = right and addresses == [weight.data_ptr() for weight in weights]
-    held = storage.num_bytes
+    size = storage.num_bytes
     if bench.is_gpu:
-        right = right and all(each["given_back_gib"] * GIB >= 0.99 * held for each in rounds)
+        right = right and all(each["given_back_gib"] * GIB >= 0.99 * size for each in rounds)
     del replay
     storage.close()
-    return {"right": right, "held_gib": held / GIB, "rounds": rounds}
+    return {"right": right, "held_gib": size / GIB, "rounds": rounds}
 
 
 @torch.inference_mode()
 def offload(bench: Bench) -> dict:
-    """Layers of which all but two are on the host, against the same on the device."""
+    """Run layers of which all but two are on the host against the same on the device."""
     width, count = bench.choose((WIDTH, LAYERS), (64, 5))
     names = [f"layers.{number}.weight" for number in range(count)]
     shapes = RankParams({name: torch.empty(width, width, dtype=torch.bfloat16, device="meta") for name in names})
@@ -100,19 +100,19 @@ def offload(bench: Bench) -> dict:
         return torch.empty(shape, dtype=dtype, device=bench.device)
 
     moved = Offload(on_host, device_of(bench), empty)
-    places = moved.places()
+    allocators = moved.allocators()
     random = torch.randn(count, width, width, device=bench.device, dtype=torch.bfloat16)
     params = RankParams(
-        {name: places[name]((width, width), torch.bfloat16).copy_(random[at]) for at, name in enumerate(names)}
+        {name: allocators[name]((width, width), torch.bfloat16).copy_(random[at]) for at, name in enumerate(names)}
     )
     staged = moved.staged(params)
     x = torch.randn(ROWS, width, device=bench.device, dtype=torch.bfloat16)
-    replay, found = captured(bench, list(moved.around(chain([staged[name] for name in names]))), x)
+    replay, out = captured(bench, list(moved.wrap(chain([staged[name] for name in names]))), x)
     plain, want = captured(bench, chain(list(random)), x)
     replay()
     plain()
     bench.synchronize()
-    right = torch.equal(bench.spoiled(found).double(), want.double())
+    right = torch.equal(bench.spoiled(out).double(), want.double())
     ms = bench.median_ms(lambda _: replay(), repeats=5, warmup=1)
     return {
         "right": right,
@@ -124,6 +124,6 @@ def offload(bench: Bench) -> dict:
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Both; `right` says whether the numbers came back."""
+    """Yield both; `right`: the contents were restored."""
     yield Number("sleep", lambda: sleep(bench))
     yield Number("offload", lambda: offload(bench))

@@ -1,12 +1,12 @@
-"""A real model small enough to travel: SmolLM2-135M-Instruct in less than 3 bits a weight, packed and unpacked.
+"""A real model small enough to carry: SmolLM2-135M-Instruct in less than 3 bits per weight, packed and unpacked.
 
-Every matrix becomes Q4_0 of GGUF. The scale of a block is a part of the root mean square of its row, doubled until its
-largest weight fits: most of the 16 levels are then rare, and a Huffman code takes under 3 bits a weight. It is not the
-best that fits, but a trained model that answers in sentences; what is compared is backends on the same file.
+Every matrix becomes GGUF's Q4_0. A block's scale is a fraction of its row's root mean square, doubled until its largest
+weight fits: most of the 16 levels are then rare, and a Huffman code takes under 3 bits per weight. The result is not
+the best fit, but a trained model that answers in sentences; backends are compared on the same file.
 
-`pack` needs the package gguf; `unpack` needs numpy alone. A packed file: a line of JSON, which names the place of each
-matrix in the GGUF file and its number of blocks; the levels of all matrices; all other bytes, each part compressed in
-its own way.
+`pack` needs the package gguf; `unpack` needs numpy alone. A packed file: a line of JSON with the offset of each matrix
+in the GGUF file and its number of blocks; the levels of all matrices; all other bytes; both compressed, in different
+ways.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from pathlib import Path
 import numpy as np
 
 BLOCK, BYTES = 32, 18
-"""Of Q4_0: weights of a block, and its bytes, two of them the scale."""
+"""Q4_0: weights per block, and bytes per block, two of them the scale."""
 EMBEDDING = "token_embd.weight"
 STEP, EMBEDDING_STEP = 0.55, 0.7
-"""Of a row's root mean square. With 0.6 for the layers the model's answers are no longer sentences."""
+"""Fractions of a row's root mean square. With 0.6 for the layers, the answers are no longer sentences."""
 
 
 def pack(source: Path, target: Path) -> None:
-    """Quantise and compress the GGUF file `source`."""
+    """Quantize and compress the GGUF file `source`."""
     plain = target.with_suffix(".unpacked")
     _quantise(source, plain)
-    content, places = np.fromfile(plain, np.uint8), _matrices(plain)
+    content, matrices = np.fromfile(plain, np.uint8), _matrices(plain)
     plain.unlink()
-    is_level = _levels_of(places, content.size)
+    is_level = _levels_of(matrices, content.size)
     squeeze = zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)
     codes = squeeze.compress(content[is_level].tobytes()) + squeeze.flush()
     rest = zlib.compress(content[~is_level].tobytes(), 9)
-    head = {"matrices": places, "size": content.size, "levels": len(codes)}
+    head = {"matrices": matrices, "size": content.size, "levels": len(codes)}
     target.write_bytes(json.dumps(head).encode() + b"\n" + codes + rest)
 
 
 def unpack(source: Path, target: Path) -> None:
-    """The GGUF file that `pack` compressed, under its name once it is whole."""
+    """Write the GGUF file that `pack` compressed, atomically."""
     line, _, packed = source.read_bytes().partition(b"\n")
     head = json.loads(line)
     is_level = _levels_of(head["matrices"], head["size"])
@@ -52,15 +52,15 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def _levels_of(matrices: list, size: int) -> np.ndarray:
-    """bool [bytes of the file]: those that are levels of a matrix, and not its scales or anything else."""
-    found = np.zeros(size, np.bool_)
+    """Return bool [bytes of the file]: which bytes are levels of a matrix."""
+    is_level = np.zeros(size, np.bool_)
     for offset, blocks in matrices:
-        found[offset : offset + blocks * BYTES].reshape(blocks, BYTES)[:, 2:] = True
-    return found
+        is_level[offset : offset + blocks * BYTES].reshape(blocks, BYTES)[:, 2:] = True
+    return is_level
 
 
 def levels(weights: np.ndarray, step: float) -> np.ndarray:
-    """Q4_0 blocks, uint8 [rows, bytes of a row], of weights float32 [rows, columns]."""
+    """Return Q4_0 blocks, uint8 [rows, bytes of a row], of weights float32 [rows, columns]."""
     blocks = weights.astype(np.float32).reshape(len(weights), -1, BLOCK)
     usual = np.maximum(np.sqrt(np.square(blocks).mean((1, 2), keepdims=True)) * step, 2.0**-14)
     wider = np.ceil(np.log2(np.maximum(np.abs(blocks).max(-1, keepdims=True) / (7.5 * usual), 1)))
@@ -75,7 +75,7 @@ def levels(weights: np.ndarray, step: float) -> np.ndarray:
 
 
 def _quantise(source: Path, target: Path) -> None:
-    """The same model with other matrices."""
+    """Write the same model with Q4_0 matrices."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -98,7 +98,7 @@ def _quantise(source: Path, target: Path) -> None:
 
 
 def _matrices(path: Path) -> list[tuple[int, int]]:
-    """(offset in the file, blocks) of every quantised tensor."""
+    """Return (offset in the file, blocks) of every quantized tensor."""
     import gguf
 
     return [

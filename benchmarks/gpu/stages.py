@@ -1,4 +1,4 @@
-"""Which numbers belong to which stage. A part is a function of a module here, named `module.function`."""
+"""The parts of each stage. A part is a function of a module here, named `module.function`."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ STAGES: dict[str, tuple[str, ...]] = {
     ),
     "tune": ("decode_attention.trials", "prefill_attention.trials", "gemm.trials"),
 }
-"""In the order in which they are worth running: what must be right, the engine, the comparison, then the details."""
+"""In the recommended order: correctness, the engine, the comparison, then the details."""

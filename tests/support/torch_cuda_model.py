@@ -17,7 +17,7 @@ from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Pack
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
@@ -34,7 +34,7 @@ PADDING = 2
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that nobody may read before it is written: all bits set, which is NaN in every kind of float."""
+    """Uninitialized memory that must not be read: all bits set, which is NaN in every kind of float."""
     return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
 
 
@@ -60,7 +60,7 @@ class TorchCudaModel:
         spec: ModelSpec,
         weights: Iterable[Weight],
         max_len: int,
-        comm: Comm = ALONE,
+        comm: Comm = SINGLE_RANK,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         pack: Pack | None = None,
@@ -71,8 +71,8 @@ class TorchCudaModel:
         shapes = Loader(spec, self.shard, dtype, _nowhere, pack).params
         self.on_host = choose_layers(shapes, offload)
         self.offload = Offload(self.on_host, device, poisoned) if offload else None
-        elsewhere = self.offload.places() if self.offload else {}
-        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, elsewhere)
+        allocators = self.offload.allocators() if self.offload else {}
+        self.loader = Loader(spec, self.shard, dtype, poisoned, pack, allocators)
         self.loader.fill(weights)
         self.decoder = CudaDecoder(spec, self.loader.params, device, max_len, comm, offload=self.offload)
         self.layout = kv_layout(spec, BLOCK)

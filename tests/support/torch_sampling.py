@@ -28,10 +28,10 @@ class Now:
     """A stream whose copies are over when they have begun."""
 
     def fetch(self, tensor):
-        return _Here(tensor.clone())
+        return _HostArray(tensor.clone())
 
 
-class _Here:
+class _HostArray:
     def __init__(self, tensor):
         self._tensor = tensor
 
@@ -61,7 +61,7 @@ def run(sampler, logits, plan, room=None):
     padded[: plan.num_seqs] = torch.from_numpy(logits)
     packed = torch.from_numpy(sampler.pack(plan, seqs))
     shown = sampler.edit(padded, plan)
-    tokens = sampler.choose(padded, packed)
+    tokens = sampler.sample(padded, packed)
     found = sampler.logprobs(shown, tokens, plan, Now())
     return tokens[: plan.num_seqs].numpy(), found()
 

@@ -170,7 +170,7 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     )
     backend.load(random_weights(spec))
     backend.init_cache(2)
-    backend._plans.few = lambda: backend._plans.every(backend.setup.ladder.sizes)  # as on a GPU
+    backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU
     backend.warmup()
     before = len(new)
     for plan in steps(limits, len(layout.groups)):

@@ -1,1 +1,1 @@
-"""Attention of prefill and mixed steps by kernels of others, in place of our own: optional, asked for by name."""
+"""Attention backends for prefill and mixed steps, by vLLM's names; only the selected one is imported."""

@@ -1,4 +1,4 @@
-"""FlashAttention 3 from the package flash_attn_interface, which is built from source: pages of any size, soft caps."""
+"""FlashAttention 3 (package flash_attn_interface, built from source): pages of any size, soft caps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Final
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token, refusal, refuse_common
+from pagoda.backends.torch_cuda.attention_backends.protocol import (
+    AttentionRequirements,
+    PrefillPart,
+    by_token,
+    check_flash_limits,
+    unsupported_error,
+)
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.spec import Attention
@@ -16,11 +22,11 @@ from pagoda.common.models.spec import Attention
 NAME: Final = "FLASH_ATTN"
 PACKAGE: Final = "flash_attn_interface"
 HOPPER: Final = 9
-WIDEST: Final = 256
+MAX_HEAD_DIM: Final = 256
 
 
 class FlashAttn:
-    """Implements protocol.Prefill. `with_kvcache`: the package's flash_attn_with_kvcache."""
+    """Implements PrefillAttention with the package's flash_attn_with_kvcache."""
 
     def __init__(self, with_kvcache: Callable[..., Tensor]) -> None:
         self.with_kvcache = with_kvcache
@@ -28,8 +34,8 @@ class FlashAttn:
     def __call__(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
     ) -> None:
-        """See protocol.Prefill. One split, so that a sequence's result does not depend on the others."""
-        part = Longer.of(queries, batch, cache)
+        """See PrefillAttention. One split, so that a sequence's result does not depend on the others."""
+        part = PrefillPart.of(queries, batch, cache)
         out[part.rows] = self.with_kvcache(
             part.queries,
             by_token(cache.keys),
@@ -46,15 +52,15 @@ class FlashAttn:
         )
 
 
-def create(needs: Needs) -> FlashAttn:
-    """Raises ConfigError for a GPU, model or cache that it cannot work with, or where it is not installed."""
-    refuse_common(NAME, needs, WIDEST)
+def create(needs: AttentionRequirements) -> FlashAttn:
+    """Return the backend. Raise ConfigError if GPU, model or cache are unsupported or the package is missing."""
+    check_flash_limits(NAME, needs, MAX_HEAD_DIM)
     if needs.device.chip.capability[0] != HOPPER:
-        raise refusal(NAME, f"is for Hopper GPUs, this is {needs.device.name}")
+        raise unsupported_error(NAME, f"is for Hopper GPUs, this is {needs.device.name}")
     try:
         function: Callable[..., Tensor] = importlib.import_module(PACKAGE).flash_attn_with_kvcache
     except ImportError:
-        raise refusal(
+        raise unsupported_error(
             NAME,
             f"needs the package {PACKAGE}: build it from the folder hopper of github.com/Dao-AILab/flash-attention",
         ) from None

@@ -1,6 +1,6 @@
-"""FlashInfer from the package flashinfer-python, which compiles its kernels with nvcc while the engine warms up.
+"""FlashInfer (package flashinfer-python), which compiles its kernels with nvcc during warm-up.
 
-It plans each step on the host, from what lies on the device: a prefill or mixed step waits for the one before it.
+It plans each step on the host from device tensors, so a prefill or mixed step waits for the previous one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, refusal, refuse_common
+from pagoda.backends.torch_cuda.attention_backends.protocol import (
+    AttentionRequirements,
+    PrefillPart,
+    check_flash_limits,
+    unsupported_error,
+)
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.models.spec import Attention
@@ -22,11 +27,11 @@ NAME: Final = "FLASHINFER"
 PACKAGE: Final = "flashinfer"
 DIMS: Final = (64, 128, 256)
 WORKSPACE_BYTES: Final = 128 << 20
-"""What the package recommends."""
+"""The recommended size."""
 
 
 class FlashInfer:
-    """Implements protocol.Prefill. `make_wrapper`: a new BatchPrefillWithPagedKVCacheWrapper for pages [K, B, H]."""
+    """Implements PrefillAttention. `make_wrapper`: a new BatchPrefillWithPagedKVCacheWrapper for pages [K, B, H]."""
 
     def __init__(self, make_wrapper: Callable[[], Any]) -> None:
         self.make_wrapper = make_wrapper
@@ -35,8 +40,8 @@ class FlashInfer:
     def __call__(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
     ) -> None:
-        """See protocol.Prefill. Layers of one group and spec share a plan."""
-        part = Longer.of(queries, batch, cache)
+        """See PrefillAttention. Layers of one group and spec share a plan."""
+        part = PrefillPart.of(queries, batch, cache)
         plan = self._plans.setdefault((cache.group, spec), FlashInferPlan(self.make_wrapper, spec.scale, spec.softcap))
         plan.make(batch, part, cache)
         end = part.rows.start + plan.tokens
@@ -44,7 +49,7 @@ class FlashInfer:
 
 
 class FlashInferPlan:
-    """How the work of one step is shared out, for all layers alike; made once a step."""
+    """FlashInfer's plan of a step, made once per step and shared by layers."""
 
     def __init__(self, make_wrapper: Callable[[], Any], scale: float, softcap: float | None) -> None:
         self.make_wrapper, self.scale, self.softcap = make_wrapper, scale, softcap
@@ -52,7 +57,7 @@ class FlashInferPlan:
         self.tokens = 0
         self._step: CudaStepBatch | None = None
 
-    def make(self, batch: CudaStepBatch, part: Longer, cache: CudaLayerCache) -> None:
+    def make(self, batch: CudaStepBatch, part: PrefillPart, cache: CudaLayerCache) -> None:
         """Plan the step unless that is done."""
         if self._step is batch:
             return
@@ -80,14 +85,16 @@ class FlashInferPlan:
         self._step = batch
 
 
-def create(needs: Needs) -> FlashInfer:
-    """Raises ConfigError for a model or cache that it cannot work with, or where it is not installed."""
-    refuse_common(NAME, needs, max(DIMS))
+def create(needs: AttentionRequirements) -> FlashInfer:
+    """Return the backend. Raise ConfigError if model or cache are unsupported or the package is missing."""
+    check_flash_limits(NAME, needs, max(DIMS))
     for dim in {mixer.head_dim for mixer in needs.mixers}.difference(DIMS):
-        raise refusal(NAME, f"has heads of {', '.join(map(str, DIMS))} channels, this model's have {dim}")
+        raise unsupported_error(
+            NAME, f"supports heads of {', '.join(map(str, DIMS))} channels, this model's have {dim}"
+        )
     try:
         wrapper: Callable[..., Any] = importlib.import_module(PACKAGE).BatchPrefillWithPagedKVCacheWrapper
     except ImportError:
-        raise refusal(NAME, "needs the package flashinfer: pip install flashinfer-python") from None
+        raise unsupported_error(NAME, "needs the package flashinfer: pip install flashinfer-python") from None
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=needs.device.torch)
     return FlashInfer(lambda: wrapper(workspace, "HND"))

@@ -1,6 +1,6 @@
-"""What attention of prefill and mixed steps is given, whoever computes it.
+"""The interface of attention backends for prefill and mixed steps.
 
-Decode steps are not part of it: they are captured in CUDA graphs with our own kernel.
+Decode steps always use our own kernel, captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,46 +18,43 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Attention
 
 
-class Prefill(Protocol):
-    """Attention of all sequences of a step but the first `num_decodes`."""
+class PrefillAttention(Protocol):
+    """Attention of a step's sequences from `num_decodes` on."""
 
     def __call__(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
     ) -> None:
-        """Queries [T, N, H] of a layer of that spec, whose K and V are in the cache already, to rows of out [T, N, H].
+        """Write the attention of queries [T, N, H] to rows of out [T, N, H]; their K and V are in the cache already.
 
-        Rows of decode sequences and of padding tokens keep what they held, or become anything where they are padding.
+        Rows of decode sequences are unchanged; rows of padding tokens are undefined.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What of an engine decides whether a kernel can serve it. `stored`: the type of the KV cache; `page`: tokens."""
+class AttentionRequirements:
+    """What an attention backend must support."""
 
     mixers: tuple[Attention, ...]
     dtype: torch.dtype
-    stored: torch.dtype
-    page: int
+    kv_dtype: torch.dtype
+    page: int  # tokens
     device: Device
 
 
 @dataclass(frozen=True, slots=True)
-class Longer:
-    """The sequences of a batch that are not decodes, counted from the first of them.
+class PrefillPart:
+    """The sequences of a batch that are not decodes, with indices relative to the first of them."""
 
-    queries [t, N, H]; query_start int32 [s+1], 0 first; kv_lens int32 [s]; tables int32 [s, W]; `rows` of `out`.
-    """
-
-    queries: Tensor
-    query_start: Tensor
-    kv_lens: Tensor
-    tables: Tensor
-    rows: slice
+    queries: Tensor  # [t, N, H]
+    query_start: Tensor  # int32 [s+1], from 0
+    kv_lens: Tensor  # int32 [s]
+    tables: Tensor  # int32 [s, W]
+    rows: slice  # of `out`
 
     @classmethod
-    def of(cls, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Longer:
-        """Those of a step; nothing is read on the host."""
+    def of(cls, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> PrefillPart:
+        """Select them, without synchronizing with the host."""
         first, begin = batch.num_decodes, batch.num_decodes * batch.query_len
         return cls(
             queries[begin:],
@@ -69,31 +66,29 @@ class Longer:
 
 
 def by_token(cache: Tensor) -> Tensor:
-    """View [P, B, K, H] of keys or values [P, K, B, H], as most libraries see pages."""
+    """Return the view [P, B, K, H] of keys or values [P, K, B, H], the layout of most libraries."""
     return cache.transpose(1, 2)
 
 
-# How a kernel says that it cannot be had: one line with the remedy.
-
-
-def refusal(name: str, why: str) -> ConfigError:
-    """The error for a kernel asked for by name."""
+def unsupported_error(name: str, why: str) -> ConfigError:
+    """Return the error for a backend that cannot be used: one line with the remedy."""
     return ConfigError("--attention-backend", f"{name} {why}; use auto, or drop the flag")
 
 
-def refuse_common(name: str, needs: Needs, widest: int) -> None:
-    """Raises ConfigError for what FlashAttention of any version lacks: a CPU, float32, 8-bit caches, wider heads.
+def check_flash_limits(name: str, needs: AttentionRequirements, max_head_dim: int) -> None:
+    """Raise ConfigError for what no FlashAttention has: CPU, float32, 8-bit caches, wider heads, windows.
 
-    And for windows: it multiplies what lies in blocks that a window has left by zero, but there may lie anything.
+    Windows: it multiplies values in blocks that left the window by zero, but freed blocks may contain NaN.
     """
     if needs.device.torch.type == "cpu":
-        raise refusal(name, "needs a GPU")
+        raise unsupported_error(name, "needs a GPU")
+    dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (needs.dtype, needs.kv_dtype))
     if needs.dtype not in (torch.bfloat16, torch.float16):
-        raise refusal(name, f"computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}")
-    if needs.stored != needs.dtype:
-        raise refusal(name, f"reads no {str(needs.stored).removeprefix('torch.')} cache (--kv-cache-dtype)")
+        raise unsupported_error(name, f"computes in bfloat16 and float16, not in {dtype}")
+    if needs.kv_dtype != needs.dtype:
+        raise unsupported_error(name, f"does not support a {kv_dtype} cache (--kv-cache-dtype)")
     if any(mixer.window is not None for mixer in needs.mixers):
-        raise refusal(name, "cannot share a KV cache with the sliding windows of this model")
+        raise unsupported_error(name, "cannot share a KV cache with the sliding windows of this model")
     head_dim = max(mixer.head_dim for mixer in needs.mixers)
-    if head_dim > widest:
-        raise refusal(name, f"has heads of up to {widest} channels, this model's have {head_dim}")
+    if head_dim > max_head_dim:
+        raise unsupported_error(name, f"supports heads of up to {max_head_dim} channels, this model's have {head_dim}")

@@ -1,6 +1,6 @@
-"""FlashAttention 2 as torch ships it: torch.nn.attention.varlen, over pages since torch 2.12.
+"""FlashAttention 2 as shipped with torch: torch.nn.attention.varlen, paged since torch 2.12.
 
-Its pages hold a multiple of 256 tokens. `num_splits` is 1 always: with several, paged results were wrong
+Its pages have a multiple of 256 tokens. `num_splits` is always 1: with more, paged results were wrong
 (github.com/pytorch/pytorch/issues/194167).
 """
 
@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Longer, Needs, by_token, refusal, refuse_common
+from pagoda.backends.torch_cuda.attention_backends.protocol import (
+    AttentionRequirements,
+    PrefillPart,
+    by_token,
+    check_flash_limits,
+    unsupported_error,
+)
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.common.errors import ConfigError
@@ -23,11 +29,11 @@ from pagoda.common.models.spec import Attention
 
 NAME: Final = "TORCH_VARLEN"
 PAGE: Final = 256
-WIDEST: Final = 256
+MAX_HEAD_DIM: Final = 256
 
 
 class TorchVarlen:
-    """Implements protocol.Prefill. `varlen_attn`: torch's function."""
+    """Implements PrefillAttention with torch's varlen_attn."""
 
     def __init__(self, varlen_attn: Callable[..., Tensor]) -> None:
         self.varlen_attn = varlen_attn
@@ -35,8 +41,8 @@ class TorchVarlen:
     def __call__(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
     ) -> None:
-        """See protocol.Prefill. Lengths are stated as bounds, which costs programs that end at once, not a wait."""
-        part = Longer.of(queries, batch, cache)
+        """See PrefillAttention. Maximum lengths are upper bounds: surplus programs end at once."""
+        part = PrefillPart.of(queries, batch, cache)
         out[part.rows] = self.varlen_attn(
             part.queries,
             by_token(cache.keys),
@@ -54,11 +60,11 @@ class TorchVarlen:
         )
 
 
-def create(needs: Needs) -> TorchVarlen:
-    """Raises ConfigError for a torch, model or cache that it cannot work with."""
-    refuse_common(NAME, needs, WIDEST)
+def create(needs: AttentionRequirements) -> TorchVarlen:
+    """Return the backend. Raise ConfigError if torch, model or cache are unsupported."""
+    check_flash_limits(NAME, needs, MAX_HEAD_DIM)
     if any(mixer.softcap is not None for mixer in needs.mixers):
-        raise refusal(NAME, "has no soft cap of scores, which this model needs")
+        raise unsupported_error(NAME, "does not support the logit soft cap of this model")
     if needs.page % PAGE:
         raise ConfigError(
             "--block-size", f"{NAME} reads pages of {PAGE} tokens, not {needs.page}; use --block-size {PAGE}"
@@ -68,5 +74,5 @@ def create(needs: Needs) -> TorchVarlen:
     except (ImportError, AttributeError):
         function = None
     if function is None or not {"block_table", "num_splits"} <= inspect.signature(function).parameters.keys():
-        raise refusal(NAME, f"needs torch 2.12 or later, this is {torch.__version__}")
+        raise unsupported_error(NAME, f"needs torch 2.12 or later, this is {torch.__version__}")
     return TorchVarlen(function)

@@ -1,10 +1,10 @@
-"""Our own kernel: every model, every type of cache, every page size."""
+"""Our own Triton kernel: every model, cache type and page size."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
+from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.prefill_attention import prefill_attention
@@ -13,7 +13,7 @@ from pagoda.common.models.spec import Attention
 
 
 class TritonAttn:
-    """Implements protocol.Prefill."""
+    """Implements PrefillAttention."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -21,8 +21,8 @@ class TritonAttn:
     def __call__(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, spec: Attention, out: Tensor
     ) -> None:
-        """See protocol.Prefill."""
-        assert batch.tiles is not None, "there are sequences that are no decodes"
+        """See PrefillAttention."""
+        assert batch.tiles is not None, "a prefill or mixed step has tiles"
         prefill_attention(
             queries,
             cache.keys,
@@ -43,6 +43,5 @@ class TritonAttn:
         )
 
 
-def create(needs: Needs) -> TritonAttn:
-    """It can do everything."""
+def create(needs: AttentionRequirements) -> TritonAttn:
     return TritonAttn(needs.device)

@@ -1,1 +1,1 @@
-"""From a StepPlan to tensors, CUDA graphs and results."""
+"""Execution: StepPlan to device tensors, CUDA graphs and results."""

@@ -1,4 +1,4 @@
-"""StepPlan -> a step queued on the device. Never waits for it."""
+"""StepPlan -> a step queued on the device. Never blocks on it."""
 
 from __future__ import annotations
 
@@ -11,86 +11,45 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.backends.torch_cuda.execution.buffers import decode_shape, make_batch, tables
 from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep, CudaPromptScores
 from pagoda.backends.torch_cuda.execution.programs import StepPrograms
-from pagoda.backends.torch_cuda.execution.step_input import CudaStepShape, pack, up, width_of
+from pagoda.backends.torch_cuda.execution.step_input import (
+    CudaStepShape,
+    decode_shape,
+    make_batch,
+    pack,
+    round_up,
+    table_width,
+    tables,
+)
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
 from pagoda.common.engine.step import Int32, StepPlan
 
-# A ring of pinned buffers through which each step's array reaches the device, none written while it is in flight.
+TOKEN_ALIGN: Final = 16
+"""Tokens of a prefill step are padded to a multiple: matrix products and compiled kernels need it."""
 
-SLOTS: Final = 3
+LOGITS_CHUNK: Final = 256
+"""Prompt tokens whose logits are in memory at a time."""
+
+STAGING_BUFFERS: Final = 3
 """The engine keeps two steps in flight and fills a third."""
 
-_LEAST: Final = 1 << 14
-
-
-class _Slot:
-    """A buffer on the host, its twin on the device and the order between their users."""
-
-    def __init__(self, arrival: HostToDevice) -> None:
-        self.arrival = arrival
-        self.host = self.device = torch.zeros(0, dtype=torch.int32)
-
-
-class Staging:
-    """`take` a buffer, fill it, `send` it, start the step that reads it, say `was_read`."""
-
-    def __init__(self, stream: DeviceStream, slots: int = SLOTS) -> None:
-        self._stream = stream
-        self._slots = [_Slot(stream.arrival()) for _ in range(slots)]
-        self._size = 0
-
-    def take(self, size: int) -> Int32:
-        """Int32 [size] to be filled, with anything in it. Waits when the device has yet to copy what was in it."""
-        self._slots.append(self._slots.pop(0))
-        slot, self._size = self._slots[-1], size
-        slot.arrival.wait_for_copy()
-        if size > len(slot.host):
-            self._grow(slot, size)
-        found: Int32 = slot.host[:size].numpy()
-        return found
-
-    def send(self) -> Tensor:
-        """What was taken and filled, on the device for the steps started from now on."""
-        slot = self._slots[-1]
-        device = slot.device[: self._size]
-        slot.arrival.copy(slot.host[: self._size], device)
-        return device
-
-    def was_read(self) -> None:
-        """No step started from now on reads what was sent."""
-        self._slots[-1].arrival.was_read()
-
-    def _grow(self, slot: _Slot, size: int) -> None:
-        """To the next power of two, so that it happens a few times in an engine's life."""
-        self._stream.synchronize()
-        length = max(_LEAST, 1 << (size - 1).bit_length())
-        slot.host = self._stream.host(length)
-        slot.device = torch.empty(length, dtype=torch.int32, device=self._stream.device.torch)
-
-
-TOKEN_ALIGN: Final = 16
-"""Tokens that a prefill step is padded to a multiple of: matrix products and compiled kernels want it."""
-
-PIECE: Final = 256
-"""Prompt tokens whose logits are in memory at a time."""
+_MIN_STAGING_SIZE: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedStep:
-    """A plan, padded. `tiles`: of its sequences from `num_decodes` on; None where every sequence has one token."""
+    """A plan and its padded sizes."""
 
     plan: StepPlan
     shape: CudaStepShape
     num_decodes: int
-    tiles: Int32 | None
+    tiles: Int32 | None  # of the sequences from `num_decodes` on; None: every sequence has one token
 
 
 class Runner:
-    """Runs steps over one set of caches. `tile`: query tokens of one program of prefill attention."""
+    """Runs steps over one set of caches. `tile`: query tokens per tile of prefill attention."""
 
     def __init__(self, programs: StepPrograms, stream: DeviceStream, block_size: int, tile: int) -> None:
         self.programs, self.stream = programs, stream
@@ -98,81 +57,77 @@ class Runner:
         self._staging = Staging(stream)
 
     def run(self, plan: StepPlan) -> CudaPendingStep:
-        """Queue a step; within `stream.running`."""
+        """Queue a step. Call inside `stream.running`."""
         parts = self.programs.parts
         for start in plan.starts:
             parts.sampler.start(start)
         step = self._padded(plan)
-        sent = self._send(step)
-        hidden = self._forward(step, sent)
-        scored = tuple(self._scores(plan, hidden)) if hidden is not None else ()
-        self._staging.was_read()
+        packed = self._send(step)
+        hidden = self._forward(step, packed)
+        prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden)) if hidden is not None else ()
+        self._staging.mark_read()
         if not plan.samples.any():
-            return CudaPendingStep(plan, None, dict, scored)
+            return CudaPendingStep(plan, None, dict, prompt_logprobs)
         raw = parts.sampler.edit(parts.buffers.logits[: step.shape.rows], plan)
-        tokens = self.programs.choose(step.shape.rows)
+        tokens = self.programs.sample(step.shape.rows)
         logprobs = parts.sampler.logprobs(raw, tokens, plan, self.stream)
-        return CudaPendingStep(plan, self.stream.fetch(tokens), logprobs, scored)
+        return CudaPendingStep(plan, self.stream.fetch(tokens), logprobs, prompt_logprobs)
 
     def _padded(self, plan: StepPlan) -> QueuedStep:
-        groups, width, size = len(plan.block_tables), width_of(plan), self.programs.ladder.fit(plan.num_seqs)
+        groups, width = len(plan.block_tables), table_width(plan)
+        size = self.programs.graph_sizes.fit(plan.num_seqs)
         lengths = np.diff(plan.query_start)
         if plan.num_tokens == plan.num_seqs:
             return QueuedStep(plan, decode_shape(size, groups, width), size, None)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
-        tokens = up(plan.num_tokens, TOKEN_ALIGN)
-        return QueuedStep(
-            plan, CudaStepShape(tokens, plan.num_seqs, size, groups, width, len(tiles)), num_decodes, tiles
-        )
+        tokens = round_up(plan.num_tokens, TOKEN_ALIGN)
+        shape = CudaStepShape(tokens, plan.num_seqs, size, groups, width, len(tiles))
+        return QueuedStep(plan, shape, num_decodes, tiles)
 
     def _send(self, step: QueuedStep) -> Tensor:
-        """Everything the step reads, int32 [shape.size], on its way to the device."""
+        """Pack the step's inputs, int32 [shape.size], and start their copy to the device."""
         plan, shape = step.plan, step.shape
         flat = self._staging.take(shape.size)
         pack(flat, shape, plan, self._block_size)
         if plan.samples.any():
-            shape.parts["rules"].of(flat)[:] = self.programs.parts.sampler.pack(plan, shape.rows)
-        shape.vector(flat, "newest")[: plan.num_seqs] = plan.query_start[1:] - 1
+            shape.sections["sampling"].of(flat)[:] = self.programs.parts.sampler.pack(plan, shape.rows)
+        shape.vector(flat, "logits_indices")[: plan.num_seqs] = plan.query_start[1:] - 1
         if step.tiles is not None:
-            shape.parts["tiles"].of(flat)[:] = step.tiles
+            shape.sections["tiles"].of(flat)[:] = step.tiles
         return self._staging.send()
 
-    def _forward(self, step: QueuedStep, sent: Tensor) -> Tensor | None:
-        """Logits into the buffers, as far as anyone wants them; hidden states where prompt tokens shall be scored."""
+    def _forward(self, step: QueuedStep, packed: Tensor) -> Tensor | None:
+        """Compute logits into the buffers if the step samples. Return hidden states if prompt logprobs need them."""
         plan, shape, programs = step.plan, step.shape, self.programs
-        buffers, scored = programs.parts.buffers, self._wants_scores(plan)
-        if step.tiles is None and not scored and plan.embeds is None:
-            buffers.fill(shape, sent, plan.num_seqs)
+        buffers, keeps_hidden = programs.parts.buffers, self._needs_prompt_logprobs(plan)
+        if step.tiles is None and not keeps_hidden and plan.embeds is None:
+            buffers.fill(shape, packed, plan.num_seqs)
             programs.decode(shape.rows)
             return None
         batch = make_batch(
             shape,
-            sent,
-            tables(shape, sent),
+            packed,
+            tables(shape, packed),
             programs.parts.sampler.last,
             num_decodes=step.num_decodes,
-            splits=programs.splits[programs.ladder.fit(max(step.num_decodes, 1))],
+            splits=programs.splits[programs.graph_sizes.fit(max(step.num_decodes, 1))],
             tile=self._tile,
         )
-        if plan.embeds is not None:
-            batch = replace(batch, embedded=self._embedded(plan))  # which no captured step reads
+        if plan.embeds is not None:  # captured steps read no embeddings
+            table = programs.parts.decoder.embed.table
+            batch = replace(batch, embedded=Embedded.of(plan, table.dtype, table.device))
         hidden = programs.hidden(batch)
         if plan.samples.any():
-            buffers.fill_rules(shape, sent)
-            programs.logits(hidden.index_select(0, shape.vector(sent, "newest")))
-        return hidden if scored else None
+            buffers.fill_sampling(shape, packed)
+            programs.logits(hidden.index_select(0, shape.vector(packed, "logits_indices")))
+        return hidden if keeps_hidden else None
 
-    def _embedded(self, plan: StepPlan) -> Embedded | None:
-        """The step's embeddings, on their way to the device."""
-        table = self.programs.parts.decoder.embed.table
-        return Embedded.of(plan, table.dtype, table.device)
-
-    def _wants_scores(self, plan: StepPlan) -> bool:
+    def _needs_prompt_logprobs(self, plan: StepPlan) -> bool:
         return bool(self.programs.parts.sampler.rows.columns["scored"][plan.rows].any())
 
-    def _scores(self, plan: StepPlan, hidden: Tensor) -> Iterator[CudaPromptScores]:
-        """For rows that asked: the logprob of each prompt token after a scheduled one."""
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[CudaPromptScores]:
+        """Yield, for rows with prompt_logprobs, the logprob of the prompt token after each scheduled one."""
         parts = self.programs.parts
         for index in np.flatnonzero(parts.sampler.rows.columns["scored"][plan.rows]).tolist():
             state = parts.sampler.rows[plan.rows[index]]
@@ -185,11 +140,57 @@ class Runner:
                 index,
                 tuple(
                     parts.sampler.score(
-                        parts.decoder.logits(hidden[begin + at : begin + min(at + PIECE, count)]),
-                        targets[at : at + PIECE],
+                        parts.decoder.logits(hidden[begin + at : begin + min(at + LOGITS_CHUNK, count)]),
+                        targets[at : at + LOGITS_CHUNK],
                         state.rules.prompt_logprobs or 0,
                         self.stream,
                     )
-                    for at in range(0, count, PIECE)
+                    for at in range(0, count, LOGITS_CHUNK)
                 ),
             )
+
+
+class Staging:
+    """A ring of pinned buffers for step inputs; none is overwritten while in flight.
+
+    Per step: `take` a buffer, fill it, `send` it, start the step that reads it, `mark_read`.
+    """
+
+    def __init__(self, stream: DeviceStream, count: int = STAGING_BUFFERS) -> None:
+        self._stream = stream
+        self._buffers = [_StagingBuffer(stream.make_transfer()) for _ in range(count)]
+        self._size = 0
+
+    def take(self, size: int) -> Int32:
+        """Return int32 [size] with arbitrary contents. Blocks until its previous copy is done."""
+        self._buffers.append(self._buffers.pop(0))
+        buffer, self._size = self._buffers[-1], size
+        buffer.transfer.wait_for_copy()
+        if size > len(buffer.host):
+            self._grow(buffer, size)
+        array: Int32 = buffer.host[:size].numpy()
+        return array
+
+    def send(self) -> Tensor:
+        """Start copying the taken buffer; return the copy, for steps started from now on."""
+        buffer = self._buffers[-1]
+        device = buffer.device[: self._size]
+        buffer.transfer.copy(buffer.host[: self._size], device)
+        return device
+
+    def mark_read(self) -> None:
+        """Declare that no step started after this call reads the sent buffer."""
+        self._buffers[-1].transfer.mark_read()
+
+    def _grow(self, buffer: _StagingBuffer, size: int) -> None:
+        """Reallocate at the next power of two."""
+        self._stream.synchronize()
+        length = max(_MIN_STAGING_SIZE, 1 << (size - 1).bit_length())
+        buffer.host = self._stream.host_buffer(length)
+        buffer.device = torch.empty(length, dtype=torch.int32, device=self._stream.device.torch)
+
+
+class _StagingBuffer:
+    def __init__(self, transfer: HostToDevice) -> None:
+        self.transfer = transfer
+        self.host = self.device = torch.zeros(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Steps through the null block that between them need every program serving can need, and the largest of them."""
+"""Warm-up steps that cover every program serving can need, and a counter of kernel compilations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import RowStart, StepPlan
 
-FILTERED: Final = SamplingRules(temperature=1.0, top_k=5, top_p=0.9, min_p=0.05)
-"""All that choosing a token can take."""
+logger = logging.getLogger(__name__)
 
-EVERYTHING: Final = SamplingRules(
+FILTERED: Final = SamplingRules(temperature=1.0, top_k=5, top_p=0.9, min_p=0.05)
+
+MOST_MEMORY: Final = SamplingRules(
     temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.1, allowed_token_ids=(0, 1), logprobs=5, prompt_logprobs=5
 )
-"""What takes the most memory besides."""
+"""The sampling parameters that take the most memory."""
 
 PENALISED: Final = SamplingRules(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
 
@@ -33,23 +34,23 @@ RULES: Final = (
     SamplingRules(allowed_token_ids=(0, 1)),
     *(SamplingRules(logprobs=best, prompt_logprobs=best) for best in (0, 1, 5, -1)),
 )
-"""Everything that rows can ask for."""
+"""Every kind of sampling parameters."""
 
 _BATCHES: Final = (1, 2, 16)
-"""Numbers of rows that compilers may tell apart."""
+"""Row counts that compilers may specialize for."""
 
-_ALIGNED: Final = 16
-"""Numbers that Triton compiles apart for are multiples of it."""
+_ALIGNMENT: Final = 16
+"""Triton specializes kernels for multiples of this."""
 
 
-class Plans:
-    """Makes plans whose K and V nobody reads. Tokens are zeros, of which a step's own are the last known."""
+class WarmupPlans:
+    """Makes plans that write to the null block. All tokens are 0; a step ends at its sequences' last known tokens."""
 
     def __init__(self, limits: Limits, layout: KvLayout) -> None:
         self._limits, self._layout = limits, layout
 
     def plan(self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = RULES[0]) -> StepPlan:
-        """A step of sequences with so many new tokens each, all after `context` others; shortest first."""
+        """Return a step of sequences with `lengths` new tokens after `context` computed ones, shortest first."""
         size = np.sort(np.asarray(lengths, np.int32))
         known = size + context
         pages = -(-int(known.max()) // self._layout.block_size)
@@ -66,96 +67,91 @@ class Plans:
         )
 
     def decode(self, seqs: int, rules: SamplingRules = RULES[0]) -> StepPlan:
-        """A token for each of so many sequences."""
+        """Return a step with one token for each of `seqs` sequences."""
         return self.plan([1] * seqs, min(3, self._limits.max_model_len - 1), rules)
 
     def prefill(self, tokens: int, seqs: int = 1, decodes: int = 0, rules: SamplingRules = RULES[0]) -> StepPlan:
-        """So many tokens in `seqs` prompts, and `decodes` tokens more."""
+        """Return a step of `seqs` prompts with `tokens` in all, and `decodes` decode tokens."""
         each = np.full(seqs, tokens // seqs)
         each[: tokens % seqs] += 1
         return self.plan([1] * decodes + each.tolist(), 0, rules)
 
     def largest(self) -> Iterator[StepPlan]:
-        """The steps that need the most memory: as many tokens as allowed, as many rows as allowed."""
-        seqs, tokens = self._limits.max_num_seqs, self._most_tokens
-        fewest = -(-tokens // self._limits.max_model_len)
-        yield self.prefill(tokens, fewest, rules=EVERYTHING)
-        yield self.prefill(tokens, seqs, rules=EVERYTHING)
-        yield self.decode(seqs, EVERYTHING)
+        """Yield the steps that need the most memory: with the most tokens, with the most rows."""
+        seqs, tokens = self._limits.max_num_seqs, self._max_step_tokens
+        min_seqs = -(-tokens // self._limits.max_model_len)
+        yield self.prefill(tokens, min_seqs, rules=MOST_MEMORY)
+        yield self.prefill(tokens, seqs, rules=MOST_MEMORY)
+        yield self.decode(seqs, MOST_MEMORY)
 
-    def few(self) -> Iterator[StepPlan]:
-        """A short prompt and a token: what there is to do where nothing is compiled."""
-        yield self.prefill(min(8, self._most_tokens))
+    def minimal(self) -> Iterator[StepPlan]:
+        """Yield a short prefill and a decode: enough where nothing is compiled."""
+        yield self.prefill(min(8, self._max_step_tokens))
         yield self.decode(1)
 
-    def every(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
-        """Decode steps of every size, prefill of every number of tokens that matters, and every kind of rules."""
-        limits, most = self._limits, self._most_tokens
+    def all(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
+        """Yield decode steps of every size, prefills of every relevant size, and every kind of sampling parameters."""
+        limits, max_tokens = self._limits, self._max_step_tokens
         for size in sizes:
             yield self.decode(size)
-            if size < limits.max_num_seqs and size + 2 <= self._most_tokens and limits.max_model_len > 1:
+            if size < limits.max_num_seqs and size + 2 <= max_tokens and limits.max_model_len > 1:
                 yield self.prefill(2, decodes=size)
-        for tokens in _prefill_sizes(most):
+        for tokens in _prefill_sizes(max_tokens):
             yield self.prefill(tokens, -(-tokens // limits.max_model_len))
         yield from self.largest()
         for rules in RULES:
             for seqs in (seqs for seqs in _BATCHES if seqs <= limits.max_num_seqs):
                 yield self.decode(seqs, rules)
-            yield self.prefill(min(5, most, limits.max_model_len), rules=rules)
+            yield self.prefill(min(5, max_tokens, limits.max_model_len), rules=rules)
 
     @property
-    def _most_tokens(self) -> int:
-        """Tokens of the largest step."""
+    def _max_step_tokens(self) -> int:
         return min(self._limits.max_num_batched_tokens, self._limits.max_num_seqs * self._limits.max_model_len)
 
 
-def _prefill_sizes(most: int) -> Iterator[int]:
-    """2, 4, 8, 16, 17, 33, 65, 129 and so on up to `most`.
+def _prefill_sizes(largest: int) -> Iterator[int]:
+    """Yield 2, 4, 8, 16, 17, 33, 65, 129, ... up to `largest`.
 
     Kernels for packed weights and for experts have tiles of several sizes, each for at least twice as many rows as the
-    one before. Padded to a multiple of 16 these sizes grow by at most the factor 2, so every tile is used. From 17 on
-    they are odd: Triton compiles apart for numbers that 16 divides.
+    previous one. Padded to a multiple of 16 these sizes grow by at most a factor of 2, so every tile is used. From 17
+    on they are odd: Triton specializes for multiples of 16.
     """
-    for power in (1 << exponent for exponent in range(1, most.bit_length())):
-        if power <= _ALIGNED:
+    for power in (1 << exponent for exponent in range(1, largest.bit_length())):
+        if power <= _ALIGNMENT:
             yield power
-        if _ALIGNED <= power < most:
+        if _ALIGNMENT <= power < largest:
             yield power + 1
 
 
-# Counts what Triton compiles, so that a compilation while serving does not go unnoticed.
-
-logger = logging.getLogger(__name__)
-
-
-class CompileCount:
-    """`count`: kernels that Triton compiled in this process while watched. `loud`: each one is logged."""
+class CompileCounter:
+    """Counts the kernels that Triton compiles in this process."""
 
     def __init__(self) -> None:
-        self.count, self.loud = 0, False
-        self._before: Any = None
+        self.count = 0
+        self.log_each = False  # log each compilation as an error: the engine is serving
+        self._previous_hook: Any = None
         self._watching = False
 
     def watch(self) -> None:
-        """Begin to count. Whoever listened before still does."""
+        """Start counting; a hook installed before is still called."""
         if self._watching or importlib.util.find_spec("triton") is None:
             return
         import triton
 
-        self._watching, self._before = True, triton.knobs.runtime.jit_post_compile_hook
+        self._watching, self._previous_hook = True, triton.knobs.runtime.jit_post_compile_hook
         triton.knobs.runtime.jit_post_compile_hook = self._compiled
 
     def unwatch(self) -> None:
-        """Stop, unless somebody else has begun to listen since."""
+        """Stop counting, unless another hook was installed since."""
         if not self._watching:
             return
         import triton
 
         if triton.knobs.runtime.jit_post_compile_hook == self._compiled:
-            triton.knobs.runtime.jit_post_compile_hook, self._watching = self._before, False
+            triton.knobs.runtime.jit_post_compile_hook, self._watching = self._previous_hook, False
 
     def _compiled(self, *, repr: str, **about: Any) -> Any:
         self.count += 1
-        if self.loud:
+        if self.log_each:
             logger.error("compiled while serving, which takes seconds; please report it: %s", repr)
-        return None if self._before is None else self._before(repr=repr, **about)
+        return None if self._previous_hook is None else self._previous_hook(repr=repr, **about)

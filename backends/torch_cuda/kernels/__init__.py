@@ -1,4 +1,4 @@
-"""Triton kernels, a folder each: api, reference, kernel, arg_specs and, where there is something to tune, tuning.json.
+"""Triton kernels, a folder each: api, kernel, arg_specs and, if there is something to tune, tuning.json.
 
-An `api` function takes `use_kernel`: the Triton kernel, or the plain torch reference that defines it.
+An `api` function takes `use_kernel`: run the Triton kernel, or the plain torch definition beside it.
 """

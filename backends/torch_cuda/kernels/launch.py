@@ -1,4 +1,9 @@
-"""One specialisation of a Triton kernel, by name: what the compiler needs to build it where no GPU is."""
+"""What every kernel folder shares: chips, ahead-of-time launch descriptions, tuned launch settings, row strides.
+
+The chip is an argument, never read from the running machine, so that every kernel compiles for any chip on any machine.
+Source of `CHIPS`: NVIDIA, CUDA C++ Programming Guide, technical specifications per compute capability; `sms` of the
+A100, RTX 3090, L40S, H100/H200 SXM, B200 and RTX PRO 6000.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +14,37 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A kernel with the types of its arguments and the values of its constants.
-
-    `signature`: run-time argument -> Triton type: `*bf16`, `fp32`, `i32`; `i32:16` for an integer that is a multiple
-    of 16. Pointers count as aligned to 16 bytes. `constants`: every other argument. `hot`: spilled registers are an
-    error. `wgmma`: on sm_90 its products must be warp-group instructions.
-    """
-
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 2
-    hot: bool = True
-    wgmma: bool = False
-
-
-# What a kernel must know of the chip it is compiled for. It is an argument, never read from the running machine,
-# so that every kernel compiles for any chip on any machine.
-#
-# Source: NVIDIA, CUDA C++ Programming Guide, technical specifications per compute capability; `sms` of the A100, RTX
-# 3090, L40S, H100/H200 SXM, B200 and RTX PRO 6000.
+from torch import Tensor
 
 KIB: Final = 1 << 10
-LEAST: Final = (8, 0)
-"""The oldest compute capability with bfloat16 and asynchronous copies."""
+MIN_CAPABILITY: Final = (8, 0)
+"""First compute capability with bfloat16 and asynchronous copies."""
+
+Settings = Mapping[str, int]
+"""Constants of a kernel by name, num_warps and num_stages; from its tuning.json: chip -> key -> settings."""
+
+DEFAULT: Final = "default"
+"""The key for shapes that have not been measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A compute capability. `shared_bytes`: shared memory that one program may have. `sms`: streaming multiprocessors.
-
-    `float8`: it converts float8 e4m3 by itself.
-    """
+    """A compute capability and its resources."""
 
     capability: tuple[int, int]
-    shared_bytes: int
-    sms: int
-    float8: bool
+    shared_bytes: int  # maximum per program
+    sms: int  # streaming multiprocessors
+    float8: bool  # converts float8 e4m3 in hardware
 
     @property
     def arch(self) -> int:
-        """80, 90 and the like, as the compiler counts."""
+        """E.g. 80."""
         major, minor = self.capability
         return 10 * major + minor
 
     @property
     def name(self) -> str:
-        """sm_80 and the like."""
+        """E.g. sm_80."""
         return f"sm_{self.arch}"
 
 
@@ -76,38 +61,49 @@ CHIPS: Final[dict[str, Chip]] = {
 }
 
 
-def chip_of(capability: tuple[int, int], sms: int) -> Chip:
-    """The chip of a device with so many multiprocessors: the newest known that is not newer. ValueError below 8.0."""
+def find_chip(capability: tuple[int, int], sms: int) -> Chip:
+    """Return the chip of a device: the newest known one that is not newer. Raise ValueError below 8.0."""
     known = [chip for chip in CHIPS.values() if chip.capability <= capability]
     if not known:
-        raise ValueError(f"compute capability {capability[0]}.{capability[1]} is below {LEAST[0]}.{LEAST[1]}")
+        raise ValueError(
+            f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+        )
     nearest = known[-1]
     return Chip(capability, nearest.shared_bytes, sms, nearest.float8)
 
 
-# Measured launch settings of a kernel: a JSON table beside it, chip -> key -> settings.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A specialisation of a kernel, for compilation without a GPU. Pointers count as aligned to 16 bytes."""
 
-Settings = Mapping[str, int]
-"""Constants of the kernel by name, and num_warps and num_stages."""
+    kernel: Any
+    signature: Mapping[str, str]  # run-time argument -> Triton type: *bf16, fp32, i32, i32:16 (a multiple of 16)
+    constants: Mapping[str, Any] = field(default_factory=dict)  # every other argument
+    num_warps: int = 4
+    num_stages: int = 2
+    hot: bool = True  # spilled registers are an error
+    wgmma: bool = False  # on sm_90 its products must be warp-group instructions
 
-DEFAULT: Final = "default"
-"""The key of what has not been measured."""
+
+def settings(path: Path, chip: Chip, key: str) -> Settings:
+    """Return the settings of `key` on the chip or the nearest older listed one; else the default in the same order."""
+    older = [name for name, known in CHIPS.items() if known.capability <= chip.capability and name in table(path)]
+    for name in reversed(older):
+        if (tuned := table(path)[name].get(key)) is not None:
+            return tuned
+    for name in reversed(older):
+        if (default := table(path)[name].get(DEFAULT)) is not None:
+            return default
+    raise KeyError(f"{path.parent.name}: no settings for {key} on {chip.name}")
 
 
 @cache
 def table(path: Path) -> Mapping[str, Mapping[str, Settings]]:
-    """The file, read once. The first chip has a default, so that every lookup ends."""
-    found: dict[str, dict[str, Settings]] = json.loads(path.read_text())
-    return found
+    """Return the file, read once. The first chip must have a default."""
+    contents: dict[str, dict[str, Settings]] = json.loads(path.read_text())
+    return contents
 
 
-def settings(path: Path, chip: Chip, key: str) -> Settings:
-    """The settings of `key` on the chip, or on the newest listed chip that is not newer; else the default there."""
-    older = [name for name, known in CHIPS.items() if known.capability <= chip.capability and name in table(path)]
-    for name in reversed(older):
-        if (found := table(path)[name].get(key)) is not None:
-            return found
-    for name in reversed(older):
-        if (found := table(path)[name].get(DEFAULT)) is not None:
-            return found
-    raise KeyError(f"{path.parent.name}: no settings for {key} on {chip.name}")
+def row_stride(x: Tensor) -> int:
+    """Return the row stride of x [T, n]; n for one row, whose stride in torch is arbitrary and would recompile."""
+    return x.stride(0) if len(x) > 1 else x.shape[1]

@@ -1,1 +1,1 @@
-"""GPU memory: the plan, the KV cache, weights in host memory, and memory that can be released."""
+"""GPU memory: planning, the KV cache, weight offloading, and releasable memory (sleep mode)."""

@@ -1,4 +1,4 @@
-"""The paged KV cache of a rank: per layer keys and values, each [P, K, B, H]."""
+"""The paged KV cache of a rank: keys and values [P, K, B, H] per layer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from pagoda.common.errors import ConfigError, ModelError
 
 @dataclass(frozen=True, slots=True)
 class CudaLayerCache:
-    """One layer's K and V, each [P, K, B, H], and the number of the KV group whose block tables address them.
+    """One layer's K and V."""
 
-    `k_scale`, `v_scale`: float32 [1], what the numbers of an 8-bit cache are to be multiplied by; None for others.
-    """
-
-    keys: Tensor
-    values: Tensor
-    group: int
-    k_scale: Tensor | None = None
+    keys: Tensor  # [P, K, B, H]
+    values: Tensor  # [P, K, B, H]
+    group: int  # index of the KV group whose block tables address them
+    k_scale: Tensor | None = None  # float32 [1]: value = stored * scale; 8-bit caches only
     v_scale: Tensor | None = None
 
 
 def allocate(
     layout: KvLayout, num_blocks: int, dtype: torch.dtype, shard: RankShard, empty: Empty
 ) -> dict[int, CudaLayerCache]:
-    """Layer index -> cache of `num_blocks` blocks. Layer j of every group shares array j where the shapes agree.
+    """Return layer index -> cache of `num_blocks` blocks. Layer j of every group shares array j if the shapes agree.
 
-    An 8-bit cache gets scales of 1 for each layer. Raises ModelError for a cache this backend does not have.
+    An 8-bit cache gets scales of 1 per layer. Raise ModelError for an unsupported kind of cache.
     """
     arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
     caches: dict[int, CudaLayerCache] = {}
@@ -45,20 +42,20 @@ def allocate(
             if key not in arrays:
                 arrays[key] = empty(shape, dtype), empty(shape, dtype)
             keys, values = arrays[key]
-            scales = (_one(keys), _one(values)) if dtype.itemsize == 1 else (None, None)
+            scales = (_unit_scale(keys), _unit_scale(values)) if dtype.itemsize == 1 else (None, None)
             caches[layer] = CudaLayerCache(keys, values, number, *scales)
     return caches
 
 
 def block_bytes(layout: KvLayout, dtype: torch.dtype, shard: RankShard) -> int:
-    """What one block id costs a rank, over all arrays."""
+    """Return the bytes of one block id on a rank, over all arrays."""
     caches = allocate(layout, 1, dtype, shard, lambda shape, kind: torch.empty(shape, dtype=kind, device="meta"))
     arrays = {id(array): array.nbytes for cache in caches.values() for array in (cache.keys, cache.values)}
     return sum(arrays.values())
 
 
 def head_shape(spec: CacheSpec, shard: RankShard) -> tuple[int, int]:
-    """(KV heads of a rank, head dim) of a cache spec that holds keys and values."""
+    """Return (KV heads of a rank, head dim). Raise ModelError for a cache without keys and values."""
     match spec:
         case FullCache() | WindowCache():
             return shard.share(spec.kv_heads), spec.head_dim
@@ -66,16 +63,13 @@ def head_shape(spec: CacheSpec, shard: RankShard) -> tuple[int, int]:
             raise ModelError(f"the torch_cuda backend has no cache for {type(spec).__name__}")
 
 
-def _one(beside: Tensor) -> Tensor:
-    """Not from `empty`: scales outlive what the cache holds."""
-    return torch.ones(1, dtype=torch.float32, device=beside.device)
-
-
-# The numbers that K and V are stored in.
+def _unit_scale(cache: Tensor) -> Tensor:
+    """Not from `empty`: scales must survive sleep mode, the cache contents do not."""
+    return torch.ones(1, dtype=torch.float32, device=cache.device)
 
 
 def cache_dtype(cache: CacheConfig, activations: torch.dtype) -> torch.dtype:
-    """The stored type: the activations', or float8_e4m3fn, which needs no support of the chip. Raises ConfigError."""
+    """Return the cache's type: the activations' or float8_e4m3fn (on any chip). Raise ConfigError."""
     cache.check_scales()
     match cache.cache_dtype:
         case "auto":
@@ -85,4 +79,4 @@ def cache_dtype(cache: CacheConfig, activations: torch.dtype) -> torch.dtype:
         case "bfloat16" if activations == torch.bfloat16:
             return activations
         case other:
-            raise ConfigError("--kv-cache-dtype", f"{other} is not stored by torch_cuda; use auto, fp8 or fp8_e4m3")
+            raise ConfigError("--kv-cache-dtype", f"torch_cuda does not support {other}; use auto, fp8 or fp8_e4m3")

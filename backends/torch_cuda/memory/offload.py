@@ -1,8 +1,8 @@
-"""Layers whose weights stay in host memory and are copied to the device ahead of use, in every step.
+"""Weight offloading: layers whose weights stay in host memory and are prefetched to the device in every step.
 
-Two buffers on the device take turns: while a layer computes from one, the next but one layer's weights arrive in the
-other's place as soon as that is free. Their addresses are fixed, and on a GPU the stream of copies is forked from the
-stream of steps and joined to it by events, so that a step can be captured in a CUDA graph, copies included.
+Two device buffers alternate: while a layer computes from one, the weights of the next offloaded layer arrive in the
+other. Their addresses are fixed, and on a GPU the copy stream is forked from the step stream and joined by events, so
+that a CUDA graph captures a step with its copies.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class HostLayers:
-    """Layers whose weights shall be on the host: number -> names of its parameters, and their bytes by number."""
+    """Layers whose weights are offloaded to host memory."""
 
-    layers: Mapping[int, tuple[str, ...]]
-    sizes: Mapping[int, int]
+    layers: Mapping[int, tuple[str, ...]]  # layer index -> names of its parameters
+    sizes: Mapping[int, int]  # layer index -> bytes
 
     @property
     def saved(self) -> int:
-        """Bytes of device memory that the model needs less."""
+        """Bytes of device memory saved."""
         return sum(self.sizes.values()) - BUFFERS * max(self.sizes.values(), default=0)
 
 
 def choose_layers(params: RankParams, gib: float) -> HostLayers:
-    """As many layers as `gib` hold, evenly spread, so that copies and computation overlap; none for 0.
+    """Return as many layers as fit in `gib`, evenly spaced so that copies overlap computation; none for 0.
 
-    `params`: with or without memory. Raises ConfigError when three layers are too many: two are on the device anyway.
+    `params` may be on the meta device. Raise ConfigError if fewer than three fit: two are on the device anyway.
     """
     if not gib:
         return HostLayers({}, {})
     names: dict[int, tuple[str, ...]] = {}
     sizes: dict[int, int] = {}
-    for name, matrix in params.held.items():
+    for name, matrix in params.by_name.items():
         if name.startswith("layers."):
             layer = int(name.split(".")[1])
             names[layer] = (*names.get(layer, ()), name)
@@ -68,12 +68,10 @@ def choose_layers(params: RankParams, gib: float) -> HostLayers:
 
 
 class Offload:
-    """The host's memory for layers, and the copies of them that a step needs. `empty`: memory on the device.
-
-    Raises ConfigError when the host has no room.
-    """
+    """Host memory for offloaded layers, and their copies during a step."""
 
     def __init__(self, on_host: HostLayers, device: Device, empty: Empty) -> None:
+        """`empty`: allocates on the device. Raise ConfigError if the host has no room."""
         self._layers, self._chosen = on_host.layers, tuple(on_host.layers)
         on_gpu = device.is_gpu
         try:
@@ -82,14 +80,14 @@ class Offload:
             ]
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError("--cpu-offload-gb", f"no room in host memory: {reason}; use less") from None
+            raise ConfigError("--cpu-offload-gb", f"no room in host memory: {reason}; use a smaller value") from None
         self._used = [0] * len(self._chosen)
         largest = max(on_host.sizes.values())
         self._buffers = [empty((largest,), torch.uint8) for _ in range(BUFFERS)]
-        self._order = _StreamOrder(device.torch) if on_gpu else _BlockingCopies()
+        self._copies = _StreamCopies(device.torch) if on_gpu else _BlockingCopies()
 
-    def places(self) -> dict[str, Empty]:
-        """Where the parameters on the host are to be allocated and loaded: name -> memory for its tensors."""
+    def allocators(self) -> dict[str, Empty]:
+        """Return, for each offloaded parameter by name, the allocator of its tensors in host memory."""
         return {
             name: partial(self._allocate, number)
             for number, layer in enumerate(self._chosen)
@@ -97,18 +95,18 @@ class Offload:
         }
 
     def staged(self, params: RankParams) -> RankParams:
-        """The parameters as a step finds them, those on the host in the buffer that they are copied to."""
-        held: dict[str, Matrix] = dict(params.held)
+        """Return the parameters with the offloaded ones in the device buffers that they are copied to."""
+        staged: dict[str, Matrix] = dict(params.by_name)
         for number, layer in enumerate(self._chosen):
             for name in self._layers[layer]:
-                held[name] = self._staged(number, held[name])
-        return RankParams(held)
+                staged[name] = self._staged(number, staged[name])
+        return RankParams(staged)
 
-    def around(self, layers: Sequence[Callable[P, R]]) -> tuple[Callable[P, R], ...]:
-        """The same layers with the copies that they need started ahead and waited for."""
-        return tuple(self._around(index, layer) for index, layer in enumerate(layers))
+    def wrap(self, layers: Sequence[Callable[P, R]]) -> tuple[Callable[P, R], ...]:
+        """Return the layers wrapped so that each step starts and awaits the copies it needs."""
+        return tuple(self._wrap(index, layer) for index, layer in enumerate(layers))
 
-    def _around(self, index: int, layer: Callable[P, R]) -> Callable[P, R]:
+    def _wrap(self, index: int, layer: Callable[P, R]) -> Callable[P, R]:
         number = self._chosen.index(index) if index in self._chosen else None
 
         def step(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -116,28 +114,26 @@ class Offload:
                 self._begin()
             if number is None:
                 return layer(*arguments, **keywords)
-            self._order.wait(number % BUFFERS)
-            found = layer(*arguments, **keywords)
-            self._follow(number)
-            return found
+            self._copies.wait(number % BUFFERS)
+            result = layer(*arguments, **keywords)
+            self._prefetch_after(number)
+            return result
 
         return step
 
     def _begin(self) -> None:
-        """The first weights set out."""
-        self._order.begin()
+        self._copies.begin()
         for number in range(BUFFERS):
             self._copy(number)
 
-    def _follow(self, number: int) -> None:
-        """Nothing that needs these weights is started any more: others set out for their buffer."""
+    def _prefetch_after(self, number: int) -> None:
         if number + BUFFERS < len(self._chosen):
-            self._order.free(number % BUFFERS)
+            self._copies.free(number % BUFFERS)
             self._copy(number + BUFFERS)
 
     def _copy(self, number: int) -> None:
         host = self._host[number]
-        self._order.copy(number % BUFFERS, host, self._buffers[number % BUFFERS][: len(host)])
+        self._copies.copy(number % BUFFERS, host, self._buffers[number % BUFFERS][: len(host)])
 
     def _allocate(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         begin, size = self._used[number], prod(shape) * dtype.itemsize
@@ -156,46 +152,46 @@ class Offload:
 
 
 class _BlockingCopies:
-    """A CPU's copies: over on return."""
-
     def begin(self) -> None:
-        """Nothing is under way."""
+        pass
 
     def copy(self, buffer: int, host: Tensor, device: Tensor) -> None:
         device.copy_(host)
 
     def wait(self, buffer: int) -> None:
-        """It is there."""
+        pass
 
     def free(self, buffer: int) -> None:
-        """It is."""
+        pass
 
 
-class _StreamOrder:
-    """A GPU's copies, on a stream beside that of the steps."""
+class _StreamCopies:
+    """Copies on a CUDA stream beside the steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._copies = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
         self._begun = torch.cuda.Event()
-        self._arrived = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._copied = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._freed = [torch.cuda.Event() for _ in range(BUFFERS)]
 
     def begin(self) -> None:
-        """After everything that the steps before do with the buffers."""
+        """Make copies wait for the previous step."""
         self._begun.record(torch.cuda.current_stream(self._device))
-        self._copies.wait_event(self._begun)
+        self._stream.wait_event(self._begun)
 
     def copy(self, buffer: int, host: Tensor, device: Tensor) -> None:
-        with torch.cuda.stream(self._copies):
+        with torch.cuda.stream(self._stream):
             device.copy_(host, non_blocking=True)
-        self._arrived[buffer].record(self._copies)
+        self._copied[buffer].record(self._stream)
 
     def wait(self, buffer: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._arrived[buffer])
+        """Make the step stream wait for the copy."""
+        torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
 
     def free(self, buffer: int) -> None:
+        """Allow the next copy into the buffer once the steps so far are done."""
         self._freed[buffer].record(torch.cuda.current_stream(self._device))
-        self._copies.wait_event(self._freed[buffer])
+        self._stream.wait_event(self._freed[buffer])
 
 
 def _parts(matrix: Matrix) -> tuple[Tensor, ...]:

@@ -1,45 +1,54 @@
-"""How much KV cache a GPU's memory leaves room for beside everything else, all of it measured or counted."""
+"""Memory planning: the number of KV blocks that fit beside weights, activations and graphs.
+
+On a GPU the usage is measured: the largest steps run and some graphs are captured over a tiny cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from pagoda.backends.reference.memory import available_bytes
+from pagoda.backends.torch_cuda.device import Device
+from pagoda.backends.torch_cuda.execution.runner import Runner
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
 
 GIB: Final = 1 << 30
 CPU_KV_BYTES: Final = 4 << 30
-"""KV cache on a CPU when no flag says otherwise, as in the reference backend."""
+"""Default size of the KV cache on a CPU, as in the reference backend."""
 
-MOST_SLOTS: Final = 1 << 31
-"""Tokens of a cache: the slot that a token is written to is an int32."""
+MAX_SLOTS: Final = 1 << 31
+"""Maximum tokens of a cache: slots are int32."""
+
+SAMPLED_GRAPHS: Final = 8
+"""Graphs captured at most, besides the largest, to estimate the memory of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes of one device. `usable`: what may be used of `total`; `other`: what the system and other programs have.
-
-    `buffers`: inputs, logits and the sampler's memory; `activations`: the most that a step takes for a while.
-    """
+    """Memory of one device, in bytes."""
 
     device: str
     total: int
-    usable: int
+    usable: int  # of `total`, by --gpu-memory-utilization
     weights: int
-    buffers: int
-    activations: int
+    buffers: int  # inputs, logits, the sampler's state
+    activations: int  # peak of a step
     graphs: int
-    other: int
+    other: int  # of the system and other processes
 
     @property
-    def room(self) -> int:
-        """What is left for the KV cache; negative when it does not fit without."""
+    def available(self) -> int:
+        """Bytes available to the KV cache; negative if everything else does not fit."""
         return self.usable - self.weights - self.buffers - self.activations - self.graphs - self.other
 
     def __str__(self) -> str:
@@ -55,24 +64,25 @@ class MemoryUsage:
 
 
 def plan_blocks(usage: MemoryUsage, limits: Limits, layout: KvLayout, config: CacheConfig, block: int) -> MemoryPlan:
-    """Blocks of `block` bytes: those stated, or all that fit, since those that no request needs cache prefixes.
+    """Return the plan: as many blocks of `block` bytes as configured, else all that fit (spare ones cache prefixes).
 
-    Raises ConfigError saying how much is missing and what would fit.
+    Raise ConfigError with the missing bytes and the remedies.
     """
-    least, most = 1 + len(layout.groups), MOST_SLOTS // layout.block_size
+    minimum, maximum = 1 + len(layout.groups), MAX_SLOTS // layout.block_size
     if config.num_gpu_blocks_override is not None:
-        num_blocks = _at_most(most, config.num_gpu_blocks_override, "--num-gpu-blocks-override")
+        num_blocks = _bounded(maximum, config.num_gpu_blocks_override, "--num-gpu-blocks-override")
     elif config.kv_cache_memory_bytes is not None:
-        num_blocks = _at_most(most, config.kv_cache_memory_bytes // block, "--kv-cache-memory-bytes")
-        if num_blocks < least:
+        num_blocks = _bounded(maximum, config.kv_cache_memory_bytes // block, "--kv-cache-memory-bytes")
+        if num_blocks < minimum:
             raise ConfigError(
                 "--kv-cache-memory-bytes",
-                f"{num_blocks} KV blocks of {block} bytes leave no room for a request; use {least * block} or more",
+                f"{num_blocks} KV blocks of {block} bytes leave no room for a request; use {minimum * block} or more",
             )
     else:
-        num_blocks = min(most, usage.room // block)
-        if num_blocks < least:
-            raise ConfigError("--gpu-memory-utilization", too_large(usage, limits, least * block - usage.room))
+        num_blocks = min(maximum, usage.available // block)
+        if num_blocks < minimum:
+            missing = minimum * block - usage.available
+            raise ConfigError("--gpu-memory-utilization", memory_error(usage, limits, missing))
     return MemoryPlan(
         weights=usage.weights,
         activations=usage.activations + usage.buffers,
@@ -82,15 +92,14 @@ def plan_blocks(usage: MemoryUsage, limits: Limits, layout: KvLayout, config: Ca
     )
 
 
-def _at_most(most: int, num_blocks: int, flag: str) -> int:
-    """`num_blocks`. Raises ConfigError for more than can be addressed."""
-    if num_blocks > most:
-        raise ConfigError(flag, f"{num_blocks} KV blocks are more than the {most} that can be addressed; use less")
+def _bounded(maximum: int, num_blocks: int, flag: str) -> int:
+    if num_blocks > maximum:
+        raise ConfigError(flag, f"{num_blocks} KV blocks are more than the {maximum} that can be addressed; use less")
     return num_blocks
 
 
-def no_room(num_blocks: int, config: CacheConfig) -> ConfigError:
-    """What to say when so many blocks were to be allocated and could not be."""
+def allocation_error(num_blocks: int, config: CacheConfig) -> ConfigError:
+    """Return the error for a failed allocation of `num_blocks` blocks."""
     name = "--gpu-memory-utilization"
     if config.num_gpu_blocks_override is not None:
         name = "--num-gpu-blocks-override"
@@ -100,14 +109,100 @@ def no_room(num_blocks: int, config: CacheConfig) -> ConfigError:
 
 
 def cpu_usage(weights: int, limits: Limits, layout: KvLayout, block: int) -> MemoryUsage:
-    """On a CPU, whose memory is the system's too: as in the reference backend, no more than running requests need."""
+    """Return the usage on a CPU: a cache for the running requests, within CPU_KV_BYTES and half the free memory."""
     needed = 1 + limits.max_num_seqs * len(layout.groups) * -(-limits.max_model_len // layout.block_size)
     total = weights + min(CPU_KV_BYTES, available_bytes() // 2, needed * block)
     return MemoryUsage("CPU", total, total, weights, buffers=0, activations=0, graphs=0, other=0)
 
 
-def too_large(usage: MemoryUsage, limits: Limits | None, missing: int) -> str:
-    """How much is missing, and everything that would do. `limits`: where smaller ones might help."""
+def check_weights(device: Device, cache: CacheConfig, weights: int) -> None:
+    """Raise ConfigError if the weights, not loaded yet, do not fit the free memory."""
+    free, total = torch.cuda.mem_get_info(device.torch)
+    usable = int(total * cache.gpu_memory_utilization)
+    usage = MemoryUsage(device.name, total, usable, weights, buffers=0, activations=0, graphs=0, other=total - free)
+    if weights > free:
+        raise ConfigError("--gpu-memory-utilization", memory_error(usage, None, weights - free))
+
+
+def measure(
+    make_runner: Callable[[], Runner],
+    device: Device,
+    cache: CacheConfig,
+    weights: int,
+    largest: Iterable[StepPlan],
+    *,
+    outside_torch: int = 0,
+) -> MemoryUsage:
+    """Measure everything but the KV cache.
+
+    `make_runner`: over a tiny cache. `weights`: loaded bytes, `outside_torch` of them not in torch's memory. Raise
+    ConfigError if the largest step does not fit.
+    """
+    gpu = device.torch
+    _release_cached(gpu)
+    free, total = torch.cuda.mem_get_info(gpu)
+    reserved = torch.cuda.memory_reserved(gpu) + outside_torch
+    usable = int(total * cache.gpu_memory_utilization)
+    before = MemoryUsage(device.name, total, usable, weights, reserved - weights, 0, 0, other=total - free - reserved)
+    try:
+        activations, kernels, graphs = _measure_steps(make_runner(), gpu, largest)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            "--max-num-batched-tokens", f"the largest step does not fit: {before}; lower it, or --max-num-seqs"
+        ) from None
+    _release_cached(gpu)
+    return MemoryUsage(device.name, total, usable, weights, before.buffers, activations, graphs, before.other + kernels)
+
+
+def _measure_steps(runner: Runner, gpu: torch.device, largest: Iterable[StepPlan]) -> tuple[int, int, int]:
+    """Return the bytes of (peak activations, kernels loaded by CUDA, all graphs). The runner is unusable afterwards."""
+    torch.cuda.reset_peak_memory_stats(gpu)
+    before, other = torch.cuda.memory_reserved(gpu), _non_torch_bytes(gpu)
+    for plan in largest:
+        runner.run(plan).result()
+    activations = torch.cuda.max_memory_reserved(gpu) - before
+    _release_cached(gpu)
+    return activations, max(_non_torch_bytes(gpu) - other, 0), _estimate_graphs(runner, gpu)
+
+
+def _non_torch_bytes(gpu: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(gpu)
+    return total - free - torch.cuda.memory_reserved(gpu)
+
+
+def _estimate_graphs(runner: Runner, gpu: torch.device) -> int:
+    """Return the bytes of all graphs: the largest and a sample are captured, the others estimated by the sample's mean.
+
+    All share a pool, which the largest fills first. The driver allocates in pieces that hold several small graphs, so a
+    single small graph would seem to take nothing or far too much.
+    """
+    sizes = runner.programs.graph_sizes.captured
+    if not sizes:
+        return 0
+    smaller = sizes[:-1]
+    sample = smaller[:: max(1, -(-len(smaller) // SAMPLED_GRAPHS))]
+    largest = _capture_bytes(runner, sizes[-1:], gpu)
+    return largest + (_capture_bytes(runner, sample, gpu) * len(smaller) // len(sample) if sample else 0)
+
+
+def _capture_bytes(runner: Runner, sizes: tuple[int, ...], gpu: torch.device) -> int:
+    """Capture these sizes; return the bytes they take."""
+    _release_cached(gpu)
+    free, _ = torch.cuda.mem_get_info(gpu)
+    runner.programs.capture(sizes)
+    _release_cached(gpu)
+    return max(free - torch.cuda.mem_get_info(gpu)[0], 0)
+
+
+def _release_cached(gpu: torch.device) -> None:
+    """Return torch's cached memory to the driver, so that the driver's figures are exact."""
+    gc.collect()
+    torch.cuda.synchronize(gpu)
+    torch.cuda.empty_cache()
+
+
+def memory_error(usage: MemoryUsage, limits: Limits | None, missing: int) -> str:
+    """Return the message: usage, missing bytes and all remedies; smaller `limits` are suggested if given."""
     return f"{usage}; {missing / GIB:.2f} GiB are missing; use {' or '.join(_remedies(usage, limits, missing))}"
 
 
@@ -115,8 +210,8 @@ def _remedies(usage: MemoryUsage, limits: Limits | None, missing: int) -> Iterat
     share = (usage.usable + missing) / usage.total
     if share <= 0.97:
         yield f"--gpu-memory-utilization {share + 0.005:.2f}"
-    steps = usage.activations + usage.buffers
-    if limits is not None and (left := 1 - missing / max(steps, 1)) > 0.25:
+    step_bytes = usage.activations + usage.buffers
+    if limits is not None and (left := 1 - missing / max(step_bytes, 1)) > 0.25:
         tokens, seqs = _rounded(limits.max_num_batched_tokens * left), _rounded(limits.max_num_seqs * left)
         yield f"--max-num-batched-tokens {tokens} with --max-num-seqs {min(seqs, tokens)}"
     if missing < usage.graphs:
@@ -132,6 +227,6 @@ def _remedies(usage: MemoryUsage, limits: Limits | None, missing: int) -> Iterat
 
 
 def _rounded(number: float) -> int:
-    """Down to four binary digits, 1 or more."""
+    """Round down to four significant bits, at least 1."""
     whole = max(int(number), 1)
     return whole >> (shift := max(whole.bit_length() - 4, 0)) << shift

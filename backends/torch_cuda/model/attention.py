@@ -1,7 +1,7 @@
 """Grouped-query attention over the paged cache.
 
-Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend (sequences may share
-blocks that another one fills in the same step).
+Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend: a sequence may read
+blocks that another one fills in the same step.
 """
 
 from __future__ import annotations
@@ -18,58 +18,13 @@ from pagoda.backends.torch_cuda.memory.cache import CudaLayerCache
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, Linear
 from pagoda.common.models.spec import Attention, Norm
 
-# RMS norm of q and of k, each over its whole projection, of which the ranks hold shares.
-
 Pair = tuple[Tensor, Tensor]
 Normalise = Callable[[Tensor, Tensor], Pair]
-
-
-def make_full_norm(spec: Attention, norm: Norm, build: CudaBuildContext, prefix: str) -> Linear:
-    """A function of qkv [T, (N+2K)*H] that normalises q and k."""
-    shard = build.shard
-    sizes = [shard.share(heads) * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
-    normalise = _alone(norm, build, prefix) if shard.size == 1 else _shared(spec, norm, build, prefix)
-
-    def full_norm(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.split(sizes, dim=1)
-        return torch.cat([*normalise(q, k), v], dim=1)
-
-    return full_norm
-
-
-def _alone(norm: Norm, build: CudaBuildContext, prefix: str) -> Normalise:
-    q_norm, k_norm = build.norm(norm, f"{prefix}.q_norm"), build.norm(norm, f"{prefix}.k_norm")
-    return lambda q, k: (q_norm(q, None)[0], k_norm(k, None)[0])
-
-
-def _shared(spec: Attention, norm: Norm, build: CudaBuildContext, prefix: str) -> Normalise:
-    """Sums of squares over all ranks. A KV head that several ranks hold counts once."""
-    comm, copies = build.comm, build.shard.copies(spec.kv_heads)
-    weights = [build.params[f"{prefix}.{name}"] for name in ("q_norm", "k_norm")]
-    counts = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim * copies
-
-    def normalise(q: Tensor, k: Tensor) -> Pair:
-        wide = q.float(), k.float()
-        means = [part.square().sum(1, keepdim=True) / count for part, count in zip(wide, counts)]
-        length = torch.rsqrt(comm.all_reduce(torch.cat(means, dim=1)) + norm.eps)
-        new_q, new_k = (
-            _scaled(part * length[:, index : index + 1], weight, norm)
-            for index, (part, weight) in enumerate(zip(wide, weights))
-        )
-        return new_q, new_k
-
-    return normalise
-
-
-def _scaled(wide: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """Rounded where `backends.reference.ops.norm` rounds."""
-    if norm.unit_offset:
-        return (wide * (1 + weight.float())).to(weight.dtype)
-    return wide.to(weight.dtype) * weight
+"""(q, k) -> both normalised."""
 
 
 class CudaAttention:
-    """One layer's attention on a rank: its share of the heads. Head n reads KV head n // (N/K)."""
+    """One layer's attention over a rank's share of the heads. Head n reads KV head n // (N/K)."""
 
     def __init__(self, spec: Attention, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str) -> None:
         self.spec, self.cos_sin, self.device, self.prefill = spec, cos_sin, build.device, build.prefill
@@ -78,10 +33,10 @@ class CudaAttention:
         self.q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
         self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm")
         full = spec.qk_norm if spec.qk_norm_over == "full" else None
-        self.full_norm = None if full is None else make_full_norm(spec, full, build, prefix)
+        self.full_norm = None if full is None else make_projection_norm(spec, full, build, prefix)
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
-        """X [T, D] -> [T, D]."""
+        """Return [T, D] of x [T, D]."""
         qkv = self.qkv(x)
         if self.full_norm is not None:
             qkv = self.full_norm(qkv)
@@ -104,7 +59,7 @@ class CudaAttention:
         return self.out(self._attend(queries, batch, cache).flatten(1))
 
     def _attend(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
-        """Queries [T, N, H] -> [T, N, H]."""
+        """Return [T, N, H] of queries [T, N, H]."""
         if batch.tiles is None:
             return self._decode(queries, batch, cache)
         out, decodes = torch.empty_like(queries), batch.num_decodes * batch.query_len
@@ -114,7 +69,6 @@ class CudaAttention:
         return out
 
     def _decode(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
-        """The queries of the first `num_decodes` sequences."""
         return decode_attention(
             queries,
             cache.keys,
@@ -134,7 +88,52 @@ class CudaAttention:
 
 
 def per_head_norm(spec: Attention, build: CudaBuildContext, name: str) -> NormWeights | None:
-    """The norm of each head, where the layer has one."""
+    """Return the weights of a per-head norm, if the layer has one."""
     if spec.qk_norm is None or spec.qk_norm_over != "per_head":
         return None
     return NormWeights(build.params[name], spec.qk_norm.eps, spec.qk_norm.unit_offset)
+
+
+def make_projection_norm(spec: Attention, norm: Norm, build: CudaBuildContext, prefix: str) -> Linear:
+    """Return a function of qkv [T, (N+2K)*H] that normalises q and k, each over its whole projection."""
+    shard = build.shard
+    sizes = [shard.share(heads) * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
+    on_one = shard.size == 1
+    normalise = _norm_on_one_rank(norm, build, prefix) if on_one else _norm_over_ranks(spec, norm, build, prefix)
+
+    def full_norm(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.split(sizes, dim=1)
+        return torch.cat([*normalise(q, k), v], dim=1)
+
+    return full_norm
+
+
+def _norm_on_one_rank(norm: Norm, build: CudaBuildContext, prefix: str) -> Normalise:
+    q_norm, k_norm = build.norm(norm, f"{prefix}.q_norm"), build.norm(norm, f"{prefix}.k_norm")
+    return lambda q, k: (q_norm(q, None)[0], k_norm(k, None)[0])
+
+
+def _norm_over_ranks(spec: Attention, norm: Norm, build: CudaBuildContext, prefix: str) -> Normalise:
+    """Sum squares over all ranks; a KV head replicated on several ranks counts once."""
+    comm, copies = build.comm, build.shard.copies(spec.kv_heads)
+    weights = [build.params[f"{prefix}.{name}"] for name in ("q_norm", "k_norm")]
+    counts = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim * copies
+
+    def normalise(q: Tensor, k: Tensor) -> Pair:
+        wide = q.float(), k.float()
+        means = [part.square().sum(1, keepdim=True) / count for part, count in zip(wide, counts)]
+        length = torch.rsqrt(comm.all_reduce(torch.cat(means, dim=1)) + norm.eps)
+        new_q, new_k = (
+            _scaled(part * length[:, index : index + 1], weight, norm)
+            for index, (part, weight) in enumerate(zip(wide, weights))
+        )
+        return new_q, new_k
+
+    return normalise
+
+
+def _scaled(wide: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """Round as `backends.reference.ops.norm` does."""
+    if norm.unit_offset:
+        return (wide * (1 + weight.float())).to(weight.dtype)
+    return wide.to(weight.dtype) * weight

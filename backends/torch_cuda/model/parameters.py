@@ -1,4 +1,4 @@
-"""A rank's parameters by name, as tensors on the device."""
+"""A rank's parameters by name."""
 
 from __future__ import annotations
 
@@ -11,49 +11,47 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Memory for a tensor on the device, not filled."""
-
+"""Allocates an uninitialized tensor on the device."""
 
 Pack = Callable[[Tensor], PackedMatrix]
-"""A finished matrix [..., O, I] -> what is kept of it. Of a tensor without memory (device "meta") only the shapes."""
+"""Quantizes a complete matrix [..., O, I]; of a "meta" tensor gives the shapes."""
 
 Matrix = Tensor | PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class RankParams:
-    """What a rank holds, under the names that `layout` gives: fused, and cut where ranks share."""
+    """A rank's tensors under the names of its `RankLayout`: fused and sharded."""
 
-    held: Mapping[str, Matrix]
+    by_name: Mapping[str, Matrix]
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of that name, which is not packed; KeyError where the model has none."""
-        tensor = self.held[name]
+        """Return an unpacked tensor. Raise KeyError if the model has none."""
+        tensor = self.by_name[name]
         assert isinstance(tensor, Tensor), f"{name} is packed"
         return tensor
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor of that name, which is not packed; None where the model has none."""
-        return self[name] if name in self.held else None
+        """Return an unpacked tensor, or None if the model has none."""
+        return self[name] if name in self.by_name else None
 
     def matrix(self, name: str) -> Matrix:
-        """The matrix of that name, packed or not; KeyError where the model has none."""
-        return self.held[name]
+        """Return a matrix, packed or not. Raise KeyError if the model has none."""
+        return self.by_name[name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name: what sleeping saves, and loading again fills in place."""
-        found: dict[str, Tensor] = {}
-        for name, matrix in self.held.items():
+        """Return every tensor by name, those of packed matrices included."""
+        tensors: dict[str, Tensor] = {}
+        for name, matrix in self.by_name.items():
             parts = {name: matrix} if isinstance(matrix, Tensor) else packed_parts(name, matrix)
-            found.update(parts)
-        return found
+            tensors.update(parts)
+        return tensors
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 def packed_parts(name: str, packed: PackedMatrix) -> dict[str, Tensor]:
-    """The tensors of a packed matrix by name."""
+    """Return the tensors of a packed matrix by name."""
     return {f"{name}.data": packed.data, f"{name}.scale": packed.scale}

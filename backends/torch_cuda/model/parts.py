@@ -1,4 +1,4 @@
-"""What the parts of a decoder are made from, and the parts that several of them have."""
+"""Building blocks shared by decoder and encoder: linear maps, norms, embedding, rotary tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
+from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.norm import norm
 from pagoda.backends.torch_cuda.kernels.weight_only import weight_only_linear
@@ -22,48 +22,45 @@ from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.common.models.rope import cos_sin
 from pagoda.common.models.spec import Embedding, ModelSpec, Norm, Rope
 
-# Linear maps over a rank's tensors, made once when a decoder is built.
-
 Linear = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
 
 
 def linear(weight: Matrix, bias: Tensor | None, device: Device) -> Linear:
-    """A map for weight [out, in], packed or not, and bias [out]; filling them anew in place changes the map."""
+    """Return the map of weight [out, in], packed or not, and bias [out]; it follows in-place updates of both."""
     if isinstance(weight, Tensor):
         return partial(F.linear, weight=weight, bias=bias)
     return partial(weight_only_linear, packed=weight, bias=bias, use_kernel=device.use_kernels, chip=device.chip)
 
 
 NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(update [T, D], residual [T, D] or None) -> their sum normalised, and their sum."""
+"""(update [T, D], residual [T, D] or None) -> (their sum normalised, their sum)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaBuildContext:
-    """A rank's parameters, the device they are on, the line to the other ranks, and who attends to long queries."""
+    """What a model's layers are built from: a rank's parameters, device, communication and prefill attention."""
 
     params: RankParams
     device: Device
     comm: Comm
-    prefill: Prefill
+    prefill: PrefillAttention
 
     @property
     def shard(self) -> RankShard:
-        """Which part of the model this rank holds."""
         return RankShard(self.comm.rank, self.comm.size)
 
     def linear(self, name: str) -> Linear:
-        """The product of that name; where ranks share its outputs, this rank's."""
+        """Return the linear map `name`; where its outputs are sharded, this rank's part."""
         return linear(self.params.matrix(name), self.params.get(f"{name}_bias"), self.device)
 
     def summed(self, name: str) -> Linear:
-        """The product of that name whose inputs the ranks share: summed over them."""
-        mine, comm = self.linear(name), self.comm
-        return mine if comm.size == 1 else lambda x: comm.all_reduce(mine(x))
+        """Return the linear map `name`, whose inputs are sharded, all-reduced over the ranks."""
+        partial_sum, comm = self.linear(name), self.comm
+        return partial_sum if comm.size == 1 else lambda x: comm.all_reduce(partial_sum(x))
 
     def norm(self, spec: Norm | None, name: str) -> NormStep:
-        """The norm of that name; without one only the sum."""
+        """Return the norm `name`; without a spec, the sum alone."""
         if spec is None:
             return _add
         normalise = partial(
@@ -83,11 +80,8 @@ def _add(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return total, total
 
 
-# Token ids -> the first hidden states. Each rank holds some rows of the table.
-
-
 class CudaTokenEmbedding:
-    """The table [V, D'], its scale, the projection to the model's width, positions, token types and the norm."""
+    """Token ids -> first hidden states: table (sharded by rows), scale, projection, positions, types, norm."""
 
     def __init__(self, spec: Embedding, build: CudaBuildContext) -> None:
         params = build.params
@@ -105,9 +99,9 @@ class CudaTokenEmbedding:
         token_types: Tensor | None = None,
         embedded: Embedded | None = None,
     ) -> Tensor:
-        """token_ids, positions, token_types [T] -> [T, D]. No token types: all are 0.
+        """Return [T, D] of token_ids, positions, token_types [T]; None: all types are 0.
 
-        `embedded`: rows as they are once they are looked up and scaled.
+        `embedded`: replaces rows after lookup and scaling.
         """
         x = self._rows(token_ids if embedded is None else embedded.without(token_ids))
         if self.scale != 1.0:
@@ -131,11 +125,8 @@ class CudaTokenEmbedding:
         return self.comm.all_reduce(x.masked_fill(absent[:, None], 0))
 
 
-# Tables of cos and sin on the device, one for every distinct Rope of a model.
-
-
 def rotary_tables(spec: ModelSpec, max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:
-    """Float32 [max_len, 2, R/2] of cos and sin for each Rope, made in float64; None for None."""
+    """Return float32 [max_len, 2, R/2] of cos and sin for each distinct Rope, computed in float64; None for None."""
     tables: dict[Rope | None, Tensor | None] = {None: None}
     for layer in spec.layers:
         rope = layer.mixer.rope

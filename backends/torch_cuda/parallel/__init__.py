@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks, their communication, and which part of each array a rank holds."""
+"""Tensor parallelism: ranks, their communication, and the sharding of parameters."""

@@ -1,4 +1,4 @@
-"""What the ranks of tensor parallelism say to each other."""
+"""Communication between tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,44 +9,42 @@ from torch import Tensor
 
 
 class Comm(Protocol):
-    """One rank's line to the others. Every rank makes the same calls in the same order.
+    """One rank's communicator. Every rank makes the same calls in the same order.
 
-    `rank` counts from 0 to `size` - 1. Both calls can be captured in a CUDA graph.
+    Both collectives can be captured in a CUDA graph.
     """
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """This rank's index, 0 to size - 1."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of every rank's x, same shape and dtype. May write into x, which nobody uses afterwards."""
+        """Return the sum of every rank's x, same shape and dtype. May overwrite x."""
         ...
 
     def gather_last(self, x: Tensor) -> Tensor:
-        """Every rank's x [.., n] side by side in order of ranks: [.., n*size], contiguous."""
+        """Return every rank's x [.., n] concatenated in rank order: [.., n*size], contiguous."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """One rank: nothing to exchange."""
+class SingleRank:
+    """The communicator of one rank: both collectives return x."""
 
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """X itself."""
         return x
 
     def gather_last(self, x: Tensor) -> Tensor:
-        """X itself."""
         return x
 
 
-ALONE: Final = Alone()
+SINGLE_RANK: Final = SingleRank()

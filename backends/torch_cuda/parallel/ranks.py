@@ -1,11 +1,11 @@
-"""What this backend needs of ranks: processes that share a model, a GPU each. Importing this imports no torch."""
+"""This backend's tensor-parallel ranks: processes with a GPU each. Importing this module imports no torch."""
 
 from __future__ import annotations
 
 import socket
 from typing import TYPE_CHECKING
 
-from pagoda.backends.torch_cuda.parallel.sharding import check as check_shares
+from pagoda.backends.torch_cuda.parallel.sharding import check as check_sharding
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def check(spec: ModelSpec, size: int) -> None:
-    """Raises ConfigError when so many ranks cannot share the model, naming how many can."""
-    check_shares(spec, size)
+    """Raise ConfigError if the model cannot be sharded over `size` ranks, naming sizes that work."""
+    check_sharding(spec, size)
 
 
 def check_devices(size: int) -> None:
-    """Raises ConfigError when this process sees fewer GPUs, or none that serves."""
+    """Raise ConfigError if fewer than `size` usable GPUs are visible."""
     import torch
 
     if device(0).torch.type == "cpu":
@@ -37,24 +37,24 @@ def check_devices(size: int) -> None:
 
 
 def device(index: int) -> Device:
-    """The GPU of that number among those that this process sees, from now on this thread's own. Raises ConfigError."""
+    """Return visible GPU number `index` and make it this thread's current device. Raise ConfigError."""
     import torch
 
     from pagoda.backends.torch_cuda.device import find_device
 
-    found = find_device(index)
-    if found.use_kernels:
-        torch.cuda.set_device(found.torch)  # else pinned memory would belong to GPU 0, and take a context there
-    return found
+    gpu = find_device(index)
+    if gpu.use_kernels:
+        torch.cuda.set_device(gpu.torch)  # otherwise pinned memory would create a context on GPU 0
+    return gpu
 
 
 def needs_gpu() -> bool:
-    """Whether each rank has a GPU for itself; False where CPUs stand for them, in tests."""
+    """Return whether each rank needs a GPU; False if CPUs replace them, in tests."""
     return TORCH_CUDA_DEVICE.read() != "cpu"
 
 
-def join(place: RankInfo, listener: socket.socket | None) -> TorchComm:
-    """Meet the other ranks. Raises ConfigError or EngineDeadError."""
-    from pagoda.backends.torch_cuda.parallel.distributed import join as meet
+def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
+    """Connect to the other ranks. Raise ConfigError or EngineDeadError."""
+    from pagoda.backends.torch_cuda.parallel.distributed import join as join_group
 
-    return meet(place, listener, device(place.device).torch)
+    return join_group(rank_info, listener, device(rank_info.device).torch)

@@ -1,4 +1,4 @@
-"""Which part of every logical axis a rank holds: one table."""
+"""Sharding of parameters over tensor-parallel ranks, by logical axis."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Mlp, ModelSpec
 
 SPLIT: Final = frozenset("NKFV")
-"""Logical axes that ranks share out: query heads, KV heads, ffn width, vocabulary. All others are whole everywhere."""
+"""Sharded logical axes: query heads, KV heads, ffn width, vocabulary. All others are replicated."""
 
 VOCAB_MULTIPLE: Final = 64
-"""Rows of the vocabulary that a rank holds are padded to a multiple of this, which matrix products want."""
+"""A rank's rows of the vocabulary are padded to a multiple, for efficient matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,26 @@ class RankShard:
 
     @property
     def first(self) -> bool:
-        """The one that adds what must be added once."""
+        """Whether this rank adds what must be added once."""
         return self.rank == 0
 
     def share(self, total: int) -> int:
-        """How many of `total` heads or channels a rank holds; fewer heads than ranks: one, by several ranks."""
+        """Return how many of `total` heads or channels a rank has; with fewer heads than ranks 1, replicated."""
         return max(total // self.size, 1)
 
     def copies(self, total: int) -> int:
-        """How many ranks hold the same head."""
+        """Return how many ranks have the same head."""
         return max(self.size // total, 1)
 
     def vocab(self, vocab: int) -> int:
-        """Rows of the embedding and the head on a rank, padding included."""
+        """Return a rank's rows of the embedding and the head, padding included."""
         multiple = VOCAB_MULTIPLE * self.size
         return -(-vocab // multiple) * VOCAB_MULTIPLE
 
     def cut(self, axis: str, extent: int, kv_heads: int = 1) -> slice:
-        """The part of a parameter's axis that this rank holds; of "V" what there is of it, which may be nothing.
+        """Return this rank's part of a parameter's axis; of "V" without padding, so possibly empty.
 
-        `kv_heads`: how many heads an axis "K" of `extent` channels consists of.
+        `kv_heads`: heads that an axis "K" of `extent` channels consists of.
         """
         if axis not in SPLIT:
             return slice(0, extent)
@@ -56,15 +56,17 @@ class RankShard:
 
 
 def check(spec: ModelSpec, size: int) -> None:
-    """Raises ConfigError when `size` ranks cannot share the model's heads and widths evenly."""
-    if (why := _obstacle(spec, size)) is None:
+    """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks."""
+    if (indivisible := _indivisible(spec, size)) is None:
         return
     heads = min(layer.mixer.heads for layer in spec.layers)
-    fitting = [str(fewer) for fewer in range(1, heads + 1) if _obstacle(spec, fewer) is None]
-    raise ConfigError("--tensor-parallel-size", f"{size} ranks cannot share {why} evenly; use {_either(fitting)}")
+    fitting = [str(fewer) for fewer in range(1, heads + 1) if _indivisible(spec, fewer) is None]
+    raise ConfigError(
+        "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
+    )
 
 
-def _obstacle(spec: ModelSpec, size: int) -> str | None:
+def _indivisible(spec: ModelSpec, size: int) -> str | None:
     for layer in dict.fromkeys(spec.layers):
         mixer = layer.mixer
         if mixer.heads % size:

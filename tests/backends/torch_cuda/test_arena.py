@@ -61,7 +61,7 @@ class FakeCuda:
         return 0
 
     def _cuMemRelease(self, handle) -> int:
-        assert handle.value not in [held for held, _ in self.mapped.values()], "unmap comes first"
+        assert handle.value not in [mapped for mapped, _ in self.mapped.values()], "unmap comes first"
         del self.handles[handle.value]
         return 0
 
@@ -74,8 +74,8 @@ class FakeCuda:
 
     def _cuMemSetAccess(self, address, size, descriptions, count) -> int:
         assert self.mapped[address.value][1] == size.value
-        found = descriptions._obj
-        assert (found.location.type, found.location.id, found.flags, count.value) == (1, 3, 3, 1)
+        access = descriptions._obj
+        assert (access.location.type, access.location.id, access.flags, count.value) == (1, 3, 3, 1)
         return 0
 
     def _cuMemUnmap(self, address, size) -> int:
@@ -121,7 +121,7 @@ def test_structures_are_as_large_as_cuda_h_has_them() -> None:
 
 
 def test_tensors_keep_address_and_values_over_a_sleep(arena: Arena, monkeypatch) -> None:
-    monkeypatch.setattr(arenas, "PIECE", 3000)
+    monkeypatch.setattr(arenas, "CHUNK_BYTES", 3000)
     tensors = _filled(arena)
     before, addresses = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
     assert all((address - addresses[0]) % ALIGNMENT == 0 for address in addresses)
@@ -131,7 +131,7 @@ def test_tensors_keep_address_and_values_over_a_sleep(arena: Arena, monkeypatch)
         arena.wake_up()
         assert not arena.asleep
         assert [tensor.data_ptr() for tensor in tensors] == addresses
-        assert all(torch.equal(tensor, held) for tensor, held in zip(tensors, before))
+        assert all(torch.equal(tensor, saved) for tensor, saved in zip(tensors, before))
 
 
 def test_what_is_not_kept_is_gone(arena: Arena) -> None:
@@ -139,7 +139,7 @@ def test_what_is_not_kept_is_gone(arena: Arena) -> None:
     before = [tensor.clone() for tensor in tensors]
     arena.sleep(keep=False)
     arena.wake_up()
-    assert not any(torch.equal(tensor, held) for tensor, held in zip(tensors, before))
+    assert not any(torch.equal(tensor, saved) for tensor, saved in zip(tensors, before))
     tensors[0].fill_(2.0)
     assert float(tensors[0].sum()) == 30.0
 
@@ -209,4 +209,4 @@ def test_without_room_on_the_host_it_stays_awake(arena: Arena, monkeypatch) -> N
         with pytest.raises(MemoryError, match=r"^no room in host memory: CUDA error: out of memory$"):
             arena.sleep(keep=True)
     assert not arena.asleep
-    assert all(torch.equal(tensor, held) for tensor, held in zip(tensors, before))
+    assert all(torch.equal(tensor, saved) for tensor, saved in zip(tensors, before))

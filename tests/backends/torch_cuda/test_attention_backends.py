@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from pagoda.backends.torch_cuda.attention_backends import flash_attn, flashinfer, torch_varlen
-from pagoda.backends.torch_cuda.attention_backends.protocol import Needs, Prefill
-from pagoda.backends.torch_cuda.attention_backends.registry import MODULES, find
+from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
 from pagoda.backends.torch_cuda.attention_backends.triton_attn import TritonAttn
+from pagoda.backends.torch_cuda.backend import ATTENTION_MODULES, load_attention
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.common.config.groups.attention import AUTO, KERNELS
@@ -29,7 +29,7 @@ SPEC = tiny_spec()
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 11, 4, 50, 61, 72, 1, 90, 6, 13, 15, 44, 27]
 """Their first half ends with a page."""
 H200 = Device(torch.device("cuda", 0), CHIPS["sm_90"], "NVIDIA H200")
-NEEDS = Needs(tuple({layer.mixer for layer in SPEC.layers}), torch.bfloat16, torch.bfloat16, 256, H200)
+NEEDS = AttentionRequirements(tuple({layer.mixer for layer in SPEC.layers}), torch.bfloat16, torch.bfloat16, 256, H200)
 
 
 def paged(
@@ -143,7 +143,7 @@ class StandInFlashInfer:
         return paged(q, k, v, *self.arrays, *self.rules)
 
 
-KINDS: dict[str, Prefill] = {
+KINDS: dict[str, PrefillAttention] = {
     "TORCH_VARLEN": torch_varlen.TorchVarlen(stand_in_varlen),
     "FLASH_ATTN": flash_attn.FlashAttn(stand_in_flash),
     "FLASHINFER": flashinfer.FlashInfer(StandInFlashInfer),
@@ -165,23 +165,23 @@ def test_the_decoder_computes_the_same(name: str) -> None:
 
 
 def test_every_name_of_the_flag_has_a_kernel() -> None:
-    assert set(MODULES) == {AUTO, *KERNELS["torch_cuda"]}
+    assert set(ATTENTION_MODULES) == {AUTO, *KERNELS["torch_cuda"]}
     for name in (AUTO, "TRITON_ATTN"):
-        assert isinstance(find(name, replace(NEEDS, device=CPU, dtype=torch.float32)), TritonAttn)
+        assert isinstance(load_attention(name, replace(NEEDS, device=CPU, dtype=torch.float32)), TritonAttn)
 
 
 def test_they_are_found_where_they_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find("TORCH_VARLEN", NEEDS).varlen_attn is varlen.varlen_attn
+    assert load_attention("TORCH_VARLEN", NEEDS).varlen_attn is varlen.varlen_attn
     package = ModuleType("flash_attn_interface")
     package.flash_attn_with_kvcache = stand_in_flash
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    assert find("FLASH_ATTN", NEEDS).with_kvcache is stand_in_flash
+    assert load_attention("FLASH_ATTN", NEEDS).with_kvcache is stand_in_flash
     made = []
     package = ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = lambda *args: made.append(args)
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: (size, dtype, device))
-    find("FLASHINFER", replace(NEEDS, mixers=DIM_64)).make_wrapper()
+    load_attention("FLASHINFER", replace(NEEDS, mixers=DIM_64)).make_wrapper()
     assert made == [((128 << 20, torch.uint8, H200.torch), "HND")]
 
 
@@ -197,8 +197,12 @@ WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
         ("TORCH_VARLEN", {"device": CPU}, "--attention-backend: TORCH_VARLEN needs a GPU; use auto, or drop the flag"),
         ("FLASH_ATTN", {"device": CPU}, "--attention-backend: FLASH_ATTN needs a GPU; use auto, or drop the flag"),
         ("TORCH_VARLEN", {"dtype": torch.float32}, "not in float32"),
-        ("FLASH_ATTN", {"stored": torch.float8_e4m3fn}, r"reads no float8_e4m3fn cache \(--kv-cache-dtype\)"),
-        ("TORCH_VARLEN", {"mixers": SOFT}, "has no soft cap of scores"),
+        (
+            "FLASH_ATTN",
+            {"kv_dtype": torch.float8_e4m3fn},
+            r"does not support a float8_e4m3fn cache \(--kv-cache-dtype\)",
+        ),
+        ("TORCH_VARLEN", {"mixers": SOFT}, "does not support the logit soft cap"),
         ("FLASH_ATTN", {"mixers": WINDOW}, "sliding windows of this model"),
         ("TORCH_VARLEN", {"mixers": WINDOW}, "sliding windows of this model"),
         ("TORCH_VARLEN", {"mixers": WIDE}, "heads of up to 256 channels, this model's have 512"),
@@ -212,11 +216,11 @@ WIDE = tuple(replace(mixer, head_dim=512) for mixer in NEEDS.mixers)
 )
 def test_what_they_cannot_do(name: str, change: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line) as error:
-        find(name, replace(NEEDS, **change))
+        load_attention(name, replace(NEEDS, **change))
     assert "\n" not in str(error.value)
 
 
 def test_a_torch_without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
     with pytest.raises(ConfigError, match=r"TORCH_VARLEN needs torch 2.12 or later, this is "):
-        find("TORCH_VARLEN", NEEDS)
+        load_attention("TORCH_VARLEN", NEEDS)

@@ -15,7 +15,7 @@ from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.execution.buffers import Buffers
+from pagoda.backends.torch_cuda.execution.step_input import DecodeBuffers
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
@@ -41,10 +41,10 @@ def driver(spec: ModelSpec, order: str = "scattered", **make) -> Driver:
     return Driver(spec, order, backend="torch_cuda", device=CPU, **make)
 
 
-def by_token(found) -> np.ndarray:
+def by_token(logprobs) -> np.ndarray:
     """[n, V] logprobs in vocabulary order."""
-    out = np.full((len(found.ranks), 96), np.nan, np.float32)
-    np.put_along_axis(out, found.token_ids[:, 1:], found.logprobs[:, 1:], 1)
+    out = np.full((len(logprobs.ranks), 96), np.nan, np.float32)
+    np.put_along_axis(out, logprobs.token_ids[:, 1:], logprobs.logprobs[:, 1:], 1)
     return out
 
 
@@ -58,8 +58,8 @@ def test_logprobs_equal_the_naive_model(kind: str, order: str) -> None:
     _, first = d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, second = d.step({3: PROMPT[6:7]}, samples={3: False})  # a single token of a prompt
     _, result = d.step({3: PROMPT[7:]})
-    found = [by_token(part.prompt_logprobs[0]) for part in (first, second, result)]
-    np.testing.assert_allclose(np.concatenate(found), want[:-1], atol=3e-5)
+    scores = [by_token(part.prompt_logprobs[0]) for part in (first, second, result)]
+    np.testing.assert_allclose(np.concatenate(scores), want[:-1], atol=3e-5)
     tokens = list(PROMPT)
     for _ in range(6):
         want = naive.logits(tokens).log_softmax(-1)[-1].numpy()
@@ -125,18 +125,18 @@ def engine(
     return generation_core(made, layout, chosen, blocks)
 
 
-def answers(core: EngineCore, asked: list[EngineRequest]) -> dict[str, list[EngineOutput]]:
+def answers(core: EngineCore, inputs: list[EngineRequest]) -> dict[str, list[EngineOutput]]:
     """Request -> its outputs; two requests join per step."""
-    found: dict[str, list[EngineOutput]] = {each.request_id: [] for each in asked}
-    waiting, finished = list(reversed(asked)), 0
-    while finished < len(asked):
+    outputs: dict[str, list[EngineOutput]] = {each.request_id: [] for each in inputs}
+    waiting, finished = list(reversed(inputs)), 0
+    while finished < len(inputs):
         for _ in range(min(2, len(waiting))):
             core.add_request(waiting.pop())
         for output in core.step().outputs:
-            found[output.request_id].append(output)
+            outputs[output.request_id].append(output)
             finished += output.finish_reason is not None
     core.check_integrity()
-    return found
+    return outputs
 
 
 def tokens_of(outputs: list[EngineOutput]) -> list[int]:
@@ -162,14 +162,14 @@ def asked_for(seed: int) -> list[EngineRequest]:
 def test_an_engine_answers_like_reference(kind: str, plain: bool) -> None:
     """Chunked prefill, shared prefixes, preemption, every kind of rule: the same tokens and logprobs."""
     limits = {"async_scheduling": False, "prefix_caching": False} if plain else {}
-    asked = asked_for(seed=len(kind))
+    inputs = asked_for(seed=len(kind))
     groups = len(kv_layout(SPECS[kind], 4).groups)
     cores = [
         engine(name, SPECS[kind], blocks=1 + 30 * groups, limits=limits, **make)
         for name, make in (("reference", {}), ("torch_cuda", {"device": CPU}))
     ]
-    theirs, ours = (answers(core, asked) for core in cores)
-    for each in asked:
+    theirs, ours = (answers(core, inputs) for core in cores)
+    for each in inputs:
         mine, other = ours[each.request_id], theirs[each.request_id]
         assert tokens_of(mine) == tokens_of(other), each
         for (ids, values, rank), (their_ids, their_values, their_rank) in zip(
@@ -182,10 +182,10 @@ def test_an_engine_answers_like_reference(kind: str, plain: bool) -> None:
 
 
 def test_layers_of_several_windows_share_a_group() -> None:
-    asked = asked_for(seed=3)
+    inputs = asked_for(seed=3)
     make = {"blocks": 31, "hybrid": False}
-    theirs = answers(engine("reference", SPECS["window"], **make), asked)
-    ours = answers(engine("torch_cuda", SPECS["window"], device=CPU, **make), asked)
+    theirs = answers(engine("reference", SPECS["window"], **make), inputs)
+    ours = answers(engine("torch_cuda", SPECS["window"], device=CPU, **make), inputs)
     assert {key: tokens_of(each) for key, each in ours.items()} == {k: tokens_of(each) for k, each in theirs.items()}
 
 
@@ -203,12 +203,12 @@ def test_narrow_numbers_stay_close(dtype: str) -> None:
 def test_200_random_requests_capture_and_compile_nothing() -> None:
     core = engine("torch_cuda", SPECS["window"], blocks=200, warm=True, limits={"max_num_seqs": 12}, device=CPU)
     backend = core._execute.__self__
-    assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) > 8
+    assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) > 8
     answers(core, list(requests(200, seed=1)))
     assert core.stats.recompiles == 0
     with backend._stream.running():
         backend._runner.programs.capture((1,))
-    assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) + 2, "the count counts"
+    assert backend._stream.captures == 2 * len(backend.config.graph_sizes.sizes) + 2, "the count counts"
 
 
 def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +230,10 @@ def test_what_is_compiled_or_captured_while_serving_is_told(monkeypatch: pytest.
 def test_warm_up_runs_every_kind_of_step() -> None:
     """On a GPU all of these compile something; here they have to go through."""
     d = driver(SPECS["window"])
-    plans = list(d.backend._plans.every(d.backend.setup.ladder.sizes))
-    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(d.backend.setup.ladder.sizes)
+    plans = list(d.backend._warmup_plans.all(d.backend.config.graph_sizes.sizes))
+    assert {plan.num_seqs for plan in plans if plan.num_tokens == plan.num_seqs} >= set(
+        d.backend.config.graph_sizes.sizes
+    )
     assert max(plan.num_tokens for plan in plans) == 256
     for plan in plans:
         d.backend.execute(plan).result()
@@ -243,38 +245,40 @@ GARBAGE = 2**30
 
 
 def test_a_replay_depends_on_the_buffers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else a step touches holds garbage by the time it runs: what was sent, tables of nobody, old logits."""
+    """Everything else is overwritten before a step runs: the packed inputs, unused tables, old logits."""
     d = driver(SPECS["window"])
     want = [driver(SPECS["window"]).generate(prompt, 8, row=0) for prompt in (PROMPT, PROMPT[:4], PROMPT[2:])]
     d.backend.warmup()
-    fill = Buffers.fill
+    fill = DecodeBuffers.fill
 
     def poisoned(self, shape, sent, seqs):
         self._tables[:] = GARBAGE
-        self._numbers[:] = GARBAGE
+        self._prefix[:] = GARBAGE
         self.logits[:] = torch.nan
         fill(self, shape, sent, seqs)
         sent[:] = GARBAGE
 
-    monkeypatch.setattr(Buffers, "fill", poisoned)
+    monkeypatch.setattr(DecodeBuffers, "fill", poisoned)
     starts = [d.start(0, PROMPT), d.start(1, PROMPT[:4]), d.start(2, PROMPT[2:])]
     rows, result = d.step({0: PROMPT, 1: PROMPT[:4], 2: PROMPT[2:]}, starts)
-    found = {row: [token] for row, token in zip(rows, result.token_ids.tolist())}
+    tokens = {row: [token] for row, token in zip(rows, result.token_ids.tolist())}
     for _ in range(7):
-        rows, result = d.step({row: [PREVIOUS] for row in found})
+        rows, result = d.step({row: [PREVIOUS] for row in tokens})
         for row, token in zip(rows, result.token_ids.tolist()):
-            found[row].append(token)
-    assert [found[row] for row in range(3)] == want
+            tokens[row].append(token)
+    assert [tokens[row] for row in range(3)] == want
 
 
-@pytest.mark.parametrize("said", [{"enforce_eager": True}, {"cudagraph_capture_sizes": (3,)}])
-def test_steps_that_are_not_captured_answer_alike(said: dict) -> None:
-    asked = list(requests(12, seed=5))
+@pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"cudagraph_capture_sizes": (3,)}])
+def test_steps_that_are_not_captured_answer_alike(settings: dict) -> None:
+    inputs = list(requests(12, seed=5))
     usual = engine("torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU)
-    other = engine("torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU, compilation=CompilationConfig(**said))
-    assert other._execute.__self__._stream.captures == 2 * len(said.get("cudagraph_capture_sizes", ()))
-    found = [{key: tokens_of(each) for key, each in answers(core, asked).items()} for core in (usual, other)]
-    assert found[0] == found[1]
+    other = engine(
+        "torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU, compilation=CompilationConfig(**settings)
+    )
+    assert other._execute.__self__._stream.captures == 2 * len(settings.get("cudagraph_capture_sizes", ()))
+    answers_of = [{key: tokens_of(each) for key, each in answers(core, inputs).items()} for core in (usual, other)]
+    assert answers_of[0] == answers_of[1]
 
 
 def test_an_8_bit_cache_stays_close() -> None:
@@ -297,7 +301,7 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
     before = d.generate(PROMPT, 6)
     parts, read = d.backend._runner.programs.parts, []
     d.backend.sleep(level)
-    tensors = [next(iter(parts.caches.values())).keys, *d.backend._held.loader.params.tensors().values()]
+    tensors = [next(iter(parts.caches.values())).keys, *d.backend._model.loader.params.tensors().values()]
     assert not any(tensor.view(torch.uint8).any() for tensor in tensors), "the memory is away"
 
     def weights():
@@ -315,8 +319,8 @@ def test_sleep_keeps_or_reads_the_weights(level: int) -> None:
 @pytest.mark.parametrize(
     ("cache", "error"),
     [
-        (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: fp8_e5m2 is not stored by torch_cuda; use auto, fp8"),
-        (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: bfloat16 is not stored"),
+        (CacheConfig(cache_dtype="fp8_e5m2"), "--kv-cache-dtype: torch_cuda does not support fp8_e5m2; use auto, fp8"),
+        (CacheConfig(cache_dtype="bfloat16"), "--kv-cache-dtype: torch_cuda does not support bfloat16"),
         (CacheConfig(cache_dtype="int8"), "--kv-cache-dtype: int8 needs scales"),
         (CacheConfig(calculate_kv_scales=True), "--calculate-kv-scales: a KV cache of data type auto has no scales"),
     ],

@@ -15,7 +15,7 @@ from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.engine.kv_cache.spec import StateCache, kv_layout
@@ -36,40 +36,40 @@ def model(kind: str, **options) -> TorchCudaModel:
 @pytest.mark.parametrize("kind", SPECS)
 def test_two_sequences_answer_as_each_alone(kind: str) -> None:
     naive = NaiveModel(SPECS[kind], random_weights(SPECS[kind]), max_len=32)
-    for ids, found in zip((TOKENS, OTHER), model(kind).both(TOKENS, OTHER)):
-        torch.testing.assert_close(found, naive.logits(ids), atol=3e-5, rtol=0)
+    for ids, actual in zip((TOKENS, OTHER), model(kind).both(TOKENS, OTHER)):
+        torch.testing.assert_close(actual, naive.logits(ids), atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", SPECS)
 def test_narrow_types_stay_near(kind: str, dtype: torch.dtype) -> None:
-    want, found = model(kind).logits(TOKENS), model(kind, dtype=dtype).logits(TOKENS)
-    assert found.dtype == torch.float32
+    want, actual = model(kind).logits(TOKENS), model(kind, dtype=dtype).logits(TOKENS)
+    assert actual.dtype == torch.float32
     near = 0.15 if dtype == torch.bfloat16 else 0.02
-    assert 0 < (found - want).abs().mean() < near * want.std()
+    assert 0 < (actual - want).abs().mean() < near * want.std()
 
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_an_eight_bit_cache_stays_near(kind: str) -> None:
-    want, found = model(kind).logits(TOKENS), model(kind, cache_dtype=torch.float8_e4m3fn).logits(TOKENS)
-    assert 0 < (found - want).abs().mean() < 0.15 * want.std()
+    want, actual = model(kind).logits(TOKENS), model(kind, cache_dtype=torch.float8_e4m3fn).logits(TOKENS)
+    assert 0 < (actual - want).abs().mean() < 0.15 * want.std()
 
 
 def test_scales_of_an_eight_bit_cache_are_used_both_ways() -> None:
     """Scales that are powers of two change nothing that is stored, as long as nothing leaves the range."""
-    layout, found, stored = kv_layout(SPECS["experts"], 4), [], []
+    layout, actual, stored = kv_layout(SPECS["experts"], 4), [], []
     for scale in (1.0, 0.25):
         one = model("experts", cache_dtype=torch.float8_e4m3fn)
         caches = cache.allocate(layout, 8, torch.float8_e4m3fn, RankShard(), poisoned)
-        for held in caches.values():
-            assert held.k_scale is not None
-            assert held.v_scale is not None
-            held.k_scale.fill_(scale)
-            held.v_scale.fill_(2 * scale)
+        for layer in caches.values():
+            assert layer.k_scale is not None
+            assert layer.v_scale is not None
+            layer.k_scale.fill_(scale)
+            layer.v_scale.fill_(2 * scale)
         chunk = Chunk(TOKENS, 0, len(TOKENS), np.array([[3, 1, 6]]))
-        found.append(one.decoder.hidden(one.batch([chunk]), caches)[: len(TOKENS)])
-        stored.append([held[3].float() for held in (caches[0].keys, caches[0].values)])
-    torch.testing.assert_close(found[0], found[1], atol=2e-2, rtol=2e-2)
+        actual.append(one.decoder.hidden(one.batch([chunk]), caches)[: len(TOKENS)])
+        stored.append([part[3].float() for part in (caches[0].keys, caches[0].values)])
+    torch.testing.assert_close(actual[0], actual[1], atol=2e-2, rtol=2e-2)
     for of_one, of_less in zip(*stored):
         torch.testing.assert_close(4 * of_one, of_less, atol=2e-2, rtol=0)
 
@@ -95,8 +95,8 @@ def test_several_tokens_a_sequence_decode_as_a_prefill() -> None:
         num_decodes=2,
         query_len=3,
     )
-    found = one.decoder.hidden(drafts, caches).view(2, 3, -1)
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    actual = one.decoder.hidden(drafts, caches).view(2, 3, -1)
+    torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Half:
         return torch.cat([x, x], -1)
 
 
-@pytest.mark.parametrize("comm", [ALONE, Half()])
+@pytest.mark.parametrize("comm", [SINGLE_RANK, Half()])
 @pytest.mark.parametrize("kind", [*SPECS, "full norm"])
 def test_a_decode_step_asks_for_no_values(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without memory, where any look at a value is an error: so the step can be captured in a graph."""

@@ -43,9 +43,9 @@ SPECS = {
 def test_kernels_answer_as_their_references(kind: str) -> None:
     spec, device = SPECS[kind], Interpreted(CPU.torch, CPU.chip, "interpreter")
     want = TorchCudaModel(spec, random_weights(spec), 8).both(TOKENS, OTHER)
-    found = TorchCudaModel(spec, random_weights(spec), 8, device=device).both(TOKENS, OTHER)
+    actual = TorchCudaModel(spec, random_weights(spec), 8, device=device).both(TOKENS, OTHER)
     assert want[1].std() > 0.1
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
@@ -53,5 +53,5 @@ def test_kernels_read_packed_matrices(scheme: str) -> None:
     spec, device = SPECS["experts"], Interpreted(CPU.torch, CPU.chip, "interpreter")
     make = partial(TorchCudaModel, spec, max_len=8, pack=partial(pack, scheme=scheme))
     want = make(random_weights(spec)).both(TOKENS, OTHER)
-    found = make(random_weights(spec), device=device).both(TOKENS, OTHER)
-    torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-5)
+    actual = make(random_weights(spec), device=device).both(TOKENS, OTHER)
+    torch.testing.assert_close(actual, want, atol=3e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The GPU, or one line on why there is none."""
+"""Device selection and its error messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def properties(major: int, minor: int):
-    found = SimpleNamespace(major=major, minor=minor, name="NVIDIA H100", multi_processor_count=114)
-    return lambda rank: found
+    gpu = SimpleNamespace(major=major, minor=minor, name="NVIDIA H100", multi_processor_count=114)
+    return lambda rank: gpu
 
 
 def test_each_rank_has_its_gpu() -> None:
@@ -49,7 +49,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties(7, 5))
-    with pytest.raises(ConfigError, match=r"H100 has compute capability 7\.5, 8\.0 is the least; choose another GPU"):
+    with pytest.raises(ConfigError, match=r"H100 has compute capability 7\.5, the minimum is 8\.0; select another GPU"):
         find_device()
 
 

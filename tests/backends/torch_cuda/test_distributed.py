@@ -39,14 +39,14 @@ def met(end: str) -> Iterator[TorchComm]:
 
 def test_every_rank_gets_the_same_bits() -> None:
     with met("leave") as comm:
-        *found, both = exchange(comm)
+        *arrays, both = exchange(comm)
         with pytest.raises(ConfigError, match="is in use in this process already"):
             join(place(0, 1), None, CPU)
         comm.leave()
     comm.release()
     for index, dtype in enumerate(DTYPES):
         first, second = own(0, dtype), own(1, dtype)
-        gathered, total = found[2 * index : 2 * index + 2]
+        gathered, total = arrays[2 * index : 2 * index + 2]
         assert gathered.is_contiguous()
         assert torch.equal(gathered, torch.cat([first[:, :3], second[:, :3]], dim=1))
         torch.testing.assert_close(total, first + second)
@@ -76,11 +76,11 @@ def test_collectives_are_captured() -> None:
     with torch.cuda.stream(stream):
         comm.gather_last(comm.all_reduce(x))
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            found = comm.gather_last(comm.all_reduce(x))
+            gathered = comm.gather_last(comm.all_reduce(x))
         x.fill_(3)
         graph.replay()
     torch.cuda.synchronize(gpu)
-    assert torch.equal(found, torch.full_like(x, 3))
+    assert torch.equal(gathered, torch.full_like(x, 3))
     graph.reset()
     comm.leave()
     comm.release()

@@ -1,4 +1,4 @@
-"""What is asked of CUDA where there is none: calls in their order, and arithmetic over scripted numbers."""
+"""CUDA calls on a machine without a GPU: their order, and arithmetic over scripted figures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.execution.programs import usual_sizes
+from pagoda.backends.torch_cuda.execution.stream import GpuStream
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.memory.plan import GIB
-from pagoda.backends.torch_cuda.memory.profile import check_weights, measure
+from pagoda.backends.torch_cuda.memory.plan import GIB, check_weights, measure
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.errors import ConfigError
 
@@ -69,10 +68,10 @@ class Recorder:
 def test_copies_and_steps_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Recorder(monkeypatch).calls
     stream = GpuStream(GPU)
-    arrival, device = stream.arrival(), torch.zeros(3)
-    arrival.wait_for_copy()
-    arrival.copy(torch.ones(3), device)
-    arrival.was_read()
+    transfer, device = stream.make_transfer(), torch.zeros(3)
+    transfer.wait_for_copy()
+    transfer.copy(torch.ones(3), device)
+    transfer.mark_read()
     assert calls == [
         ("host", "waits for", "copied"),
         ("copies", "waits for", "read"),
@@ -94,19 +93,19 @@ def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -
 def test_a_capture_comes_after_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     stream = GpuStream(GPU)
-    replay = stream.capture(lambda: recorder.calls.append(("run",)), stream.pool())
+    replay = stream.capture(lambda: recorder.calls.append(("run",)), stream.graph_pool())
     replay()
     assert recorder.calls == [("run",), ("run",), ("begin", "pool", "steps"), ("run",), ("end",), ("replay",)]
     assert stream.captures == 1
 
 
 class FakeRunner:
-    """Two steps that need memory, and graphs of which the first takes more. `free`: what the driver would say."""
+    """Two steps that need memory, and graphs of which the first takes more. `free`: what the driver reports."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.reserved, self.peak = 60 * GIB, 17 * GIB, 17 * GIB
         self.captured: list[int] = []
-        self.programs = SimpleNamespace(ladder=SimpleNamespace(captured=LADDER), capture=self.capture)
+        self.programs = SimpleNamespace(graph_sizes=SimpleNamespace(captured=LADDER), capture=self.capture)
         for name, fake in {
             "mem_get_info": lambda device: (self.free, 80 * GIB),
             "memory_reserved": lambda device: self.reserved,
@@ -146,10 +145,10 @@ def test_everything_but_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_ladder_of_one_graph_is_measured_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner(monkeypatch)
-    runner.programs.ladder.captured = (1,)
+    runner.programs.graph_sizes.captured = (1,)
     assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == GIB // 2
     runner = FakeRunner(monkeypatch)
-    runner.programs.ladder.captured = ()
+    runner.programs.graph_sizes.captured = ()
     assert measure(lambda: runner, GPU, CacheConfig(), 16 * GIB, [3]).graphs == 0
 
 

@@ -29,15 +29,15 @@ class Interpreted(Device):
 def answers(d: Driver) -> dict[int, list[int]]:
     """Row 0 is a token ahead when the others join, whose prompts come whole."""
     _, result = d.step({0: PROMPTS[0]}, [d.start(0, PROMPTS[0], RULES[0])])
-    found = {0: [int(result.token_ids[0])], 1: [], 2: []}
+    tokens = {0: [int(result.token_ids[0])], 1: [], 2: []}
     pieces = {0: [PREVIOUS], 1: PROMPTS[1], 2: PROMPTS[2]}
     starts = [d.start(row, PROMPTS[row], RULES[row]) for row in (1, 2)]
     for _ in range(2):
         rows, result = d.step(pieces, starts)
         for row, token in zip(rows, result.token_ids.tolist()):
-            found[row].append(token)
+            tokens[row].append(token)
         pieces, starts = {row: [PREVIOUS] for row in PROMPTS}, []
-    return found
+    return tokens
 
 
 def test_tokens_are_those_of_the_references() -> None:

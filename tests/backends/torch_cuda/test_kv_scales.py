@@ -9,7 +9,7 @@ from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TILE, Chunk, TorchCudaModel, poisoned
 
 from pagoda.backends.torch_cuda.memory import cache
-from pagoda.backends.torch_cuda.memory.kv_scales import find_scales
+from pagoda.backends.torch_cuda.memory.kv_scales import calibrate_kv_scales
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 
 SPEC = tiny_spec(window=6)
@@ -29,7 +29,7 @@ def loud(factor: float) -> dict[str, np.ndarray]:
 def hidden(model: TorchCudaModel, dtype: torch.dtype, scaled: bool = False) -> torch.Tensor:
     caches = cache.allocate(model.layout, 8, dtype, RankShard(), poisoned)
     if scaled:
-        find_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
+        calibrate_kv_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
     return hidden_in(model, caches)
 
 
@@ -42,7 +42,7 @@ def hidden_in(model: TorchCudaModel, caches: dict[int, cache.LayerCache]) -> tor
 def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
     model = TorchCudaModel(SPEC, loud(factor).items(), 32)
     want = hidden(model, torch.float32)
-    plain, scaled = ((hidden(model, FLOAT8, found) - want).norm() / want.norm() for found in (False, True))
+    plain, scaled = ((hidden(model, FLOAT8, calibrated) - want).norm() / want.norm() for calibrated in (False, True))
     assert scaled < 0.05
     assert plain > 3 * scaled
 
@@ -50,7 +50,7 @@ def test_found_scales_keep_what_scales_of_one_lose(factor: float) -> None:
 def test_the_largest_number_lies_below_the_largest_there_is_with_some_room() -> None:
     model = TorchCudaModel(SPEC, loud(1e5).items(), 32)
     caches = cache.allocate(model.layout, 8, FLOAT8, RankShard(), poisoned)
-    find_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
+    calibrate_kv_scales(model.decoder, caches, model.layout, max_len=32, tile=TILE)
     hidden_in(model, caches)
-    for held, page in (caches[0].keys, 3), (caches[0].values, 3), (caches[1].keys, 2), (caches[1].values, 2):
-        assert 150 < held[page].float().abs().max() < torch.finfo(FLOAT8).max
+    for stored, page in (caches[0].keys, 3), (caches[0].values, 3), (caches[1].keys, 2), (caches[1].values, 2):
+        assert 150 < stored[page].float().abs().max() < torch.finfo(FLOAT8).max

@@ -1,4 +1,4 @@
-"""The budget of a GPU's memory, and what is said when it is too small."""
+"""The memory plan of a GPU, and its error messages."""
 
 from __future__ import annotations
 
@@ -67,30 +67,30 @@ def test_a_cpu_keeps_no_more_than_requests_need() -> None:
     small = replace(LIMITS, max_model_len=32, max_num_seqs=4)
     room = cpu_usage(GIB, small, LAYOUT, BLOCK)
     assert plan_blocks(room, small, LAYOUT, CacheConfig(), BLOCK).num_blocks == 1 + 4 * 2 * 2
-    assert cpu_usage(GIB, LIMITS, LAYOUT, BLOCK).room <= 4 * GIB
+    assert cpu_usage(GIB, LIMITS, LAYOUT, BLOCK).available <= 4 * GIB
 
 
 def test_no_more_slots_than_an_int32_counts() -> None:
     most, tiny = (1 << 31) // 16, CacheConfig()
     assert plan_blocks(usage(), LIMITS, LAYOUT, tiny, 8).num_blocks == most
-    for stated, flag in (
+    for configured, flag in (
         (CacheConfig(num_gpu_blocks_override=most + 1), "--num-gpu-blocks-override"),
         (CacheConfig(kv_cache_memory_bytes=8 * (most + 1)), "--kv-cache-memory-bytes"),
     ):
         with pytest.raises(ConfigError, match=f"{flag}: 134217729 KV blocks are more than the 134217728 that can be"):
-            plan_blocks(usage(), LIMITS, LAYOUT, stated, 8)
+            plan_blocks(usage(), LIMITS, LAYOUT, configured, 8)
 
 
 def test_stated_sizes_count() -> None:
-    stated = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 1), BLOCK)
-    assert stated.num_blocks == 100
+    configured = plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 1), BLOCK)
+    assert configured.num_blocks == 100
     assert plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(num_gpu_blocks_override=7), BLOCK).num_blocks == 7
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes: 2 KV blocks .* use 3145728 or more"):
         plan_blocks(usage(), LIMITS, LAYOUT, CacheConfig(kv_cache_memory_bytes=2 * BLOCK), BLOCK)
 
 
 @pytest.mark.parametrize(
-    ("stated", "named"),
+    ("configured", "named"),
     [
         ({}, "--gpu-memory-utilization"),
         ({"kv_cache_memory_bytes": 1 << 50}, "--kv-cache-memory-bytes"),
@@ -98,11 +98,11 @@ def test_stated_sizes_count() -> None:
     ],
 )
 def test_more_blocks_than_there_is_memory_for(
-    monkeypatch: pytest.MonkeyPatch, stated: dict[str, int], named: str
+    monkeypatch: pytest.MonkeyPatch, configured: dict[str, int], named: str
 ) -> None:
     limits = Limits(max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2, block_size=4)
     spec = tiny_spec()
-    cache, layout = CacheConfig(**stated), kv_layout(spec, 4)
+    cache, layout = CacheConfig(**configured), kv_layout(spec, 4)
     backend = create(spec, limits=limits, layout=layout, cache=cache, dtype="float32", device=CPU)
     backend.load(random_weights(spec))
 

@@ -1,4 +1,4 @@
-"""--quantization on torch_cuda: exactly the maths of rounded matrices, near the whole ones, and what is refused."""
+"""--quantization on torch_cuda: exactly the maths of rounded matrices, close to unquantized; what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 EVERYTHING = SamplingRules(logprobs=-1)
 MATRICES = tuple(f".{name}" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 NEAR = {"int8": 0.1, "fp8": 0.3, "int4": 1.0}
-"""How far logprobs may be from those of whole matrices, on average."""
+"""How far logprobs may be from those of unquantized matrices, on average."""
 
 
 def rounded(spec: ModelSpec, method: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -43,8 +43,8 @@ def logprobs(spec: ModelSpec, **make) -> np.ndarray:
     d = Driver(spec, "scattered", backend="torch_cuda", device=CPU, **make)
     d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, result = d.step({3: PROMPT[6:]})
-    found, out = result.logprobs[0], np.zeros(spec.vocab, np.float32)
-    out[found.token_ids[0, 1:]] = found.logprobs[0, 1:]
+    actual, out = result.logprobs[0], np.zeros(spec.vocab, np.float32)
+    out[actual.token_ids[0, 1:]] = actual.logprobs[0, 1:]
     return out
 
 
@@ -52,10 +52,10 @@ def logprobs(spec: ModelSpec, **make) -> np.ndarray:
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_answers_are_those_of_rounded_matrices(method: str, kind: str) -> None:
     spec = SPECS[kind]
-    found, whole = logprobs(spec, quantization=method), logprobs(spec)
+    actual, unquantized = logprobs(spec, quantization=method), logprobs(spec)
     want = NaiveModel(spec, rounded(spec, method)).logits(PROMPT).log_softmax(-1)[-1].numpy()
-    np.testing.assert_allclose(found, want, atol=5e-5)
-    assert 1e-4 < np.abs(found - whole).mean() < NEAR[method]
+    np.testing.assert_allclose(actual, want, atol=5e-5)
+    assert 1e-4 < np.abs(actual - unquantized).mean() < NEAR[method]
 
 
 def test_names_of_a_scheme() -> None:
@@ -69,10 +69,10 @@ def answer(model: Path, method: str) -> str:
     sizes = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64, "enforce_eager": True}
     llm = LLM(str(model), backend="torch_cuda", dtype="float32", disable_log_stats=True, quantization=method, **sizes)
     try:
-        found = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=7), use_tqdm=False)
+        actual = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=7), use_tqdm=False)
     finally:
         llm.shutdown()
-    text: str = found[0].outputs[0].text
+    text: str = actual[0].outputs[0].text
     return text
 
 
@@ -86,5 +86,5 @@ def test_a_real_model_in_fewer_bits(method: str, model_file: Path, monkeypatch: 
 
 def test_what_another_backend_makes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TORCH_CUDA_DEVICE.name, "cpu")
-    with pytest.raises(ConfigError, match="--quantization: torch_cuda cannot make weights tpu_int8; use fp8, "):
+    with pytest.raises(ConfigError, match="--quantization: torch_cuda does not support tpu_int8; use fp8, "):
         answer(write_model(tmp_path / "tiny"), "tpu_int8")

@@ -1,4 +1,4 @@
-"""What the registry asks of ranks: whether they can share the model and have a device each."""
+"""The rank interface of the registry: sharding checks and devices."""
 
 from __future__ import annotations
 

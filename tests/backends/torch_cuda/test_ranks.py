@@ -10,7 +10,7 @@ from support.reference_driver import random_weights, tiny_spec
 from support.thread_ranks import on_ranks
 from support.torch_cuda_model import TorchCudaModel
 
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
 
 RMS, LAYER = Norm(1e-5), Norm(1e-5, "layer", bias=True)
@@ -56,7 +56,7 @@ SPECS = {
 }
 
 
-def logits(model: ModelSpec, comm: Comm = ALONE) -> torch.Tensor:
+def logits(model: ModelSpec, comm: Comm = SINGLE_RANK) -> torch.Tensor:
     return torch.cat(TorchCudaModel(model, random_weights(model), len(TOKENS), comm).both(TOKENS, TOKENS[::-1]))
 
 
@@ -68,12 +68,12 @@ def test_ranks_answer_as_one(kind: str, size: int) -> None:
         size = 2
     want = logits(model)
     assert want.std() > 0.1, "a flat answer proves nothing"
-    for found in on_ranks(size, lambda comm: logits(model, comm)):
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    for rank_logits in on_ranks(size, lambda comm: logits(model, comm)):
+        torch.testing.assert_close(rank_logits, want, atol=1e-5, rtol=1e-5)
 
 
 def test_shared_norm_with_unit_offset() -> None:
     mixer = replace(SPECS["norm of the whole projections"].layers[0].mixer, qk_norm=Norm(1e-5, unit_offset=True))
     model = spec(mixer, GATED, AFTER)
-    for found in on_ranks(2, lambda comm: logits(model, comm)):
-        torch.testing.assert_close(found, logits(model), atol=1e-5, rtol=1e-5)
+    for rank_logits in on_ranks(2, lambda comm: logits(model, comm)):
+        torch.testing.assert_close(rank_logits, logits(model), atol=1e-5, rtol=1e-5)

@@ -31,14 +31,14 @@ def test_every_element_lies_on_a_rank_and_every_row_is_filled_once(size: int, mo
     for name, param in params(spec).items():
         seen = np.zeros(param.shape, np.int32)
         for layout in layouts:
-            if (place := layout.places[name]) is not None:
+            if (place := layout.placements[name]) is not None:
                 seen[place.cut] += 1
         copies = max(size // 2, 1) if "K" in param.axes else size if not set("NFV") & set(param.axes) else 1
         once = name.endswith(("o_bias", "down_bias"))
         assert (seen == (1 if once else copies)).all(), name
     for layout in layouts:
         filled = {name: np.zeros(shape, np.int32) for name, shape in layout.shapes.items()}
-        for place in layout.places.values():
+        for place in layout.placements.values():
             if place is not None:
                 filled[place.tensor][place.into] += 1
         for name, count in filled.items():

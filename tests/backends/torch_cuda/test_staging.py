@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.execution.runner import SLOTS, Staging
+from pagoda.backends.torch_cuda.execution.runner import STAGING_BUFFERS, Staging
 from pagoda.backends.torch_cuda.execution.stream import CpuStream
 
 
@@ -21,8 +21,8 @@ class SlowStream(CpuStream):
         self.queue: deque[Callable[[], None]] = deque()
         self.waited = 0
 
-    def arrival(self) -> LateArrival:
-        return LateArrival(self)
+    def make_transfer(self) -> LateTransfer:
+        return LateTransfer(self)
 
     def drain(self) -> None:
         while self.queue:
@@ -32,8 +32,8 @@ class SlowStream(CpuStream):
         self.drain()
 
 
-class LateArrival:
-    """Implements Arrival over the queue of a SlowStream."""
+class LateTransfer:
+    """Implements HostToDevice over the queue of a SlowStream."""
 
     def __init__(self, stream: SlowStream) -> None:
         self.stream, self.copied = stream, True
@@ -52,7 +52,7 @@ class LateArrival:
 
         self.stream.queue.append(late)
 
-    def was_read(self) -> None: ...
+    def mark_read(self) -> None: ...
 
 
 def test_what_is_in_flight_is_not_overwritten() -> None:
@@ -63,16 +63,16 @@ def test_what_is_in_flight_is_not_overwritten() -> None:
         array[:] = step
         sent = staging.send()
         stream.queue.append(lambda sent=sent: seen.append((len(sent), set(sent.tolist()))))
-        staging.was_read()
-    assert stream.waited >= 20 - SLOTS, "the host was far ahead of the device"
+        staging.mark_read()
+    assert stream.waited >= 20 - STAGING_BUFFERS, "the host was far ahead of the device"
     stream.drain()
     assert seen == [(100 + step, {step}) for step in range(20)]
 
 
 def test_a_larger_step_gets_larger_buffers() -> None:
-    staging = Staging(CpuStream(CPU), slots=2)
+    staging = Staging(CpuStream(CPU), count=2)
     for size in (10, 1 << 15, 10, (1 << 16) + 1, 20):
         array = staging.take(size)
         array[:] = np.arange(size)
         assert staging.send().tolist() == list(range(size))
-        staging.was_read()
+        staging.mark_read()

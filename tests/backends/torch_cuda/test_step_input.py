@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.backends.torch_cuda.execution.buffers import Buffers, decode_shape, make_batch, tables
-from pagoda.backends.torch_cuda.execution.step_input import ALIGN, TABLE_ALIGN, CudaStepShape, pack, width_of
+from pagoda.backends.torch_cuda.execution.step_input import (
+    ALIGN,
+    TABLE_ALIGN,
+    CudaStepShape,
+    DecodeBuffers,
+    decode_shape,
+    make_batch,
+    pack,
+    table_width,
+    tables,
+)
 from pagoda.common.engine.step import PREVIOUS, StepPlan
 
 BLOCK = 4
@@ -40,49 +49,51 @@ def packed(plan: StepPlan, shape: CudaStepShape) -> np.ndarray:
 
 @pytest.mark.parametrize(("lengths", "context"), [([1, 1, 1], [9, 0, 6]), ([1, 3, 6], [9, 2, 0])])
 def test_every_token_has_its_place(lengths: list[int], context: list[int]) -> None:
-    asked = plan(lengths, context)
+    step_plan = plan(lengths, context)
     total = sum(lengths)
-    shape = CudaStepShape(tokens=16, seqs=4, rows=4, groups=2, width=width_of(asked))
-    numbers = torch.from_numpy(packed(asked, shape))
+    shape = CudaStepShape(tokens=16, seqs=4, rows=4, groups=2, width=table_width(step_plan))
+    numbers = torch.from_numpy(packed(step_plan, shape))
     last = torch.arange(500, 520, dtype=torch.int32)
     batch = make_batch(shape, numbers, tables(shape, numbers), last, num_decodes=1, splits=1)
     positions = [c + at for c, n in zip(context, lengths) for at in range(n)]
-    owners = [s for s, n in enumerate(lengths) for _ in range(n)]
+    token_rows = [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.token_ids.tolist() == [505, *range(1001, 1000 + total)] + [0] * (16 - total)
     assert batch.positions.tolist() == positions + [0] * (16 - total)
     assert batch.query_start.tolist() == [*np.cumsum([0, *lengths]).tolist(), total]
     assert batch.kv_lens.tolist() == [c + n for c, n in zip(context, lengths)] + [0]
     for number, group in enumerate(batch.groups):
-        blocks = [100 * number + 10 * s + p // BLOCK + 1 for s, p in zip(owners, positions)]
+        blocks = [100 * number + 10 * s + p // BLOCK + 1 for s, p in zip(token_rows, positions)]
         want = [block * BLOCK + p % BLOCK for block, p in zip(blocks, positions)]
         assert group.slots.tolist() == want + [0] * (16 - total)
-        assert group.tables[:3, : asked.block_tables[0].shape[1]].tolist() == asked.block_tables[number].tolist()
-        assert not group.tables[:3, asked.block_tables[0].shape[1] :].any()
+        assert (
+            group.tables[:3, : step_plan.block_tables[0].shape[1]].tolist() == step_plan.block_tables[number].tolist()
+        )
+        assert not group.tables[:3, step_plan.block_tables[0].shape[1] :].any()
 
 
 @pytest.mark.parametrize("seqs", [1, 3, 24, 33])
-def test_parts_are_aligned_and_do_not_overlap(seqs: int) -> None:
-    """Triton compiles anew for a pointer that is less aligned than the one before."""
+def test_sections_are_aligned_and_do_not_overlap(seqs: int) -> None:
+    """Triton recompiles for a pointer that is less aligned than before."""
     shape = CudaStepShape(tokens=seqs, seqs=seqs, rows=seqs, groups=3, width=TABLE_ALIGN, tiles=5)
     flat = np.zeros(shape.size, np.int32)
-    for part in shape.parts.values():
-        assert part.begin % ALIGN == 0
-        view = part.of(flat)
+    for section in shape.sections.values():
+        assert section.begin % ALIGN == 0
+        view = section.of(flat)
         assert view.base is not None
         assert not view.any()
         view += 1
     slots = torch.from_numpy(flat)
-    assert all(row.data_ptr() % 64 == slots.data_ptr() % 64 for row in shape.parts["slots"].of(slots))
-    assert shape.parts["tables"].stride % TABLE_ALIGN == 0
+    assert all(row.data_ptr() % 64 == slots.data_ptr() % 64 for row in shape.sections["slots"].of(slots))
+    assert shape.sections["tables"].stride % TABLE_ALIGN == 0
 
 
 def test_a_size_reads_the_same_addresses_whatever_the_width() -> None:
-    buffers = Buffers(seqs=8, groups=2, width=40, vocab=16, device=torch.device("cpu"))
+    buffers = DecodeBuffers(seqs=8, groups=2, width=40, vocab=16, device=torch.device("cpu"))
     before = buffers.batch(4, torch.zeros(20, dtype=torch.int32), splits=1)
-    for asked in (plan([1, 1, 1], [9, 0, 6]), plan([1, 1], [150, 0])):
-        shape = decode_shape(4, 2, width_of(asked))
-        buffers.fill(shape, torch.from_numpy(packed(asked, shape)), asked.num_seqs)
-        assert before.kv_lens.tolist()[: asked.num_seqs] == (asked.context + 1).tolist()
-        assert before.kv_lens[asked.num_seqs :].tolist() == [0] * (4 - asked.num_seqs)
-        for group, table in zip(before.groups, asked.block_tables):
-            assert group.tables[: asked.num_seqs, : table.shape[1]].tolist() == table.tolist()
+    for step_plan in (plan([1, 1, 1], [9, 0, 6]), plan([1, 1], [150, 0])):
+        shape = decode_shape(4, 2, table_width(step_plan))
+        buffers.fill(shape, torch.from_numpy(packed(step_plan, shape)), step_plan.num_seqs)
+        assert before.kv_lens.tolist()[: step_plan.num_seqs] == (step_plan.context + 1).tolist()
+        assert before.kv_lens[step_plan.num_seqs :].tolist() == [0] * (4 - step_plan.num_seqs)
+        for group, table in zip(before.groups, step_plan.block_tables):
+            assert group.tables[: step_plan.num_seqs, : table.shape[1]].tolist() == table.tolist()

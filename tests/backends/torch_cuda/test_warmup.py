@@ -1,4 +1,4 @@
-"""The start of an engine on a GPU that nobody has: it works, and nothing is compiled after it."""
+"""Engine start on a simulated GPU: it works, and nothing is compiled afterwards."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import torch
 from support.reference_driver import random_weights, tiny_spec
 from support.warm_launches import compiled
 
-from pagoda.backends.torch_cuda import backend as backend_module
 from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.backends.torch_cuda.execution.stream import CpuStream
+from pagoda.backends.torch_cuda.execution import stream
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -47,7 +46,7 @@ class Gpu(Device):
 @pytest.mark.parametrize(("seqs", "measured"), [(1, 1), (3, 3), (64, 6), (192, 8)])
 def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int) -> None:
     """Nothing is read or written where it should not be: a CPU's indexing complains."""
-    monkeypatch.setattr(backend_module, "GpuStream", CpuStream)
+    monkeypatch.setattr(stream, "GpuStream", stream.CpuStream)
     for name, fake in {
         "mem_get_info": lambda device: (60 * MIB, 80 * MIB),
         "memory_reserved": lambda device: MIB,
@@ -67,5 +66,5 @@ def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int
     assert plan.kv_cache > 48 * MIB, "what is left of nine tenths, which is more than these requests need"
     backend.init_cache(plan.num_blocks)
     backend.warmup()
-    assert backend._stream.captures == 2 * (len(backend.setup.ladder.captured) + measured)
-    assert not backend.execute(backend._plans.decode(seqs)).result().recompiles
+    assert backend._stream.captures == 2 * (len(backend.config.graph_sizes.captured) + measured)
+    assert not backend.execute(backend._warmup_plans.decode(seqs)).result().recompiles

@@ -1,4 +1,4 @@
-"""Canonical weights into a rank's tensors: strict, in place, packed when asked."""
+"""Loading canonical weights into a rank's tensors: strict, in place, packed if configured."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_packed_matrices_answer_as_what_they_stand_for(spec, scheme) -> None:
     weights = dict(random_weights(spec))
     packed = TorchCudaModel(spec, weights.items(), 16, pack=partial(pack, scheme=scheme))
     rounded = TorchCudaModel(spec, weights.items(), 16)
-    for name, matrix in packed.loader.params.held.items():
+    for name, matrix in packed.loader.params.by_name.items():
         assert isinstance(matrix, PackedMatrix) == name.endswith((".qkv", ".out", ".inner", ".down")), name
         if isinstance(matrix, PackedMatrix):
             rounded.loader.params[name].copy_(unpack(matrix))
-    found, want = packed.logits(TOKENS), rounded.logits(TOKENS)
+    actual, want = packed.logits(TOKENS), rounded.logits(TOKENS)
     assert want.std() > 0.1
-    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, want, atol=1e-4, rtol=1e-4)
 
 
 def test_other_types_are_cast_on_the_way() -> None:

@@ -1,4 +1,4 @@
-"""What the benchmark holds kernels against, held against their references in bfloat16: the interpreter has none."""
+"""The definitions in the benchmark against plain torch in bfloat16, which the interpreter lacks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CPU = Bench(torch.device("cpu"), CHIPS["sm_90"])
 
 
 def test_references_are_right_at_the_sizes_of_a_gpu() -> None:
-    found = {number.name: number.run() for number in elementwise.checks(CPU)}
-    assert len(found) == 15
-    assert all(one["right"] for one in found.values())
+    results = {number.name: number.run() for number in elementwise.checks(CPU)}
+    assert len(results) == 15
+    assert all(one["right"] for one in results.values())
 
 
 def test_an_error_of_ten_percent_is_wrong_everywhere() -> None:

@@ -26,9 +26,9 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_pass() -> None:
-    found = {number.name: number.run() for number in gemm.checks(BENCH)}
-    assert len(found) == 13
-    assert all(one["right"] for one in found.values()), found
+    results = {number.name: number.run() for number in gemm.checks(BENCH)}
+    assert len(results) == 13
+    assert all(one["right"] for one in results.values()), results
 
 
 def test_a_wrong_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,9 @@ class Machine:
     def run(self, *arguments: str, output: str = "out") -> tuple[int, str, dict[str, Any]]:
         """(exit status, what it printed, the JSON)."""
         process = self.start(*arguments, output=output)
-        said, _ = process.communicate(timeout=300)
+        printed, _ = process.communicate(timeout=300)
         path = self.folder / output / f"{arguments[-1]}.json"
-        return process.returncode, said, json.loads(path.read_text()) if path.is_file() else {}
+        return process.returncode, printed, json.loads(path.read_text()) if path.is_file() else {}
 
 
 @pytest.fixture(scope="module")
@@ -98,48 +98,48 @@ def test_a_bare_machine_lacks_the_packages(machine: Machine) -> None:
 
 
 def test_smoke(machine: Machine) -> None:
-    status, said, found = machine.run("smoke")
-    assert (status, found["failed"], found["wrong"]) == (0, {}, []), said
-    assert found["complete"]
-    assert found["commit"] == COMMIT
-    assert set(found["numbers"]) == set(STAGES["smoke"])
-    assert len(found["carried"]["packages"]) == len(gpu_carry.WHEELS)
-    assert (found["carried"]["cache_entries"], found["carried"]["compiled"]) == (1, 0)
+    status, printed, report = machine.run("smoke")
+    assert (status, report["failed"], report["wrong"]) == (0, {}, []), printed
+    assert report["complete"]
+    assert report["commit"] == COMMIT
+    assert set(report["numbers"]) == set(STAGES["smoke"])
+    assert len(report["carried"]["packages"]) == len(gpu_carry.WHEELS)
+    assert (report["carried"]["cache_entries"], report["carried"]["compiled"]) == (1, 0)
     group = machine.folder / "work" / "triton-cache" / ENTRY / "__grp__kernel.json"
     assert json.loads(group.read_text())["child_paths"] == {"kernel.cubin": str(group.with_name("kernel.cubin"))}
-    graphs = found["numbers"]["engine.graph_checks"].values()
+    graphs = report["numbers"]["engine.graph_checks"].values()
     assert all(one["recompiles"] == [0, 0] and one["equal"] == one["of"] for one in graphs)
 
 
 def test_every_check_of_smoke_sees_an_error(machine: Machine) -> None:
-    status, said, found = machine.run("--spoil", "0.1", "smoke", output="spoiled")
-    assert status == run.WRONG, said
+    status, printed, report = machine.run("--spoil", "0.1", "smoke", output="spoiled")
+    assert status == run.WRONG, printed
     checked = {
-        f"{part}/{name}" for part, numbers in found["numbers"].items() for name in numbers if "right" in numbers[name]
+        f"{part}/{name}" for part, numbers in report["numbers"].items() for name in numbers if "right" in numbers[name]
     }
     assert len(checked) > 60
-    assert checked == set(found["wrong"])
-    assert f"WRONG {found['wrong'][0]}" in said
+    assert checked == set(report["wrong"])
+    assert f"WRONG {report['wrong'][0]}" in printed
 
 
 @pytest.mark.parametrize("stage", ["decode", "prefill", "throughput", "tune"])
 def test_other_stages(machine: Machine, stage: str) -> None:
-    status, said, found = machine.run(stage)
-    assert (status, found["complete"], found["failed"]) == (0, True, {}), said
-    assert set(found["numbers"]) == set(STAGES[stage])
-    for numbers in found["numbers"].values():
+    status, printed, report = machine.run(stage)
+    assert (status, report["complete"], report["failed"]) == (0, True, {}), printed
+    assert set(report["numbers"]) == set(STAGES[stage])
+    for numbers in report["numbers"].values():
         for number in numbers.values():
             assert number.get("recompiles", 0) == 0
             assert any(name in number for name in ("step_ms", "seconds", "us", "ms"))
     if stage == "tune":
-        assert {"16bit_h128_r16", "h128_b2", "weight_only int8-8", "moe plain-16"} <= found["best"].keys()
+        assert {"16bit_h128_r16", "h128_b2", "weight_only int8-8", "moe plain-16"} <= report["best"].keys()
 
 
 def test_peers(machine: Machine) -> None:
     """Of torch's, which is here; others say that they are not."""
-    status, said, found = machine.run("--only", "peers.attention", "peers")
-    assert (status, found["failed"]) == (0, {}), said
-    numbers = found["numbers"]["peers.attention"]
+    status, printed, report = machine.run("--only", "peers.attention", "peers")
+    assert (status, report["failed"]) == (0, {}), printed
+    numbers = report["numbers"]["peers.attention"]
     assert numbers["decode 32x1k sdpa"]["right"]
     assert numbers["prefill 8x1k sdpa"]["us" if "us" in numbers["prefill 8x1k sdpa"] else "ms"] > 0
     assert "No module named" in numbers["decode 32x1k flashinfer"]["absent"]
@@ -163,13 +163,13 @@ def test_a_stage_that_is_killed_goes_on_where_it_was(machine: Machine) -> None:
     counts = [_count(state) for state in seen]
     assert counts == sorted(set(counts)), "it grows with every number"
     assert not first["complete"]
-    status, said, found = machine.run("kernels")
-    assert (status, found["complete"]) == (0, True), said
+    status, printed, report = machine.run("kernels")
+    assert (status, report["complete"]) == (0, True), printed
     for part, numbers in first["numbers"].items():
         for name, number in numbers.items():
-            assert found["numbers"][part][name] == number, "measured once"
-            assert f"\n{part}/{name} " not in said
-    assert _count(found) > _count(first)
+            assert report["numbers"][part][name] == number, "measured once"
+            assert f"\n{part}/{name} " not in printed
+    assert _count(report) > _count(first)
 
 
 def _ends_soon(folder: Path) -> bool:
@@ -194,30 +194,30 @@ def _count(state: dict) -> int:
 
 
 def test_numbers_of_an_earlier_run_are_taken_from_another_folder(machine: Machine) -> None:
-    status, said, found = machine.run("--previous", str(machine.folder / "out"), "decode", output="other")
-    assert (status, found["complete"]) == (0, True)
-    assert "engine.decode/batch_1" not in said
+    status, printed, report = machine.run("--previous", str(machine.folder / "out"), "decode", output="other")
+    assert (status, report["complete"]) == (0, True)
+    assert "engine.decode/batch_1" not in printed
     before = json.loads((machine.folder / "out" / "decode.json").read_text())
-    assert found["numbers"] == before["numbers"]
+    assert report["numbers"] == before["numbers"]
 
 
 def test_time_that_is_over(machine: Machine) -> None:
     began = time.monotonic()
-    status, said, found = machine.run("--budget", "9", "smoke", output="short")
+    status, printed, report = machine.run("--budget", "9", "smoke", output="short")
     assert time.monotonic() - began < 9 + 10
-    assert status == run.UNFINISHED, said
-    assert not found["complete"]
+    assert status == run.UNFINISHED, printed
+    assert not report["complete"]
 
 
 def test_without_a_gpu_nothing_is_measured(machine: Machine) -> None:
-    status, said, _ = machine.run("--device", "cuda", "decode", output="none")
-    assert (status, "no GPU is here; nothing was measured" in said) == (run.NOTHING, True)
+    status, printed, _ = machine.run("--device", "cuda", "decode", output="none")
+    assert (status, "no GPU found; nothing was measured" in printed) == (run.NOTHING, True)
 
 
 def test_a_part_that_is_not_of_the_stage(machine: Machine) -> None:
-    status, said, _ = machine.run("--only", "gemm.checks", "decode")
+    status, printed, _ = machine.run("--only", "gemm.checks", "decode")
     assert status == 2
-    assert "--only: gemm.checks is not of decode; its parts are engine.decode" in said
+    assert "--only: gemm.checks is not of decode; its parts are engine.decode" in printed
 
 
 def test_only_the_same_code_on_the_same_machine_is_gone_on_with(tmp_path: Path) -> None:

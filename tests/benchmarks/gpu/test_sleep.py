@@ -1,4 +1,4 @@
-"""The benchmark of memory that goes and comes back, on a CPU in place of the GPU."""
+"""The sleep benchmark on a CPU in place of a GPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Gpu(Bench):
 
 def test_both_parts_say_whether_the_numbers_came_back() -> None:
     bench = Bench(torch.device("cpu"), CHIPS["sm_90"], tiny=True)
-    found = {number.name: number.run() for number in sleep.checks(bench)}
-    assert found["sleep"]["right"]
-    assert (found["offload"]["right"], found["offload"]["layers_on_host"]) == (True, 5)
+    results = {number.name: number.run() for number in sleep.checks(bench)}
+    assert results["sleep"]["right"]
+    assert (results["offload"]["right"], results["offload"]["layers_on_host"]) == (True, 5)
     spoiled = Bench(torch.device("cpu"), CHIPS["sm_90"], tiny=True, spoil=0.05)
     assert not any(number.run()["right"] for number in sleep.checks(spoiled))
 

@@ -214,7 +214,7 @@ def test_ray_that_is_not_installed(
         ("--backend torch_cuda -tp 2 --attention-backend FLASHINFER", "--attention-backend: FLASHINFER"),
         ("--backend torch_cuda -tp 3", "--tensor-parallel-size: 3 ranks cannot share"),
         ("--backend torch_cuda --kv-cache-dtype int8", "--kv-cache-dtype: int8 needs scales"),
-        ("--backend torch_cuda --quantization tpu_int8", "--quantization: torch_cuda cannot make weights tpu_int8"),
+        ("--backend torch_cuda --quantization tpu_int8", "--quantization: torch_cuda does not support tpu_int8"),
     ],
 )
 def test_torch_cuda(

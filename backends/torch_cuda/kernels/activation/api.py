@@ -1,4 +1,4 @@
-"""Activations: the entry points."""
+"""Activations of feed-forward blocks: entry points, then their plain torch definitions."""
 
 from __future__ import annotations
 
@@ -10,36 +10,18 @@ from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
 from pagoda.common.models.spec import Activation
 
-# What the activation kernels compute, in plain torch.
-
-
-def gated_reference(both: Tensor, name: Activation) -> Tensor:
-    """As api.gated."""
-    first, second = both.chunk(2, -1)
-    return activation(name)(first) * second
-
-
-def plain_reference(x: Tensor, name: Activation) -> Tensor:
-    """As api.plain."""
-    return activation(name)(x)
-
-
-def gated_quantised_reference(both: Tensor, name: Activation) -> tuple[Tensor, Tensor]:
-    """As api.gated_quantised."""
-    return quantised_rows(gated_reference(both, name))
-
 
 def gated(both: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
-    """act(first half) * second half of both [T, 2F] -> [T, F], in its dtype; the rows any distance apart.
+    """Return act(first half) * second half of both [T, 2F]: [T, F], in its dtype; any row stride.
 
-    Computed in float32, rounded once after the activation and once after the product. ValueError: not such rows.
+    Computed in float32, rounded after the activation and after the product. Raise ValueError for other shapes.
     """
     _check(both, 2)
     return kernel.gated(both, name) if use_kernel else gated_reference(both, name)
 
 
 def plain(x: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
-    """The activation of x [T, F], in its dtype; the rows any distance apart. ValueError: not rows."""
+    """Return the activation of x [T, F], in its dtype; any row stride. Raise ValueError for other shapes."""
     _check(x, 1)
     return kernel.plain(x, name) if use_kernel else plain_reference(x, name)
 
@@ -47,7 +29,7 @@ def plain(x: Tensor, name: Activation, *, use_kernel: bool) -> Tensor:
 def gated_quantised(
     both: Tensor, name: Activation, *, use_kernel: bool, chip: Chip = CHIPS["sm_80"]
 ) -> tuple[Tensor, Tensor]:
-    """(float8_e4m3fn [T, F], scale float32 [T, 1]): what `gated` gives, as stored * scale, row by row."""
+    """Return (float8_e4m3fn [T, F], scale float32 [T, 1]) with `gated` = stored * scale, row by row."""
     _check(both, 2)
     return kernel.gated_quantised(both, name, chip) if use_kernel else gated_quantised_reference(both, name)
 
@@ -55,3 +37,16 @@ def gated_quantised(
 def _check(x: Tensor, parts: int) -> None:
     if x.ndim != 2 or x.stride(1) != 1 or x.shape[1] % parts:
         raise ValueError(f"rows are {tuple(x.shape)} with strides {x.stride()}, not {parts} parts side by side")
+
+
+def gated_reference(both: Tensor, name: Activation) -> Tensor:
+    first, second = both.chunk(2, -1)
+    return activation(name)(first) * second
+
+
+def plain_reference(x: Tensor, name: Activation) -> Tensor:
+    return activation(name)(x)
+
+
+def gated_quantised_reference(both: Tensor, name: Activation) -> tuple[Tensor, Tensor]:
+    return quantised_rows(gated_reference(both, name))

@@ -1,4 +1,4 @@
-"""Every activation, for compilation ahead of time."""
+"""Specialisations compiled ahead of time: every activation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTHS: Final = (4096, 16384, 32768)
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By name and type; the quantised by row width as well."""
+    """Return the launches by name and type; quantised ones also by row width."""
     numbers = {"stride": "i32:16", "width": "i32:16"}
     elementwise = {
         f"{name}-{dtype}-{'gated' if gated else 'plain'}": Launch(

@@ -1,4 +1,4 @@
-"""Elementwise programs over (row, block of columns); a quantised row is one program's, for its scale."""
+"""Elementwise programs over (row, block of columns); a quantised row is one program, for its scale."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.rows import row_stride
+from pagoda.backends.torch_cuda.kernels.launch import row_stride
 
 BLOCK = 1024
 WHOLE_BLOCK, PART_BLOCK = 16384, 8192
-"""Columns of a row that one program quantises: at most so many in registers, else so many at a time."""
+"""Columns quantised at a time: a row of up to WHOLE_BLOCK is kept in registers."""
 
 
 @triton.jit
 def activated(x, NAME: tl.constexpr):
-    """The activation of float32 x."""
+    """Return the activation of float32 x."""
     if NAME == "silu":
         return x / (1.0 + tl.exp(-x))
     if NAME == "gelu":
@@ -29,7 +29,7 @@ def activated(x, NAME: tl.constexpr):
 
 @triton.jit
 def columns_of(row_ptr, columns, width, NAME: tl.constexpr, GATED: tl.constexpr):
-    """The result's columns of one row, in the input's dtype."""
+    """Return the result's columns of one row, in the input's dtype."""
     inside = columns < width
     first = tl.load(row_ptr + columns, inside, 0.0)
     y = activated(first.to(tl.float32), NAME).to(first.dtype)
@@ -83,23 +83,21 @@ def quantised_kernel(
 
 
 def quantised_constants(width):
-    """WHOLE and BLOCK for rows of that width."""
+    """Return WHOLE and BLOCK for rows of `width`."""
     block = triton.next_power_of_2(width)
     return {"WHOLE": block <= WHOLE_BLOCK, "BLOCK": block if block <= WHOLE_BLOCK else PART_BLOCK}
 
 
 def warps(block):
-    """16 columns a thread where that makes 1 to 16 warps."""
+    """Return a warp count: 16 columns per thread, 1 to 16 warps."""
     return min(max(block // 512, 1), 16)
 
 
 def gated(both, name):
-    """As api.gated."""
     return _elementwise(both, name, both.shape[1] // 2, True)
 
 
 def plain(x, name):
-    """As api.plain."""
     return _elementwise(x, name, x.shape[1], False)
 
 
@@ -112,7 +110,6 @@ def _elementwise(x, name, width, gated):
 
 
 def gated_quantised(both, name, chip):
-    """As api.gated_quantised."""
     width = both.shape[1] // 2
     bits = torch.empty(len(both), width, dtype=torch.uint8, device=both.device)
     scale = torch.empty(len(both), 1, dtype=torch.float32, device=both.device)

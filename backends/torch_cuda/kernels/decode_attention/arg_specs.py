@@ -1,4 +1,4 @@
-"""Every specialisation that is compiled ahead of time, by name."""
+"""Specialisations compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ PAGE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttentionArgs:
-    """What one model's calls are compiled for. `direct`: one split. Sinks are of the queries' type."""
+    """The specialisation for one model. Sinks have the type of the queries."""
 
     shape: DecodeShape
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
-    direct: bool = False
+    direct: bool = False  # one split
 
     @property
     def name(self) -> str:
-        """h128-g4-q1-bf16-fp8e4nv-direct and the like."""
+        """E.g. h128-g4-q1-bf16-fp8e4nv-direct."""
         shape, traits = self.shape, (("window", self.window), ("softcap", self.softcap), ("sinks", self.sinks))
         parts = [f"h{shape.head_dim}-g{shape.group}-q{shape.query_len}", TRITON_TYPES[self.dtype]]
         parts += [TRITON_TYPES[shape.cache]] if shape.cache != self.dtype else []
         return "-".join([*parts, *(name for name, on in (*traits, ("direct", self.direct)) if on)])
 
     def attend(self, chip: Chip) -> Launch:
-        """The launch over the splits."""
+        """Return the launch over the splits."""
         use, cached = blocks(self.shape, chip), TRITON_TYPES[self.shape.cache]
         quantised = self.shape.cache.itemsize == 1
         if quantised and not chip.float8:
@@ -73,11 +73,11 @@ class DecodeAttentionArgs:
             "ROWS": use.ROWS,
             "SOFTCAP": self.softcap,
         }
-        hot = self.dtype != torch.float32  # which has no tensor cores to feed
+        hot = self.dtype != torch.float32  # which does not use tensor cores
         return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages, hot=hot)
 
     def reduce(self, chip: Chip) -> Launch:
-        """The launch that adds the splits up."""
+        """Return the launch that sums the splits."""
         queries = f"*{TRITON_TYPES[self.dtype]}"
         signature = {
             **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
@@ -118,9 +118,9 @@ def _specs() -> Iterator[DecodeAttentionArgs]:
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By name; the same for every chip but for the blocks."""
-    found = {f"attend-{spec.name}": spec.attend(chip) for spec in _specs()}
+    """Return the launches by name; only block sizes depend on the chip."""
+    by_name = {f"attend-{spec.name}": spec.attend(chip) for spec in _specs()}
     for spec in _specs():
         if not spec.direct and spec.shape.group == 8:
-            found[f"reduce-{spec.name}"] = spec.reduce(chip)
-    return found
+            by_name[f"reduce-{spec.name}"] = spec.reduce(chip)
+    return by_name

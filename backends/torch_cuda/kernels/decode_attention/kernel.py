@@ -1,9 +1,9 @@
-"""The Triton kernels: online softmax over a split of a sequence's keys, then the sum of the splits.
+"""Decode attention in two kernels: online softmax over a split of a sequence's keys, then the sum of the splits.
 
-The rows of a tile are the query tokens times the heads of a group, so that K and V are read once per KV head. A split
-is a whole number of tiles of TILE tokens. A tile is gathered page by page; its page numbers are read while the tile
-before it is fetched. Tokens that nobody sees are not masked away but replaced by a neighbour whom somebody sees: all
-copies stay whole, and what lies in unused slots does not matter. Scores are in units of log 2.
+The rows of a tile are the query tokens times the heads of a group, so K and V are read once per KV head. A split is a
+whole number of tiles of TILE tokens. A tile is gathered page by page; its page numbers are loaded while the previous
+tile is fetched. Positions that no token sees are not masked but clamped to a visible neighbour: copies stay whole, and
+the contents of unused slots do not matter. Scores are in units of log 2.
 
 Source of the split softmax: Flash-Decoding (Dao et al., 2023).
 """
@@ -22,17 +22,17 @@ from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeBlo
 from pagoda.backends.torch_cuda.kernels.launch import Chip
 
 NOTHING = tl.constexpr(-1e30)
-"""A score that is not seen: its weight beside any other is zero, and the difference of two is not NaN."""
+"""A masked score: finite, so that the difference of two is not NaN."""
 LOG2E = tl.constexpr(math.log2(math.e))
 BITS_SCALE = tl.constexpr(256.0)
-"""Of a float8 whose bits were moved to a float16: the difference of the two types' exponents."""
+"""Corrects the exponent of a float8 whose bits were moved to a float16."""
 CHUNK: Final = 32
-"""Partial sums that the reduction reads at a time."""
+"""Partial sums read at a time by the reduction."""
 
 
 @triton.jit
 def _first(kv_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
-    """The first position that any of the tokens sees."""
+    """Return the first position that any of the tokens sees."""
     if WINDOW == 0:
         return 0
     else:
@@ -41,7 +41,7 @@ def _first(kv_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _share(kv_len, splits, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
-    """(where the first tile begins, tiles of the sequence, tiles of a split)."""
+    """Return (start of the first tile, tiles of the sequence, tiles of a split)."""
     start = _first(kv_len, QUERY_LEN, WINDOW) // RUN * RUN
     tiles = tl.cdiv(kv_len - start, TILE)
     return start, tiles, tl.cdiv(tiles, splits)
@@ -49,14 +49,14 @@ def _share(kv_len, splits, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, RUN: t
 
 @triton.jit
 def _pages(table, start, last, PAGE: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
-    """The pages of a tile, int32 [TILE / RUN]; the one of position `last` where the sequence has no more."""
+    """Return a tile's pages, int32 [TILE / RUN]; past the end, the page of position `last`."""
     position = tl.minimum(start + tl.arange(0, TILE // RUN) * RUN, last)
     return tl.load(table + position // PAGE)
 
 
 @triton.jit
 def _load(cache, offsets, H: tl.constexpr, WIDTH: tl.constexpr):
-    """[TILE, WIDTH] of rows of H, zero behind them."""
+    """Return [TILE, WIDTH] of rows of H, zero-padded."""
     dims = tl.arange(0, WIDTH)
     if H == WIDTH:
         return tl.load(cache + offsets[:, None] + dims[None, :])
@@ -66,9 +66,10 @@ def _load(cache, offsets, H: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _typed(x, DTYPE: tl.constexpr):
-    """Cached values as DTYPE. The bits of a float8 e4m3, as int8, become 1/256 of it, subnormals too: its fields are
-    moved to where a float16 has them, and the second of the two signs is dropped. NaN becomes a number. This takes a
-    third of the instructions of `float8.bits.decode`, and they are what limits the speed of chips that need it.
+    """Return cached values as DTYPE. The bits of a float8 e4m3, as int8, become 1/256 of it, subnormals included.
+
+    The bit fields are shifted to where a float16 has them, and the second copy of the sign is dropped; NaN becomes a
+    number. This takes a third of the instructions of `fp8_convert.decode`, which limit the speed of chips that need it.
     """
     if x.dtype == tl.int8:
         return ((x.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True).to(DTYPE)
@@ -78,9 +79,9 @@ def _typed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _halved(x):
-    """(x [ROWS, WIDTH] / p as float16, p float32 [ROWS]): p, a power of two, brings a row near one, so nothing is lost.
+    """Return (x [ROWS, WIDTH] / p as float16, p float32 [ROWS]), with p a power of two near the row's maximum: exact.
 
-    A float8 becomes a float16 in half an instruction, a bfloat16 in several.
+    Converting float8 to float16 takes half an instruction, to bfloat16 several.
     """
     wide = x.to(tl.float32)
     exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -90,7 +91,7 @@ def _halved(x):
 
 @triton.jit
 def _scores(q, k, pos, last, scale, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr):
-    """[ROWS, TILE] in units of log 2; `pos` [TILE]; scale and `last`, the position of a row's token, [ROWS]."""
+    """Return scores [ROWS, TILE] in units of log 2. pos [TILE]; scale and last, a row's position, [ROWS]."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
     if SOFTCAP > 0:
         # scale holds 2 log2(e) / cap: tanh(x) = 1 - 2 / (1 + exp(2x))
@@ -103,11 +104,11 @@ def _scores(q, k, pos, last, scale, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr)
 
 @triton.jit
 def _inverse(weight):
-    """1 / weight; zero where nothing was seen. Else the highest score weighs one."""
+    """Return 1 / weight, or 0 if nothing was seen; otherwise the highest score weighs 1."""
     return tl.where(weight > 0, 1 / tl.maximum(weight, 1.0), 0.0)
 
 
-# What varies from step to step, or sits anywhere in a larger tensor, must not be compiled for by its alignment.
+# Arguments that vary between steps or are views into a larger tensor must not be specialized on alignment.
 @triton.jit(do_not_specialize=["tables", "kv_lens", "tops", "sums", "k_scale", "v_scale", "table_stride"])
 def attend(
     q,
@@ -135,9 +136,10 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Program (block of a KV head's rows, split, sequence), KV heads next to each other so that a page is read at one
-    time. Without tops and sums it is the only split and its result is final; else out is [T, N, splits, H]
-    of weighted sums, tops and sums [T, N, splits] the score that their weights are relative to and the weights' sum.
+    """Program (block of a KV head's rows, split, sequence), KV heads adjacent so that a page is read once.
+
+    Without tops and sums there is one split and its result is final; else out is [T, N, splits, H] of weighted sums,
+    and tops and sums [T, N, splits] are the score that the weights are relative to and the sum of the weights.
     """
     BLOCKS: tl.constexpr = (QUERY_LEN * GROUP + ROWS - 1) // ROWS
     head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
@@ -147,7 +149,7 @@ def attend(
     start, _, share = _share(kv_len, splits, QUERY_LEN, WINDOW, RUN, TILE)
     begin = start + split * share * TILE
     end = tl.minimum(begin + share * TILE, kv_len)
-    if tops is not None:  # noqa: SIM102 - the compiler's question, then the program's
+    if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
         if begin >= end:
             return
 
@@ -230,7 +232,7 @@ def reduce(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program (head, token): the splits that had keys, and the sink, added up."""
+    """Program (head, token): sum the non-empty splits, and the sink."""
     head, token = tl.program_id(0), tl.program_id(1)
     query = token.to(tl.int64) * HEADS + head
     RUN: tl.constexpr = min(PAGE, TILE)
@@ -278,7 +280,7 @@ def launch(
     chip: Chip,
     chosen: DecodeBlockSizes | None = None,
 ) -> Tensor:
-    """As `api.decode_attention`, by the kernels. `chosen`: blocks on trial."""
+    """`chosen`: block sizes on trial."""
     tokens, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     shape = DecodeShape(dim, heads // kv_heads, query_len, keys.dtype)
@@ -322,5 +324,5 @@ def launch(
 
 
 def factor(scale: float, softcap: float | None) -> float:
-    """What multiplies q.k: the exponent of 2 that is wanted, or that of the soft cap's tanh."""
+    """Return the factor of q.k: log2(e) * scale, or that of the soft cap's tanh."""
     return scale * math.log2(math.e) * (2 / softcap if softcap else 1.0)

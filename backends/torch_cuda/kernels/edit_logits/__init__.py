@@ -1,4 +1,4 @@
-"""What requests do to logits before temperature: penalties, bias, bans and masks."""
+"""Logit edits before temperature: penalties, bias, bans and masks."""
 
 from pagoda.backends.torch_cuda.kernels.edit_logits.api import add, ban_words, mask, penalise
 

@@ -1,4 +1,4 @@
-"""Edits of a few rows' logits, in place. How much a request asks for is a grid or a mask, never a specialisation."""
+"""Edits of a few rows' logits, in position. Sizes of requests set grids and masks, never specialisations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import triton.language as tl
 BLOCK = 1024
 WARPS = 4
 IN_PROMPT = tl.constexpr(1 << 30)
-"""The bit of a token's count that says that the prompt holds it."""
+"""The bit of a token's count that marks it as part of the prompt."""
 
 
 def penalise(logits, history, packed):
-    """As `api.penalise`: counts every known token of a row, then goes over its logits."""
+    """Count every known token of a row, then update its logits."""
     length, vocab, count = history.shape[1], logits.shape[1], packed.shape[1]
     counts = torch.zeros((count, vocab), dtype=torch.int32, device=logits.device)
     count_tokens[(count, triton.cdiv(length, BLOCK))](
@@ -25,13 +25,12 @@ def penalise(logits, history, packed):
 
 
 def add(logits, packed):
-    """As `api.add`."""
     (rows, vocab), count = logits.shape, packed.shape[1]
     add_values[(triton.cdiv(count, BLOCK),)](logits, packed, rows, count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def ban_words(logits, history, words, heads):
-    """As `api.ban_words`: a program per word."""
+    """One program per word."""
     (rows, vocab), count, tokens = logits.shape, words.shape[1], heads.shape[1]
     ban_word[(count,)](
         logits,
@@ -49,7 +48,6 @@ def ban_words(logits, history, words, heads):
 
 
 def mask(logits, sequences, bits):
-    """As `api.mask`."""
     vocab = logits.shape[1]
     mask_block[(len(sequences), triton.cdiv(vocab, BLOCK))](
         logits, sequences, bits, VOCAB=vocab, WORDS=bits.shape[1], BLOCK=BLOCK, num_warps=WARPS
@@ -58,22 +56,22 @@ def mask(logits, sequences, bits):
 
 @triton.jit(do_not_specialize=["count"])
 def count_tokens(history, packed, counts, count, LENGTH: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How often each token was generated, in a block of a history, and which ones the prompt holds."""
+    """Count how often each token of a block of history was generated; mark those in the prompt."""
     column, block = tl.program_id(0), tl.program_id(1)
     prompt, known = tl.load(packed + 2 * count + column), tl.load(packed + 3 * count + column)
     if block * BLOCK < known:
-        place = block * BLOCK + tl.arange(0, BLOCK)
+        position = block * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(packed + count + column).to(tl.int64)
-        token = tl.load(history + row * LENGTH + place, mask=place < known, other=VOCAB)
-        here = token < VOCAB  # an embedding of the prompt is no token
+        token = tl.load(history + row * LENGTH + position, mask=position < known, other=VOCAB)
+        here = token < VOCAB  # not a prompt embedding
         mine = counts + column.to(tl.int64) * VOCAB + token
-        tl.atomic_or(mine, tl.full((BLOCK,), IN_PROMPT, tl.int32), mask=here & (place < prompt))
-        tl.atomic_add(mine, tl.full((BLOCK,), 1, tl.int32), mask=here & (place >= prompt))
+        tl.atomic_or(mine, tl.full((BLOCK,), IN_PROMPT, tl.int32), mask=here & (position < prompt))
+        tl.atomic_add(mine, tl.full((BLOCK,), 1, tl.int32), mask=here & (position >= prompt))
 
 
 @triton.jit(do_not_specialize=["count"])
 def apply_penalties(logits, packed, counts, count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The penalties of a row, for a block of its tokens that were seen."""
+    """Penalise the seen tokens of a block of a row."""
     column = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = token < VOCAB
@@ -91,7 +89,6 @@ def apply_penalties(logits, packed, counts, count, VOCAB: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def add_values(logits, packed, rows, count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """What `add` does, for some entries."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(packed + entry, mask=entry < count, other=rows)
     here = (entry < count) & (row < rows)
@@ -113,24 +110,22 @@ def ban_word(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What `ban_words` does, for one word."""
     word = tl.program_id(0)
     row = tl.load(words + word)
     if row < rows:
         at = tl.arange(0, BLOCK)
         mine = tl.load(heads + at, mask=at < HEADS, other=-1) == word
         source = tl.load(heads + HEADS + at, mask=mine, other=0).to(tl.int64)
-        place = tl.load(heads + 2 * HEADS + at, mask=mine, other=0)
+        position = tl.load(heads + 2 * HEADS + at, mask=mine, other=0)
         token = tl.load(heads + 3 * HEADS + at, mask=mine, other=0)
-        said = tl.load(history + source * LENGTH + place, mask=mine, other=0)
-        wrong = tl.sum((mine & (said != token)).to(tl.int32), 0)
+        actual = tl.load(history + source * LENGTH + position, mask=mine, other=0)
+        wrong = tl.sum((mine & (actual != token)).to(tl.int32), 0)
         last = tl.load(words + count + word)
         tl.store(logits + row.to(tl.int64) * VOCAB + last, float("-inf"), mask=wrong == 0)
 
 
 @triton.jit
 def mask_block(logits, sequences, bits, VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """What `mask` does, for a block of a row."""
     number = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits + number * WORDS + token // 32, mask=token < VOCAB, other=-1)

@@ -1,5 +1,5 @@
-"""The token of each row: the best, or the best after noise; and where it is written down."""
+"""Sampling of one token per row by Gumbel-max, and recording it."""
 
-from pagoda.backends.torch_cuda.kernels.gumbel_max.api import gumbel_max, remember
+from pagoda.backends.torch_cuda.kernels.gumbel_max.api import gumbel_max, store_tokens
 
-__all__ = ["gumbel_max", "remember"]
+__all__ = ["gumbel_max", "store_tokens"]

@@ -1,4 +1,4 @@
-"""What to compile for a chip: the vocabularies of real models."""
+"""Specialisations compiled ahead of time: vocabularies of real models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """Every specialisation, by name."""
-    found = {
-        "remember": Launch(
+    """Return the launches by name."""
+    by_name = {
+        "store_tokens": Launch(
             kernel.write_down,
             {**dict.fromkeys(("tokens", "rows", "positions", "last", "history"), "*i32"), "count": "i32"},
             {"LENGTH": 131_073, "BLOCK": kernel.TOKENS},
@@ -23,16 +23,16 @@ def launches(chip: Chip) -> dict[str, Launch]:
     for name, vocab in VOCABS.items():
         splits = triton.cdiv(vocab, kernel.BLOCK)
         signature = dict.fromkeys(("logits", "temperature", "floor", "values"), "*fp32")
-        found[f"block-{name}"] = Launch(
+        by_name[f"block-{name}"] = Launch(
             kernel.best_of_block,
             {**signature, "keys": "*i32", "ids": "*i32"},
             {"VOCAB": vocab, "SPLITS": splits, "BLOCK": kernel.BLOCK},
             kernel.WARPS,
         )
-        found[f"row-{name}"] = Launch(
+        by_name[f"row-{name}"] = Launch(
             kernel.best_of_row,
             {"values": "*fp32", "ids": "*i32", "tokens": "*i32"},
             {"VOCAB": vocab, "SPLITS": splits, "PADDED": triton.next_power_of_2(splits)},
             kernel.WARPS,
         )
-    return found
+    return by_name

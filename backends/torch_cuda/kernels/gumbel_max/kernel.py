@@ -1,6 +1,6 @@
 """Gumbel-max in two launches: the best of each block of the vocabulary, then the best block of each row.
 
-A block is small enough that one row of 128k tokens occupies every multiprocessor. Noise is computed where it is used,
+A block is small enough that one row of 128k tokens occupies every multiprocessor. Noise is computed where it is used:
 twenty integer operations and two logarithms per token; greedy rows skip it.
 """
 
@@ -15,9 +15,7 @@ from pagoda.common.engine import sampling
 BLOCK = 1024
 WARPS = 4
 TOKENS = 256
-"""Tokens that one program of `remember` writes."""
-
-# Rules are rows of one packed array, aligned or not by how many there are: that must not make another program.
+"""Tokens per program of `store_tokens`."""
 
 MIX_1 = tl.constexpr(sampling.MIX_1)
 MIX_2 = tl.constexpr(sampling.MIX_2)
@@ -25,7 +23,6 @@ TOKEN_STRIDE = tl.constexpr(sampling.TOKEN_STRIDE)
 
 
 def gumbel_max(logits, keys, temperature, floor):
-    """As `api.gumbel_max`."""
     rows, vocab = logits.shape
     splits = triton.cdiv(vocab, BLOCK)
     values = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
@@ -40,8 +37,7 @@ def gumbel_max(logits, keys, temperature, floor):
     return tokens
 
 
-def remember(tokens, rows, positions, last, history):
-    """As `api.remember`."""
+def store_tokens(tokens, rows, positions, last, history):
     count = len(tokens)
     write_down[(triton.cdiv(count, TOKENS),)](
         tokens, rows, positions, last, history, count, LENGTH=history.shape[1], BLOCK=TOKENS, num_warps=WARPS
@@ -58,17 +54,18 @@ def mix(x):
 
 @triton.jit
 def gumbel(key, ids):
-    """float32 noise of token ids int32 under a row's key int32."""
+    """Return float32 noise of token ids int32 under a row's key int32."""
     bits = mix(key.to(tl.uint32, bitcast=True) ^ (ids.to(tl.uint32) * TOKEN_STRIDE))
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
     return -tl.log(-tl.log(uniform))
 
 
+# Both are rows of one packed array, whose alignment depends on the batch size and must not cause a recompile.
 @triton.jit(do_not_specialize_on_alignment=["keys", "temperature"])
 def best_of_block(
     logits, keys, temperature, floor, values, ids, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest value of a block of a row, noise added, and its token."""
+    """Write the largest value of a block of a row, with noise, and its token."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
@@ -84,21 +81,21 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(values, ids, tokens, VOCAB: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr):
-    """The token of a row, from its blocks."""
+    """Write the token of a row, from its blocks."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     x = tl.load(values + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
     token = tl.load(ids + row * SPLITS + split, mask=split < SPLITS, other=VOCAB)
-    found = tl.min(tl.where(x == tl.max(x, 0), token, VOCAB), 0)
-    tl.store(tokens + row, tl.minimum(found, VOCAB - 1))  # NaN equals nothing, and a token must be one
+    best = tl.min(tl.where(x == tl.max(x, 0), token, VOCAB), 0)
+    tl.store(tokens + row, tl.minimum(best, VOCAB - 1))  # NaN equals nothing, but the token must be valid
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "positions"])
 def write_down(tokens, rows, positions, last, history, count, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What `remember` does, for some rows."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    token = tl.load(tokens + at, mask=here)
-    row = tl.load(rows + at, mask=here, other=0).to(tl.int64)
+    """See api.store_tokens."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = index < count
+    token = tl.load(tokens + index, mask=here)
+    row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
     tl.store(last + row, token, mask=here)
-    tl.store(history + row * LENGTH + tl.load(positions + at, mask=here, other=0), token, mask=here)
+    tl.store(history + row * LENGTH + tl.load(positions + index, mask=here, other=0), token, mask=here)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, their ranks, and the best few."""
+"""Log-probabilities of given tokens, their ranks, and the best few."""
 
 from pagoda.backends.torch_cuda.kernels.logprobs.api import logprobs
 

@@ -1,4 +1,4 @@
-"""One pass over the logits in blocks, and a launch that joins a row's blocks; the best few are torch's own `topk`."""
+"""One pass over the logits in blocks, then a launch that joins a row's blocks; the best few come from torch.topk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ JOIN_WARPS = 1
 
 
 def kernel(logits, targets, best, normalise):
-    """As `api.logprobs`."""
     rows, vocab = logits.shape
     splits = triton.cdiv(vocab, BLOCK)
     peaks = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
@@ -42,20 +41,20 @@ def kernel(logits, targets, best, normalise):
         )
     values, ids = logits.topk(best, dim=-1)
     ids, values = torch.cat([targets[:, None], ids.to(torch.int32)], 1), torch.cat([own, values], 1)
-    # In this order: logits may be far larger than their differences.
+    # In this order for accuracy: logits may be far larger than their differences.
     return ids, (values - top) - mass.log() if normalise else values, ranks
 
 
 @triton.jit
 def blocks(logits, targets, peaks, masses, better, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block: its largest logit, the sum of exp(logit - largest), and how many logits beat the target's."""
+    """Write a block's largest logit, its sum of exp(logit - largest), and how many logits exceed the target's."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     logits += row * VOCAB
     x = tl.load(logits + token, mask=token < VOCAB, other=float("-inf"))
     own = tl.load(logits + tl.load(targets + row))
     peak = tl.max(x, 0)
-    zero = tl.where(peak > float("-inf"), peak, 0.0)  # a block may be all minus infinity
+    zero = tl.where(peak > float("-inf"), peak, 0.0)  # a block may be all -inf
     at = row * SPLITS + split
     tl.store(peaks + at, peak)
     tl.store(masses + at, tl.sum(tl.exp(x - zero), 0))
@@ -77,7 +76,7 @@ def join(
     SPLITS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Of a row: the target's logit, the largest, the sum of exp(logit - largest), and the target's rank."""
+    """Write a row's target logit, largest logit, sum of exp(logit - largest), and the target's rank."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     here, at = split < SPLITS, row * SPLITS + split

@@ -1,12 +1,18 @@
-"""What is compiled ahead of time: few large experts, two of them a token's, and many small ones, eight a token's."""
+"""Specialisations compiled ahead of time: few large experts, two per token, and many small ones, eight per token."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
-from pagoda.backends.torch_cuda.kernels.moe.kernel import TILES, TUNING, expert_kernel, mix_kernel
-from pagoda.backends.torch_cuda.kernels.moe.routing import align_kernel, route_kernel
+from pagoda.backends.torch_cuda.kernels.moe.kernel import (
+    TILES,
+    TUNING,
+    align_kernel,
+    expert_kernel,
+    mix_kernel,
+    route_kernel,
+)
 from pagoda.backends.torch_cuda.kernels.weight_only.arg_specs import NUMBERS, SCALES
 from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_settings
 
@@ -15,29 +21,29 @@ _FEW, _SOME, _MANY = TILES
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By scheme, rows of a tile and type; `ragged`: biases, and inputs that fill no block."""
-    found = {}
+    """Return the launches by scheme, tile and type; `ragged`: biases, and inputs that fill no block."""
+    specs = {}
     for scheme in _GROUP:
         for tile in TILES if scheme == "plain" else TILES[:-1]:
-            found[f"{scheme}-{tile}-inner"] = _expert(scheme, tile, chip, inner=True)
-        found[f"{scheme}-{_FEW}-down"] = _expert(scheme, _FEW, chip)
-    found[f"plain-{_SOME}-down"] = _expert("plain", _SOME, chip)
-    found[f"plain-{_MANY}-down"] = _expert("plain", _MANY, chip)
-    found[f"plain-{_FEW}-inner-fp16"] = _expert("plain", _FEW, chip, inner=True, dtype="fp16")
-    found[f"plain-{_SOME}-inner-fp32"] = _expert("plain", _SOME, chip, inner=True, dtype="fp32", hot=False)
-    found[f"plain-{_FEW}-ragged"] = _expert("plain", _FEW, chip, inner=True, inputs=720)
-    found[f"int4-{_FEW}-ragged"] = _expert("int4", _FEW, chip, inputs=720)
+            specs[f"{scheme}-{tile}-inner"] = _expert(scheme, tile, chip, inner=True)
+        specs[f"{scheme}-{_FEW}-down"] = _expert(scheme, _FEW, chip)
+    specs[f"plain-{_SOME}-down"] = _expert("plain", _SOME, chip)
+    specs[f"plain-{_MANY}-down"] = _expert("plain", _MANY, chip)
+    specs[f"plain-{_FEW}-inner-fp16"] = _expert("plain", _FEW, chip, inner=True, dtype="fp16")
+    specs[f"plain-{_SOME}-inner-fp32"] = _expert("plain", _SOME, chip, inner=True, dtype="fp32", hot=False)
+    specs[f"plain-{_FEW}-ragged"] = _expert("plain", _FEW, chip, inner=True, inputs=720)
+    specs[f"int4-{_FEW}-ragged"] = _expert("int4", _FEW, chip, inputs=720)
     for experts, top in ((8, 2), (128, 8), (256, 8)):
-        found[f"route-{experts}"] = _route(experts, top)
-    found["align-8"] = _align(8, _FEW)
-    found["align-128"] = _align(128, _MANY)
-    found["align-256-by-row"] = _align(256, 1)
-    found["mix"] = Launch(
+        specs[f"route-{experts}"] = _route(experts, top)
+    specs["align-8"] = _align(8, _FEW)
+    specs["align-128"] = _align(128, _MANY)
+    specs["align-256-by-row"] = _align(256, 1)
+    specs["mix"] = Launch(
         mix_kernel,
         {"parts": "*bf16", "weights": "*fp32", "out": "*bf16", "width": "i32:16"},
         {"TOP": 8, "BLOCK": 1024},
     )
-    return found
+    return specs
 
 
 def _expert(

@@ -1,8 +1,8 @@
-"""The experts' products over rows sorted by expert, and the sum of a token's experts.
+"""Routing, the experts' products over rows sorted by expert, and the sum of each token's experts.
 
-Rows are named by pairs (token, place among the token's experts): a product reads and writes a row where its pair has
-it, so nothing is moved, and sums are in the order of the places, whatever order the experts ran in. How many tiles
-there are is known on the device alone: grids have room for the worst case, and programs past the end leave.
+A row is identified by its pair (token, rank of the expert among the token's): products read and write rows in place, so
+nothing is permuted, and sums are in rank order, whatever order the experts ran in. The number of tiles is known on the
+device alone: grids have room for the worst case, and surplus programs return at once.
 """
 
 from pathlib import Path
@@ -13,94 +13,39 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.activation.kernel import activated
 from pagoda.backends.torch_cuda.kernels.fp8_convert import native
-from pagoda.backends.torch_cuda.kernels.moe.routing import align
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix
 from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product, tile_settings
 
 TUNING = Path(__file__).with_name("tuning.json")
-
 TILES = (16, 64, 128)
-"""Rows of one expert that a program has room for; not the last where packed numbers take registers too."""
+"""Rows of one expert per program; packed weights, which take more registers, do without the last."""
 
 _SUM_BLOCK = 1024
+_SORT_CHUNK = 1024
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def expert_kernel(
-    x,
-    weights,
-    scales,
-    bias,
-    out,
-    order,
-    tile_experts,
-    ends,
-    pairs,
-    experts,
-    inputs,
-    outputs,
-    x_stride,
-    weight_stride,
-    scale_stride,
-    SHARE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    SCHEME: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BIAS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """out [pairs, outputs] = act(W x); GATED: act(W x) * (W' x), W the first `outputs` rows of an expert, W' the rest.
-
-    Grid (tiles of rows, tiles of channels). SHARE pairs have the same row of x. ACTIVATION: "" for none.
-    """
-    tile = tl.program_id(0)
-    if tile >= tl.load(ends + experts - 1):
-        return
-    pair = tl.load(order + tile * TOKENS + tl.arange(0, TOKENS))
-    real = pair < pairs
-    rows = (pair // SHARE).to(tl.int64) * x_stride
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    valid = tl.minimum(channels, outputs - 1)
-    all_outputs = 2 * outputs if GATED else outputs
-    matrix, scale, add = weights + expert * weight_stride, scales + expert * scale_stride, bias + expert * all_outputs
-    acc = tile_product(x, rows, real, matrix, scale, valid, inputs, all_outputs, 0, inputs,
-                       SCHEME, GROUP, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
-    if BIAS:
-        acc += tl.load(add + valid).to(tl.float32)[:, None]
-    if ACTIVATION != "":
-        acc = activated(acc, ACTIVATION)
-    if GATED:
-        other = valid + outputs
-        up = tile_product(x, rows, real, matrix, scale, other, inputs, all_outputs, 0, inputs,
-                          SCHEME, GROUP, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
-        if BIAS:
-            up += tl.load(add + other).to(tl.float32)[:, None]
-        acc *= up
-    at = pair.to(tl.int64)[None, :] * outputs + channels[:, None]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
-
-
-@triton.jit
-def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, width]: sum of parts [T, TOP, width], weighted, from the first place to the last; grid (T, blocks)."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(TOP):
-        part = tl.load(parts + (token * TOP + place) * width + columns, inside, 0.0).to(tl.float32)
-        total += part * tl.load(weights + token * TOP + place)
-    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), inside)
+def route(logits, router):
+    """Return weights float32 [T, k] and experts int32 [T, k] of logits [T, E]."""
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, router.top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device)
+    route_kernel[(tokens,)](
+        logits,
+        weights,
+        chosen,
+        experts,
+        logits.stride(0),
+        TOP=router.top_k,
+        RENORMALISE=router.renormalise,
+        BLOCK=triton.next_power_of_2(experts),
+        BLOCK_TOP=triton.next_power_of_2(router.top_k),
+        num_warps=1,
+    )
+    return weights, chosen
 
 
 def experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip):
-    """Every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k]."""
+    """Return every pair's row through its expert: [T * k, D]. x [T, D], chosen int32 [T, k]."""
     count, pairs, top = matrices(inner)[0].shape[0], chosen.numel(), chosen.shape[1]
     tile = choose_tile(pairs, count, isinstance(inner, PackedMatrix))
     sorted_pairs = align(chosen, count, tile)
@@ -143,7 +88,7 @@ def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation, ga
 
 
 def mix(parts, weights, like):
-    """Weighted sum [T, D] of parts [T * k, D] by weights [T, k], in the dtype of `like`."""
+    """Return the weighted sum [T, D] of parts [T * k, D] by weights [T, k], in the dtype of `like`."""
     tokens, top = weights.shape
     width = parts.shape[1]
     out = torch.empty(tokens, width, dtype=like.dtype, device=like.device)
@@ -152,7 +97,7 @@ def mix(parts, weights, like):
 
 
 def matrices(stack):
-    """(numbers, scales, inputs, scheme, group) of a stack of matrices, packed or not."""
+    """Return (numbers, scales, inputs, scheme, group) of a stack of matrices, packed or not."""
     if not isinstance(stack, PackedMatrix):
         return stack, stack, stack.shape[2], "plain", 0
     data = stack.data.view(torch.uint8) if stack.scheme == "fp8" else stack.data
@@ -160,6 +105,180 @@ def matrices(stack):
 
 
 def choose_tile(pairs, count, packed):
-    """The least tile that an expert's rows fill on average; the largest for more."""
+    """Return the smallest tile that holds an expert's average number of rows; the largest beyond."""
     tiles = TILES[:-1] if packed else TILES
     return next((tile for tile in tiles if tile * count >= pairs), tiles[-1])
+
+
+def align(chosen, experts, tile):
+    """Return (order, tile_experts, ends) of align_kernel for chosen int32 [T, k], sized for the worst case."""
+    pairs, device = chosen.numel(), chosen.device
+    tiles = most_tiles(pairs, experts, tile)
+    order = torch.empty(tiles * tile, dtype=torch.int32, device=device)
+    tile_experts = torch.empty(tiles, dtype=torch.int32, device=device)
+    ends = torch.empty(experts, dtype=torch.int32, device=device)
+    align_kernel[(experts,)](
+        chosen,
+        order,
+        tile_experts,
+        ends,
+        pairs,
+        experts,
+        TILE=tile,
+        BLOCK=triton.next_power_of_2(experts + 1),
+        CHUNK=_SORT_CHUNK,
+    )
+    return order, tile_experts, ends
+
+
+def most_tiles(pairs, experts, tile):
+    """Return the maximum number of tiles: each expert with a pair may leave one unfilled."""
+    busy = min(experts, pairs)
+    return busy + (pairs - busy) // tile
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def expert_kernel(
+    x,
+    weights,
+    scales,
+    bias,
+    out,
+    order,
+    tile_experts,
+    ends,
+    pairs,
+    experts,
+    inputs,
+    outputs,
+    x_stride,
+    weight_stride,
+    scale_stride,
+    SHARE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    SCHEME: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out [pairs, outputs] = act(W x); GATED: act(W x) * (W' x), W an expert's first `outputs` rows, W' the others.
+
+    Grid (tiles of rows, tiles of channels). SHARE pairs read the same row of x. ACTIVATION: "" for none.
+    """
+    tile = tl.program_id(0)
+    if tile >= tl.load(ends + experts - 1):
+        return
+    pair = tl.load(order + tile * TOKENS + tl.arange(0, TOKENS))
+    real = pair < pairs
+    rows = (pair // SHARE).to(tl.int64) * x_stride
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    valid = tl.minimum(channels, outputs - 1)
+    all_outputs = 2 * outputs if GATED else outputs
+    matrix, scale, add = weights + expert * weight_stride, scales + expert * scale_stride, bias + expert * all_outputs
+    acc = tile_product(x, rows, real, matrix, scale, valid, inputs, all_outputs, 0, inputs,
+                       SCHEME, GROUP, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+    if BIAS:
+        acc += tl.load(add + valid).to(tl.float32)[:, None]
+    if ACTIVATION != "":
+        acc = activated(acc, ACTIVATION)
+    if GATED:
+        other = valid + outputs
+        up = tile_product(x, rows, real, matrix, scale, other, inputs, all_outputs, 0, inputs,
+                          SCHEME, GROUP, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
+        if BIAS:
+            up += tl.load(add + other).to(tl.float32)[:, None]
+        acc *= up
+    at = pair.to(tl.int64)[None, :] * outputs + channels[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
+
+
+@triton.jit
+def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, width]: weighted sum of parts [T, TOP, width] in order; grid (T, blocks)."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(TOP):
+        part = tl.load(parts + (token * TOP + rank) * width + columns, inside, 0.0).to(tl.float32)
+        total += part * tl.load(weights + token * TOP + rank)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    weights,
+    chosen,
+    experts,
+    logits_stride,
+    TOP: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+):
+    """weights float32, chosen int32 [T, TOP], best first, ties to the lower expert; one program per token."""
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(logits + token * logits_stride + columns, columns < experts, float("-inf")).to(tl.float32)
+    exponentials = tl.exp(x - tl.max(x, axis=0))
+    remaining = tl.where(columns < experts, exponentials / tl.sum(exponentials, axis=0), -1.0)
+    ranks = tl.arange(0, BLOCK_TOP)
+    best = tl.zeros([BLOCK_TOP], tl.float32)
+    best_experts = tl.zeros([BLOCK_TOP], tl.int32)
+    for rank in tl.static_range(TOP):
+        highest = tl.max(remaining, axis=0)
+        at = tl.min(tl.where(remaining == highest, columns, experts - 1), axis=0)  # NaN picks the last
+        best = tl.where(ranks == rank, highest, best)
+        best_experts = tl.where(ranks == rank, at, best_experts)
+        remaining = tl.where(columns == at, -1.0, remaining)
+    if RENORMALISE:
+        best /= tl.sum(best, axis=0)
+    tl.store(weights + token * TOP + ranks, best, ranks < TOP)
+    tl.store(chosen + token * TOP + ranks, best_experts, ranks < TOP)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def align_kernel(
+    chosen,
+    order,
+    tile_experts,
+    ends,
+    pairs,
+    experts,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Counting sort of pairs by expert, each expert from a new tile on; one program per expert.
+
+    order [tiles * TILE]: the pair of each row, `pairs` in padding rows, in pair order; tile_experts [tiles]; ends
+    [experts]: cumulative number of tiles, so the last is the total.
+    """
+    expert = tl.program_id(0)
+    numbers = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, pairs, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        pair_experts = tl.load(chosen + at, at < pairs, BLOCK - 1)
+        counts += tl.histogram(pair_experts, BLOCK)
+    tiles = tl.where(numbers < experts, (counts + TILE - 1) // TILE, 0)
+    begin = tl.sum(tl.where(numbers < expert, tiles, 0), axis=0)
+    own = tl.sum(tl.where(numbers == expert, tiles, 0), axis=0)
+    tl.store(ends + expert, begin + own)
+    row = begin * TILE
+    for first in range(0, pairs, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        mine = (tl.load(chosen + at, at < pairs, BLOCK - 1) == expert).to(tl.int32)
+        tl.store(order + row + tl.cumsum(mine, axis=0) - 1, at, mine != 0)
+        row += tl.sum(mine, axis=0)
+    padding = row + tl.arange(0, TILE)
+    tl.store(order + padding, tl.full([TILE], pairs, tl.int32), padding < (begin + own) * TILE)
+    for tile in range(begin, begin + own):
+        tl.store(tile_experts + tile, expert)

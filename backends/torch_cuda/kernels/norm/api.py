@@ -1,4 +1,4 @@
-"""Norms of rows: the entry points."""
+"""Norms of rows: entry points, then their plain torch definitions."""
 
 from __future__ import annotations
 
@@ -12,41 +12,9 @@ from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.norm import kernel
 from pagoda.common.models.spec import Norm
 
-# What the norm kernels compute, in plain torch.
-
-
-def norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    kind: Literal["rms", "layer"],
-    unit_offset: bool,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As api.norm."""
-    total = x if residual is None else x + residual
-    return ops.norm(total, Norm(eps, kind, unit_offset, bias is not None), weight, bias), total
-
-
-def norm_quantised_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    kind: Literal["rms", "layer"],
-    unit_offset: bool,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As api.norm_quantised."""
-    normed, total = norm_reference(x, weight, bias, eps, kind, unit_offset, residual)
-    return *quantised_rows(normed), total
-
-
 Kind = Literal["rms", "layer"]
-
-WIDEST: Final = 32768
-"""Columns that one program holds in registers."""
+MAX_WIDTH: Final = 32768
+"""Maximum columns, which one program keeps in registers."""
 
 
 def norm(
@@ -60,10 +28,10 @@ def norm(
     residual: Tensor | None = None,
     use_kernel: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(normed [T, D], total [T, D]): the norm of total = x + residual, both in x's dtype; total is x without residual.
+    """Return (normed, total), both [T, D] in x's dtype: the norm of total = x + residual (x without residual).
 
-    x, residual [T, D], rows any distance apart; weight, bias [D]. `unit_offset`: multiply by 1 + weight. Computed in
-    float32; rounded where `backends.reference.ops.norm` rounds. ValueError: shapes or types that do not fit.
+    x, residual [T, D], any row stride; weight, bias [D]. `unit_offset`: multiply by 1 + weight. Computed in float32,
+    rounded where `backends.reference.ops.norm` rounds. Raise ValueError for other shapes or types.
     """
     _check(x, weight, bias, residual, kind)
     if not use_kernel:
@@ -83,7 +51,7 @@ def norm_quantised(
     use_kernel: bool,
     chip: Chip = CHIPS["sm_80"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): what `norm` gives, as stored * scale, row by row."""
+    """Return (float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): `norm` as stored * scale, row by row."""
     _check(x, weight, bias, residual, kind)
     if not use_kernel:
         return norm_quantised_reference(x, weight, bias, eps, kind, unit_offset, residual)
@@ -93,8 +61,8 @@ def norm_quantised(
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, kind: Kind) -> None:
     if x.ndim != 2 or x.stride(1) != 1:
         raise ValueError(f"x is {tuple(x.shape)} with strides {x.stride()}, not rows [T, D]")
-    if x.shape[1] > WIDEST:
-        raise ValueError(f"rows of {x.shape[1]} are wider than {WIDEST}")
+    if x.shape[1] > MAX_WIDTH:
+        raise ValueError(f"rows of {x.shape[1]} are wider than {MAX_WIDTH}")
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and (vector.shape != x.shape[1:] or not vector.is_contiguous()):
             raise ValueError(f"{name} is {tuple(vector.shape)}, not {tuple(x.shape[1:])}")
@@ -102,3 +70,29 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
         raise ValueError("only a layer norm has a bias")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, not {x.dtype} {tuple(x.shape)}")
+
+
+def norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: Kind,
+    unit_offset: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return ops.norm(total, Norm(eps, kind, unit_offset, bias is not None), weight, bias), total
+
+
+def norm_quantised_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: Kind,
+    unit_offset: bool,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    normed, total = norm_reference(x, weight, bias, eps, kind, unit_offset, residual)
+    return *quantised_rows(normed), total

@@ -1,4 +1,4 @@
-"""Every kind of norm over the rows that models have, for compilation ahead of time."""
+"""Specialisations compiled ahead of time: every kind of norm, for common row widths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTHS: Final = {1024: _KINDS, 4096: _KINDS, 16384: {"rms": _KINDS["rms"]}}
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By kind, type, row width, and what comes before and after."""
+    """Return the launches by kind, type, row width, residual and quantisation."""
     return {
         f"{name}-{dtype}-{width}{'-residual' * residual}{'-float8' * quantised}": Launch(
             norm_kernel,

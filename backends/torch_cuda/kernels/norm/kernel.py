@@ -1,4 +1,4 @@
-"""One program per row, which stays in registers from the load to the store."""
+"""One program per row, which stays in registers from load to store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.rows import row_stride
+from pagoda.backends.torch_cuda.kernels.launch import row_stride
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def norm_kernel(
     QUANTISED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """normed, total [T, width] contiguous. QUANTISED: normed is uint8 bits and scale [T] is written."""
+    """Write normed, total [T, width], contiguous. QUANTISED: normed is uint8 bits, and scale [T] is written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -66,18 +66,16 @@ def norm_kernel(
 
 
 def warps(block):
-    """16 columns a thread where that makes 1 to 16 warps."""
+    """Return a warp count: 16 columns per thread, 1 to 16 warps."""
     return min(max(block // 512, 1), 16)
 
 
 def norm(x, weight, bias, eps, kind, unit_offset, residual):
-    """As api.norm."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return normed, _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, None, False)
 
 
 def norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip):
-    """As api.norm_quantised."""
     bits = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     native = float8.native(chip, x)
@@ -86,7 +84,7 @@ def norm_quantised(x, weight, bias, eps, kind, unit_offset, residual, chip):
 
 
 def _launch(x, weight, bias, eps, kind, unit_offset, residual, normed, scale, native):
-    """Fill `normed` and `scale`; gives the total."""
+    """Fill `normed` and `scale`; return the total."""
     total = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
     block = triton.next_power_of_2(x.shape[1])
     if len(x):

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: every head dim and type, every tuned setting, every rule."""
+"""Specialisations compiled ahead of time: every head dim and type, every tuned setting, every score rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RULES: Final = {"softcap": "fp32", "window": "i32", "sinks": "*bf16"}
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By head dim, group, type of queries (and of the cache where it differs) and rules."""
+    """Return the launches by head dim, group, type of queries (and of the cache if different) and score rules."""
     bf16, half, single = _TYPES
     return {
         "h32-g2-bf16": launch(chip, 2, 32, bf16),
@@ -41,10 +41,10 @@ def launches(chip: Chip) -> dict[str, Launch]:
 def launch(
     chip: Chip, group: int, head_dim: int, dtype: torch.dtype, rules: tuple[str, ...] = (), *, float8: bool = False
 ) -> Launch:
-    """One specialisation. Products of float32 do without tensor cores: they are exact and not fast."""
+    """Return one specialisation. float32 products use no tensor cores: exact, not fast."""
     tile = query_tile(group, head_dim, dtype, chip)
-    found = constants(head_dim, tile * group, tuned(head_dim, dtype, chip, float8=float8))
-    warps, stages = found.pop("num_warps"), found.pop("num_stages")
+    block_sizes = constants(head_dim, tile * group, tuned(head_dim, dtype, chip, float8=float8))
+    warps, stages = block_sizes.pop("num_warps"), block_sizes.pop("num_stages")
     queries = f"*{_TYPES[dtype]}"
     stored = "*u8" if float8 else queries
     optional = _RULES | {"k_scale": "*fp32", "v_scale": "*fp32"}
@@ -53,7 +53,7 @@ def launch(
     signature |= dict.fromkeys(("tables", "query_start", "kv_lens", "tiles"), "*i32")
     signature |= dict.fromkeys(("q_stride", "out_stride", "page_stride", "head_stride"), "i32:16")
     signature |= {"table_stride": "i32"} | {name: kind for name, kind in optional.items() if name in given}
-    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": _PAGE, "TILE": tile, "NATIVE": chip.float8} | found
+    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": _PAGE, "TILE": tile, "NATIVE": chip.float8} | block_sizes
     return Launch(
         prefill_attention,
         signature,

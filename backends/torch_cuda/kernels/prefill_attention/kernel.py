@@ -1,12 +1,14 @@
-"""The Triton kernel: one program takes a tile of query tokens, with all query heads of one KV head as its rows.
+"""Prefill attention: a program takes a tile of query tokens, with all query heads of one KV head as its rows.
 
 Rows share the keys and values they read, so a group of heads costs no more memory traffic than one. Scores are base-2
 logarithms; the online softmax divides once, at the end (Dao, arXiv 2307.08691). Passes over keys that every row sees
-run first, without masks; those at the window's edge and at the diagonal follow, masked: an online softmax does not mind
-the order. Keys and values are gathered token by token through the block table, so pages and passes need not match.
+come first, unmasked; those at the window's edge and the diagonal follow, masked: an online softmax allows any order.
+Keys and values are gathered token by token through the block table, so pages and passes need not match.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,32 +16,43 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
-from pagoda.backends.torch_cuda.kernels.prefill_attention.rules import ScoreRules
 from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import padded, tuned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
-"""Below every score: where the online maximum starts. Finite, so that no difference with -inf is undefined."""
+"""Initial maximum, below every score; finite, so that no difference with -inf is NaN."""
 
 _PER_STEP = ("tables", "query_start", "kv_lens", "tiles", "table_stride")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRules:
+    """How a layer computes its scores; see `api.prefill_attention`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [N]
+    k_scale: torch.Tensor | None  # float32 [1]
+    v_scale: torch.Tensor | None  # float32 [1]
+
+
 @triton.jit
 def tanh(x):
-    """Accurate to float32 rounding of 1, without overflow."""
+    """Return tanh(x), accurate to float32 rounding of 1, without overflow."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 
 @triton.jit
 def lookup(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of BLOCK_N positions from `start` on; of a position behind `last`, the page of that."""
+    """Return the pages of BLOCK_N positions from `start` on; past `last`, the page of `last`."""
     at = tl.minimum(start + tl.arange(0, BLOCK_N), last)
     return tl.load(table + at.to(tl.uint32) // PAGE)
 
 
 @triton.jit
 def inside(rows, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Mask of those rows' channels; [n, 1] where there is no padding, [n, WIDTH] else."""
+    """Return the mask of the channels of `rows`: [n, 1] without padding, else [n, WIDTH]."""
     mask = rows[:, None]
     if WIDTH != HEAD_DIM:
         mask = mask & (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
@@ -48,7 +61,7 @@ def inside(rows, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load(pointers, rows, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values; zero in padded channels and, masked, in all but the `rows`."""
+    """Return keys or values; zero in padded channels and, if MASKED, in all but `rows`."""
     if MASKED:
         x = tl.load(pointers, mask=inside(rows, pointers.shape[1], HEAD_DIM), other=0)
     elif pointers.shape[1] == HEAD_DIM:
@@ -63,9 +76,9 @@ def attend(
     carry, q, start, pages, last, lowest, positions, keys, values, scale, softcap, page_stride,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A pass: `carry` (maximum, sum and weighted values of each row) after the keys from `start` on, in `pages`.
+    """Return `carry` (maximum, sum and weighted values of each row) after the keys from `start` on, in `pages`.
 
-    Masked, only keys up to `last` are read, and a row sees those from `lowest` to its position.
+    MASKED: only keys up to `last` are read, and a row sees those from `lowest` to its position.
     """
     top, total, acc = carry
     at = start + tl.arange(0, pages.shape[0])
@@ -87,7 +100,7 @@ def attend(
     if softcap is not None:
         new = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new[:, None])
-    else:  # the scale is one operand of a fused multiply-add
+    else:  # the scale becomes part of a fused multiply-add
         new = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new[:, None])
     kept = tl.exp2(top - new)
@@ -103,7 +116,7 @@ def prefill_attention(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head). `scale` and `softcap` are those of base-2 scores, but for what k_scale adds."""
+    """Program (tile, KV head). `scale` and `softcap` are for base-2 scores, k_scale not included."""
     sequence = tl.load(tiles + 2 * tl.program_id(0))
     tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1)
@@ -167,7 +180,7 @@ def prefill_attention(
     result = acc / total[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale)
-    # A second look at the tile makes the compiler work out addresses anew, rather than keep them through the loops.
+    # Reloading the tile makes the compiler recompute addresses instead of keeping them in registers through the loops.
     rows += tl.load(tiles + 2 * tl.program_id(0) + 1, volatile=True) - tile_start
     token = rows // GROUP
     real = first_position + token <= last_position
@@ -190,7 +203,7 @@ def kernel(
     chip: Chip,
     chosen: Settings | None = None,
 ) -> torch.Tensor:
-    """As `api.prefill_attention`, for tiles of `tile` tokens. Writes and returns `out` [T, N, H].
+    """Write and return `out` [T, N, H], for tiles of `tile` tokens. See `api.prefill_attention`.
 
     `chosen`: settings on trial, in place of the tuned ones.
     """
@@ -198,8 +211,8 @@ def kernel(
     _, kv_heads, page, _ = keys.shape
     group = heads // kv_heads
     float8 = keys.dtype == torch.float8_e4m3fn
-    usual = tuned(head_dim, q.dtype, chip, float8=float8)
-    found = constants(head_dim, tile * group, usual if chosen is None else chosen)
+    settings = tuned(head_dim, q.dtype, chip, float8=float8) if chosen is None else chosen
+    block_sizes = constants(head_dim, tile * group, settings)
     if float8:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     if len(tiles):
@@ -207,17 +220,17 @@ def kernel(
             q, keys, values, tables, query_start, kv_lens, tiles, rules.sinks, rules.k_scale, rules.v_scale, out,
             *base2(rules.scale, rules.softcap), rules.window,
             q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), keys.stride(1),
-            GROUP=group, HEAD_DIM=head_dim, PAGE=page, TILE=tile, NATIVE=native(chip, keys), **found,
+            GROUP=group, HEAD_DIM=head_dim, PAGE=page, TILE=tile, NATIVE=native(chip, keys), **block_sizes,
         )  # fmt: skip
     return out
 
 
 def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """Scale and soft cap such that softmax's exponentials are powers of two."""
+    """Return scale and soft cap for base-2 scores: softmax's exponentials become powers of two."""
     log2e = LOG2E.value
     return (scale * log2e, None) if softcap is None else (scale / softcap, softcap * log2e)
 
 
 def constants(head_dim: int, rows: int, chosen: Settings) -> dict[str, int]:
-    """Block sizes, num_warps and num_stages for tiles of `rows`."""
+    """Return block sizes, num_warps and num_stages for tiles of `rows`."""
     return {**chosen, "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim)}

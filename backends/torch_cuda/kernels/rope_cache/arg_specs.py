@@ -1,4 +1,4 @@
-"""Heads of real models, with each kind of cache, for compilation ahead of time."""
+"""Specialisations compiled ahead of time: head shapes of real models, with each type of cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPES: Final = {
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By heads, type and cache."""
+    """Return the launches by heads, type and cache."""
     return {
         f"{name}-{dtype}-{cache}": Launch(
             rope_cache_kernel,

@@ -1,6 +1,6 @@
 """One program per (token, some heads of q, of k or of v).
 
-The channels of a head are three parts: two halves that turn with one another, and the rest, which stands still.
+The channels of a head are three parts: two halves that are rotated together, and the remainder, which is copied.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.rows import row_stride
+from pagoda.backends.torch_cuda.kernels.launch import row_stride
 
 ELEMENTS = 1024
-"""Of a program: 8 bytes of each part for each of its threads."""
+"""Elements per program."""
 WARPS = 4
 
 
 @triton.jit
 def load_part(rows, channels, inside, END: tl.constexpr):
-    """float32 [heads, channels] of a part that ends before channel END."""
+    """Return float32 [heads, channels] of a part that ends before channel END."""
     mask = inside[:, None] & (channels < END)[None, :]
     return tl.load(rows[:, None] + channels[None, :], mask, 0.0).to(tl.float32)
 
 
 @triton.jit
 def weighted(x, weight_ptr, channels, KIND: tl.constexpr, UNIT_OFFSET: tl.constexpr, END: tl.constexpr):
-    """A part times its weights, rounded to KIND as the norm rounds."""
+    """Return a part times its weights, rounded to KIND as the norm rounds."""
     weight = tl.load(weight_ptr + channels, channels < END, 0.0).to(tl.float32)[None, :]
     if UNIT_OFFSET:
         x *= 1.0 + weight
@@ -37,7 +37,7 @@ def weighted(x, weight_ptr, channels, KIND: tl.constexpr, UNIT_OFFSET: tl.conste
 
 @triton.jit
 def store_part(rows, channels, inside, x, inverse, NATIVE: tl.constexpr, KIND: tl.constexpr, END: tl.constexpr):
-    """A part, rounded to KIND and stored so, or as float8 where `rows` points at bytes."""
+    """Store a part rounded to KIND, or as float8 if `rows` points at bytes."""
     mask = inside[:, None] & (channels < END)[None, :]
     x = x.to(KIND)
     if rows.dtype.element_ty == tl.uint8:
@@ -51,7 +51,7 @@ def move(
     from_rows,
     to_rows,
     inside,
-    turn_ptr,
+    cos_sin_row_ptr,
     weight_ptr,
     eps,
     inverse,
@@ -64,15 +64,15 @@ def move(
     UNIT_OFFSET: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Heads from rows to rows, normalised and rotated. turn_ptr: cos [HALF], then sin [HALF]."""
+    """Copy heads between rows, normalised and rotated. cos_sin_row_ptr: cos [HALF], then sin [HALF]."""
     KIND: tl.constexpr = from_rows.dtype.element_ty
     first = tl.arange(0, HALF_BLOCK)
     second = HALF + first
-    rest = 2 * HALF + tl.arange(0, REST_BLOCK)
+    remainder = 2 * HALF + tl.arange(0, REST_BLOCK)
     a = load_part(from_rows, first, inside, HALF)
     b = load_part(from_rows, second, inside, 2 * HALF)
     if 2 * HALF < HEAD_DIM:
-        c = load_part(from_rows, rest, inside, HEAD_DIM)
+        c = load_part(from_rows, remainder, inside, HEAD_DIM)
     if NORM:
         squares = tl.sum(a * a + b * b, axis=1)
         if 2 * HALF < HEAD_DIM:
@@ -81,15 +81,15 @@ def move(
         a = weighted(a * factor, weight_ptr, first, KIND, UNIT_OFFSET, HALF)
         b = weighted(b * factor, weight_ptr, second, KIND, UNIT_OFFSET, 2 * HALF)
         if 2 * HALF < HEAD_DIM:
-            c = weighted(c * factor, weight_ptr, rest, KIND, UNIT_OFFSET, HEAD_DIM)
+            c = weighted(c * factor, weight_ptr, remainder, KIND, UNIT_OFFSET, HEAD_DIM)
     if ROTATE:
-        cos = tl.load(turn_ptr + first, first < HALF, 0.0)[None, :]
-        sin = tl.load(turn_ptr + second, first < HALF, 0.0)[None, :]
+        cos = tl.load(cos_sin_row_ptr + first, first < HALF, 0.0)[None, :]
+        sin = tl.load(cos_sin_row_ptr + second, first < HALF, 0.0)[None, :]
         a, b = a * cos - b * sin, b * cos + a * sin
     store_part(to_rows, first, inside, a, inverse, NATIVE, KIND, HALF)
     store_part(to_rows, second, inside, b, inverse, NATIVE, KIND, 2 * HALF)
     if 2 * HALF < HEAD_DIM:
-        store_part(to_rows, rest, inside, c, inverse, NATIVE, KIND, HEAD_DIM)
+        store_part(to_rows, remainder, inside, c, inverse, NATIVE, KIND, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
@@ -132,14 +132,14 @@ def rope_cache_kernel(
     lane = tl.arange(0, HEADS_BLOCK)
     from_ptr = qkv_ptr + token * qkv_stride
     position = tl.load(positions_ptr + token).to(tl.int64)
-    turn_ptr = cos_sin_ptr + position * 2 * HALF
+    cos_sin_row_ptr = cos_sin_ptr + position * 2 * HALF
     if part < Q_PARTS:
         head = part * HEADS_BLOCK + lane
         move(
             from_ptr + head * HEAD_DIM,
             q_ptr + (token * HEADS + head) * HEAD_DIM,
             head < HEADS,
-            turn_ptr,
+            cos_sin_row_ptr,
             q_weight_ptr,
             q_eps,
             1.0,
@@ -161,7 +161,7 @@ def rope_cache_kernel(
                 from_ptr + (HEADS + head) * HEAD_DIM,
                 keys_ptr + to_rows,
                 head < KV_HEADS,
-                turn_ptr,
+                cos_sin_row_ptr,
                 k_weight_ptr,
                 k_eps,
                 1.0 / tl.load(k_scale_ptr) if SCALED else 1.0,
@@ -179,7 +179,7 @@ def rope_cache_kernel(
                 from_ptr + (HEADS + KV_HEADS + head) * HEAD_DIM,
                 values_ptr + to_rows,
                 head < KV_HEADS,
-                turn_ptr,
+                cos_sin_row_ptr,
                 k_weight_ptr,
                 k_eps,
                 1.0 / tl.load(v_scale_ptr) if SCALED else 1.0,
@@ -195,7 +195,7 @@ def rope_cache_kernel(
 
 
 def constants(heads, kv_heads, head_dim, page, rotated):
-    """What follows from the shapes; `rotated` channels of a head turn, 0: none."""
+    """Return the constants that follow from the shapes; `rotated` channels of a head, 0: none."""
     half = (rotated or head_dim) // 2
     block = max(1, ELEMENTS // triton.next_power_of_2(head_dim))
     return {
@@ -214,7 +214,6 @@ def constants(heads, kv_heads, head_dim, page, rotated):
 def rope_and_cache(
     qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, k_scale, v_scale, chip
 ):
-    """As api.rope_and_cache."""
     head_dim, page = keys.shape[3], keys.shape[2]
     q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not len(qkv):

@@ -1,4 +1,4 @@
-"""The smallest logit that each row keeps under top-k, top-p and min-p: the one entry point."""
+"""The smallest logit that each row keeps under top-k, top-p and min-p: entry point, then its plain torch definition."""
 
 from __future__ import annotations
 
@@ -7,41 +7,17 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.top_k_top_p.kernel import kernel
 
-# The definition, in plain torch, by sorting.
-
-
-def reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """As `api.top_k_top_p`: logits [R, V], temperature, top_k, top_p, min_p [R] -> float32 [R]."""
-    vocab = logits.shape[1]
-    random, nothing = temperature > 0, torch.full_like(temperature, -torch.inf)
-    few, nucleus = random & (top_k > 0), random & (top_p < 1)
-    hot = torch.where(random, temperature, 1.0)
-    values = logits.sort(-1, descending=True).values
-    best = values[:, 0]
-
-    count = torch.where(few, top_k, vocab).clamp(max=vocab).long()
-    kth = values.gather(1, count[:, None] - 1)[:, 0]
-    inside = torch.where(values >= kth[:, None], (values - best[:, None]) / hot[:, None], -torch.inf)
-    mass = inside.double().softmax(-1).cumsum(-1)
-    short = (mass < top_p[:, None]).sum(-1).clamp(max=vocab - 1)  # so many best tokens do not reach p
-    reach = values.gather(1, short[:, None])[:, 0]
-    least = best + hot * min_p.clamp(max=1).log()
-
-    floor = torch.maximum(torch.where(few, kth, nothing), torch.where(nucleus, reach, nothing))
-    return torch.maximum(floor, torch.where(random & (min_p > 0), least, nothing))
-
 
 def top_k_top_p(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, use_kernel: bool
 ) -> Tensor:
-    """float32 [R]: a row keeps its logits that are at least this; -inf where it keeps all.
+    """Return float32 [R]: a row keeps its logits that are at least this; -inf if it keeps all.
 
-    logits float32 [R, V]; temperature float32 [R]: what the logits will be divided by, 0 or less for a greedy row,
-    which has no limits; top_k int32 [R], 0 or less for no limit; top_p float32 [R], 1 or more for no limit; min_p
-    float32 [R], 0 for no limit. All contiguous.
-    top-k keeps ties of the k-th value; top-p keeps the fewest tokens whose mass within top-k reaches p, and ties of
-    the last; min-p keeps what is at least so probable, relative to the best. The best token always stays.
-    A row's answer does not depend on the other rows. ValueError: shapes or types that do not fit.
+    logits float32 [R, V]; temperature float32 [R]: divisor of the logits, 0 or less for a greedy row, which has no
+    limits; top_k int32 [R], 0 or less for no limit; top_p float32 [R], 1 or more for no limit; min_p float32 [R], 0 for
+    no limit. All contiguous. top-k keeps ties of the k-th value; top-p keeps the fewest tokens whose mass within top-k
+    reaches p, and ties of the last; min-p keeps tokens of at least that probability relative to the best. The best
+    token is always kept. A row's result does not depend on the other rows. Raise ValueError for other shapes or types.
     """
     if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, not contiguous float32 [R, V]")
@@ -54,5 +30,26 @@ def top_k_top_p(
     ):
         if x.shape != rows or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, not contiguous {dtype} {tuple(rows)}")
-    found = kernel if use_kernel else reference
-    return found(logits, temperature, top_k, top_p, min_p)
+    run = kernel if use_kernel else top_k_top_p_reference
+    return run(logits, temperature, top_k, top_p, min_p)
+
+
+def top_k_top_p_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """By sorting."""
+    vocab = logits.shape[1]
+    random, nothing = temperature > 0, torch.full_like(temperature, -torch.inf)
+    few, nucleus = random & (top_k > 0), random & (top_p < 1)
+    hot = torch.where(random, temperature, 1.0)
+    values = logits.sort(-1, descending=True).values
+    best = values[:, 0]
+
+    count = torch.where(few, top_k, vocab).clamp(max=vocab).long()
+    kth = values.gather(1, count[:, None] - 1)[:, 0]
+    inside = torch.where(values >= kth[:, None], (values - best[:, None]) / hot[:, None], -torch.inf)
+    mass = inside.double().softmax(-1).cumsum(-1)
+    short = (mass < top_p[:, None]).sum(-1).clamp(max=vocab - 1)  # this many of the best tokens do not reach p
+    reach = values.gather(1, short[:, None])[:, 0]
+    least = best + hot * min_p.clamp(max=1).log()
+
+    floor = torch.maximum(torch.where(few, kth, nothing), torch.where(nucleus, reach, nothing))
+    return torch.maximum(floor, torch.where(random & (min_p > 0), least, nothing))

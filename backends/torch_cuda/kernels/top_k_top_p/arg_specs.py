@@ -1,4 +1,4 @@
-"""What to compile for a chip: the vocabularies of real models."""
+"""Specialisations compiled ahead of time: vocabularies of real models."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """Every specialisation, by name."""
+    """Return the launches by name."""
     rules = {"temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
-    found = {}
+    by_name = {}
     for name, vocab in VOCABS.items():
         sizes = {"VOCAB": vocab, "GROUPS": triton.cdiv(vocab, kernel.GROUP), "GROUP": kernel.GROUP}
         signature = {"logits": "*fp32", **rules, "peaks": "*fp32", "masses": "*fp32"}
-        found[f"summary-{name}"] = Launch(
+        by_name[f"summary-{name}"] = Launch(
             kernel.summarise, signature, {**sizes, "BLOCK": kernel.SUMMARY}, kernel.SUMMARY_WARPS
         )
-        found[f"search-{name}"] = Launch(
+        by_name[f"search-{name}"] = Launch(
             kernel.search_row,
             {**signature, "listed": "*i32", "out": "*fp32"},
             {**sizes, "BLOCK": kernel.TILE, "LISTING": kernel.LISTED},
             kernel.ROW_WARPS,
         )
-    return found
+    return by_name

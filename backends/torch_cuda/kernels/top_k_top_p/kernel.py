@@ -1,17 +1,17 @@
 """A row's threshold in two launches: a summary by groups that reads the logits once, then a search in few of them.
 
-`summarise` runs on the whole chip: of each group of 32 logits, one cache line, the largest (its peak) and the mass.
-`search_row`, a program per row, first searches among the peaks: what so many peaks reach, so many logits reach, so that
-the threshold is not below the peak found. Groups whose peak is below it hold nothing of interest: the others are
-listed, for a usual row some dozens, and only they are read again and again until the threshold is exact.
+`summarise` runs on the whole chip: for each group of 32 logits, one cache line, the largest (its peak) and the mass.
+`search_row`, a program per row, first searches among the peaks: if n peaks reach a value, at least n logits do, so the
+threshold is at least the peak it stops at. Groups whose peak is below are irrelevant: the others are listed, usually
+some dozens, and only they are read repeatedly until the threshold is exact.
 
-A threshold is searched between two logits: `low` leaves enough (tokens for top-k, mass for top-p), what is above `high`
-does not. A pass measures what two guesses between them leave, and which logits lie next to each, so that `low` and
-`high` are always logits of the row and ties cost nothing. The first guesses cut the bracket in three, later ones lie on
-both sides of where an exponential tail would have the target, so that both ends move; every fourth pass halves the
-bracket as ordered integers, which bounds the number of passes. Eight is usual where most of a flat row stays.
+The search keeps a bracket of two logits: `low` leaves enough (tokens for top-k, mass for top-p), logits above `high` do
+not. A pass measures what two guesses between them leave, and which logits are next to each, so that `low` and `high`
+are always logits of the row and ties cost nothing. The first guesses trisect the bracket, later ones are on both sides
+of where an exponential tail would have the target, so that both ends move; every fourth pass halves the bracket as
+ordered integers, which bounds the number of passes. Eight is usual where most of a flat row is kept.
 
-Rows without limits end at once, on the device: one captured graph serves greedy and random rows.
+Rows without limits return at once, on the device: one captured graph serves greedy and random rows.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ import triton.language as tl
 
 GROUP = 32
 SUMMARY = 128
-"""Groups of one program of `summarise`."""
+"""Groups per program of `summarise`."""
 TILE = 128
-"""Groups of one turn of a pass."""
+"""Groups per iteration of a pass."""
 LISTED = 1024
-"""Groups of one turn of the listing."""
+"""Groups per iteration of the listing."""
 SUMMARY_WARPS, ROW_WARPS = 4, 16
 RULES = ["temperature", "top_k", "top_p", "min_p"]
-"""Rows of one packed array, aligned or not by how many there are: that must not make another program."""
+"""Rows of one packed array, whose alignment depends on the batch size and must not cause a recompile."""
 
-TURNS = tl.constexpr(4 * 33)
-"""More than a search can take: its every fourth turn halves what was 2^32 values."""
+MAX_PASSES = tl.constexpr(4 * 33)
+"""Bound of a search: every fourth pass halves at most 2^32 values."""
 AROUND = tl.constexpr(1 / 16)
-"""How far to either side of the estimate the guesses lie, in parts of the bracket."""
+"""Distance of the guesses from the estimate, as a fraction of the bracket."""
 NOTHING = tl.constexpr(87.0)
-"""exp(-87) is about the smallest weight that float32 has: what weighs less adds nothing to a mass."""
+"""exp(-87) is about the smallest float32 weight: smaller ones add nothing to a mass."""
 
 
 def kernel(logits, temperature, top_k, top_p, min_p):
-    """As `api.top_k_top_p`."""
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, GROUP)
     peaks = torch.empty((rows, groups), dtype=torch.float32, device=logits.device)
@@ -72,7 +71,7 @@ def summarise(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each group of a row its largest logit, and the sum of exp((logit - largest) / temperature)."""
+    """Write each group's largest logit and its sum of exp((logit - largest) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     hot = tl.load(temperature + row)
     limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
@@ -81,7 +80,7 @@ def summarise(
         token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
         peak = tl.max(x, 1)
-        zero = tl.where(peak > float("-inf"), peak, 0.0)  # a group may be all minus infinity
+        zero = tl.where(peak > float("-inf"), peak, 0.0)  # a group may be all -inf
         weight = tl.exp((x - zero[:, None]) / hot)
         here = group < GROUPS
         tl.store(peaks + row * GROUPS + group, peak, mask=here)
@@ -105,7 +104,7 @@ def search_row(
     BLOCK: tl.constexpr,
     LISTING: tl.constexpr,
 ):
-    """The threshold of one row."""
+    """Write the threshold of one row."""
     row = tl.program_id(0).to(tl.int64)
     hot, share = tl.load(temperature + row), tl.load(min_p + row)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
@@ -130,7 +129,7 @@ def search_row(
             low = search(peaks, listed, lines, low, some, target, by_mass, best, cold, GROUPS, GROUP, BLOCK, False)
             low = tl.where(by_mass, tl.maximum(low, nothing), low)
             count = list_groups(peaks, listed, low, GROUPS, LISTING)
-            tl.debug_barrier()  # the list is read by other threads than wrote it
+            tl.debug_barrier()  # the list is read by other threads than those that wrote it
             mass = left_by(logits, listed, count, low, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
             floor = search(logits, listed, count, low, mass, target, by_mass, best, cold, VOCAB, GROUP, BLOCK, True)
             if few & nucleus:
@@ -145,28 +144,28 @@ def search_row(
 
 @triton.jit
 def total_or_best(peaks, masses, best, cold, TOTAL: tl.constexpr, GROUPS: tl.constexpr, LISTING: tl.constexpr):
-    """The mass of the whole row in units of its best logit's weight; or that logit."""
-    found = tl.zeros((LISTING,), tl.float32) if TOTAL else tl.full((LISTING,), float("-inf"), tl.float32)
+    """Return the row's best logit, or its mass in units of the best logit's weight."""
+    acc = tl.zeros((LISTING,), tl.float32) if TOTAL else tl.full((LISTING,), float("-inf"), tl.float32)
     for start in range(0, GROUPS, LISTING):
         group = start + tl.arange(0, LISTING)
         peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
         if TOTAL:
-            found += tl.load(masses + group, mask=group < GROUPS, other=0.0) * tl.exp((peak - best) * cold)
+            acc += tl.load(masses + group, mask=group < GROUPS, other=0.0) * tl.exp((peak - best) * cold)
         else:
-            found = tl.maximum(found, peak)
-    return tl.sum(found, 0) if TOTAL else tl.max(found, 0)
+            acc = tl.maximum(acc, peak)
+    return tl.sum(acc, 0) if TOTAL else tl.max(acc, 0)
 
 
 @triton.jit
 def list_groups(peaks, listed, low, GROUPS: tl.constexpr, LISTING: tl.constexpr):
-    """Writes down the groups that hold something from `low` on, in order; how many."""
+    """List the groups with a logit of at least `low`, in order; return their number."""
     count = 0
     for start in range(0, GROUPS, LISTING):
         group = start + tl.arange(0, LISTING)
         peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
-        wanted = ((peak >= low) & (group < GROUPS)).to(tl.int32)
-        tl.store(listed + count + tl.cumsum(wanted, 0) - 1, group, mask=wanted > 0)
-        count += tl.sum(wanted, 0)
+        keep = ((peak >= low) & (group < GROUPS)).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(keep, 0) - 1, group, mask=keep > 0)
+        count += tl.sum(keep, 0)
     return count
 
 
@@ -186,15 +185,15 @@ def search(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """The largest threshold that leaves `target`, or one between it and the next smaller value.
+    """Return the largest threshold that leaves `target`, or one between it and the next smaller value.
 
-    low: leaves `mass`, which is enough; else it is the answer.
+    low: leaves `mass`; if that is not enough, it is returned.
     """
-    high, over, turn = best, tl.full((), 0.0, tl.float32), 0
-    # At least so much goes with the smallest value kept.
+    high, over, passes = best, tl.full((), 0.0, tl.float32), 0
+    # Dropping the smallest value kept removes at least this.
     unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
-    while (turn < TURNS) & (low < high) & (mass - unit >= target):
-        s, t = guesses(low, mass, high, over, target, turn)
+    while (passes < MAX_PASSES) & (low < high) & (mass - unit >= target):
+        s, t = guesses(low, mass, high, over, target, passes)
         more, above_s, below_s, less, above_t, below_t = measure(
             values, listed, groups, s, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED
         )
@@ -204,20 +203,22 @@ def search(
         high = tl.where(t_leaves, high, tl.where(s_leaves, below_t, below_s))
         over = tl.where(t_leaves, over, tl.where(s_leaves, less, more))
         unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
-        turn += 1
+        passes += 1
     return low
 
 
 @triton.jit
-def guesses(low, mass, high, over, target, turn):
-    """Two thresholds in (low, high], the smaller first."""
+def guesses(low, mass, high, over, target, passes):
+    """Return two thresholds in (low, high], the smaller first."""
     width = high - low
     top = tl.maximum(over, 1.0)
-    share = tl.log(mass / target) / tl.log(mass / top)  # of the bracket, where an exponential tail has `target` left
+    share = tl.log(mass / target) / tl.log(
+        mass / top
+    )  # fraction of the bracket at which an exponential tail leaves `target`
     middle = halfway(low, high)
-    halves = (low == float("-inf")) | (turn % 4 == 3)
-    s = tl.where(turn < 3, low + width / 3, low + width * (share - AROUND))
-    t = tl.where(turn < 3, low + width * (2 / 3), low + width * (share + AROUND))
+    halves = (low == float("-inf")) | (passes % 4 == 3)
+    s = tl.where(passes < 3, low + width / 3, low + width * (share - AROUND))
+    t = tl.where(passes < 3, low + width * (2 / 3), low + width * (share + AROUND))
     s, t = tl.where(halves, middle, s), tl.where(halves, halfway(middle, high), t)
     t = tl.minimum(t, high)
     t = tl.where(t > low, t, high)
@@ -226,14 +227,14 @@ def guesses(low, mass, high, over, target, turn):
 
 @triton.jit
 def halfway(low, high):
-    """The mean of two float32 as ordered integers."""
+    """Return the mean of two float32 as ordered integers."""
     a, b = ordered(low.to(tl.int32, bitcast=True)), ordered(high.to(tl.int32, bitcast=True))
     return ordered((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)  # without overflow
 
 
 @triton.jit
 def ordered(bits):
-    """int32 in the order of the float32 values whose bits they are; and back."""
+    """Map float32 bits to int32 of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -252,9 +253,9 @@ def measure(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """One pass over the (listed) groups of COUNT values, for two thresholds s <= t.
+    """Return, for two thresholds s <= t, what each leaves, the smallest value it keeps and the largest it does not.
 
-    Of each: what it leaves, the smallest value that it keeps and the largest that it does not.
+    One pass over the (listed) groups of COUNT values.
     """
     more, less = tl.zeros((BLOCK, GROUP), tl.float32), tl.zeros((BLOCK, GROUP), tl.float32)
     above_s, above_t = (
@@ -296,6 +297,6 @@ def left_by(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """What the threshold t leaves."""
+    """Return what the threshold t leaves."""
     mass, _, _, _, _, _ = measure(values, listed, groups, t, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
-    return tl.minimum(mass, COUNT)  # what fills the last tile is nothing, but counts where t is minus infinity
+    return tl.minimum(mass, COUNT)  # padding of the last tile counts if t is -inf

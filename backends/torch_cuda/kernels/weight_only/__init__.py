@@ -1,4 +1,4 @@
-"""Linear maps with matrices of 8 or 4 bits."""
+"""Linear maps with 8-bit or 4-bit matrices."""
 
 from pagoda.backends.torch_cuda.kernels.weight_only.api import weight_only_linear
 from pagoda.backends.torch_cuda.kernels.weight_only.packing import PackedMatrix, Scheme, pack, unpack

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: every scheme, tile, type and rule, over the matrices of an 8B model."""
+"""Specialisations compiled ahead of time: every scheme, tile and type, for the matrices of an 8B model."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _INPUTS: Final = 14336
 
 
 def launches(chip: Chip) -> dict[str, Launch]:
-    """By scheme, group, rows and type; `ragged`: inputs that fill no block, and a bias, without splits."""
-    found = {}
+    """Return the launches by scheme, group, rows and type; `ragged`: inputs that fill no block, a bias, no splits."""
+    specs = {}
     for scheme, groups in _GROUPS.items():
         for tile in TILES:
-            found[f"{scheme}-{tile}-bf16"] = _product(scheme, groups[0], tile, "bf16", chip)
+            specs[f"{scheme}-{tile}-bf16"] = _product(scheme, groups[0], tile, "bf16", chip)
         for tile in TILES[::3]:
-            found[f"{scheme}-{tile}-fp16"] = _product(scheme, groups[0], tile, "fp16", chip)
-        found[f"{scheme}-16-fp32"] = _product(scheme, groups[0], 16, "fp32", chip, hot=False)
-        found[f"{scheme}-16-bf16-ragged"] = _product(scheme, groups[-1], 16, "bf16", chip, inputs=4112)
-        found[f"{scheme}-64-bf16-ragged"] = _product(scheme, groups[-1], 64, "bf16", chip, inputs=4112)
-        found[f"unpack-{scheme}"] = _unpack(scheme, groups[0], "bf16", chip)
+            specs[f"{scheme}-{tile}-fp16"] = _product(scheme, groups[0], tile, "fp16", chip)
+        specs[f"{scheme}-16-fp32"] = _product(scheme, groups[0], 16, "fp32", chip, hot=False)
+        specs[f"{scheme}-16-bf16-ragged"] = _product(scheme, groups[-1], 16, "bf16", chip, inputs=4112)
+        specs[f"{scheme}-64-bf16-ragged"] = _product(scheme, groups[-1], 64, "bf16", chip, inputs=4112)
+        specs[f"unpack-{scheme}"] = _unpack(scheme, groups[0], "bf16", chip)
     for splits in (2, 16):
-        found[f"sum-{splits}"] = _sum(splits)
+        specs[f"sum-{splits}"] = _sum(splits)
     for width in (4096, _INPUTS):
-        found[f"quantise-{width}"] = _quantise(width, chip)
-    return found
+        specs[f"quantise-{width}"] = _quantise(width, chip)
+    return specs
 
 
 def _product(

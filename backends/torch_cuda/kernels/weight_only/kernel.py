@@ -1,7 +1,7 @@
-"""x W^T for few rows of x, bound by reading W: tiles of channels, and splits of the inputs where tiles are few.
+"""x W^T for few rows of x, bound by reading W: tiles of channels, and splits of the inputs if there are few tiles.
 
-Splits depend on the matrix and the chip alone and their sums are added in order, so a row's result is the same in any
-run, and in any batch that takes the same tile.
+Splits depend on matrix and chip alone and are summed in order, so a row's result is the same in any run, and in any
+batch that uses the same tile.
 """
 
 from pathlib import Path
@@ -14,15 +14,60 @@ from pagoda.backends.torch_cuda.kernels.fp8_convert import native
 from pagoda.backends.torch_cuda.kernels.weight_only.tile import tile_product, tile_settings
 
 TUNING = Path(__file__).with_name("tuning.json")
-
 TILES = (8, 16, 32, 64)
-"""Rows of x that a program has room for."""
+"""Maximum rows of x per program."""
 
 FEW = TILES[-1]
 """Rows up to which a product is bound by reading the packed numbers."""
 
 _SPLIT_TILE, _SPLIT_BLOCK, _MOST_SPLITS = 64, 512, 16
 _SUM_BLOCK = 1024
+
+
+def product(x, packed, bias, chip):
+    """Return [M, O] of x [M, I], M at most FEW, times a packed matrix."""
+    tokens, outputs, inputs = x.shape[0], packed.outputs, packed.inputs
+    tile = next(tile for tile in TILES if tile >= tokens)
+    constants = tile_settings(TUNING, packed.scheme, packed.group, inputs, tile, chip)
+    split_inputs = choose_split(outputs, inputs, chip)
+    splits = triton.cdiv(inputs, split_inputs)
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    parts = out if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+    bits = packed.data.view(torch.uint8) if packed.scheme == "fp8" else packed.data
+    product_kernel[(triton.cdiv(outputs, constants["CHANNELS"]), splits)](
+        x,
+        bits,
+        packed.scale,
+        packed.scale if bias is None else bias,
+        parts,
+        tokens,
+        inputs,
+        outputs,
+        x.stride(0),
+        split_inputs,
+        NATIVE=native(chip, x),
+        BIAS=bias is not None and splits == 1,
+        **constants,
+    )
+    if splits > 1:
+        sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+            parts,
+            packed.scale if bias is None else bias,
+            out,
+            out.numel(),
+            outputs,
+            SPLITS=splits,
+            BIAS=bias is not None,
+            BLOCK=_SUM_BLOCK,
+        )
+    return out
+
+
+def choose_split(outputs, inputs, chip):
+    """Return the inputs per split: four programs per multiprocessor, of two or four warps each."""
+    tiles, blocks = triton.cdiv(outputs, _SPLIT_TILE), triton.cdiv(inputs, _SPLIT_BLOCK)
+    splits = min(max(4 * chip.sms // tiles, 1), _MOST_SPLITS, blocks)
+    return triton.cdiv(blocks, splits) * _SPLIT_BLOCK
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -63,7 +108,7 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["size"])
 def sum_kernel(parts, bias, out, size, outputs, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """parts float32 [SPLITS, size] -> out [size], added from the first split to the last; size: tokens * outputs."""
+    """parts float32 [SPLITS, size] -> out [size], summed in order; size: tokens * outputs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(parts + at, inside, 0.0)
@@ -72,49 +117,3 @@ def sum_kernel(parts, bias, out, size, outputs, SPLITS: tl.constexpr, BIAS: tl.c
     if BIAS:
         total += tl.load(bias + at % outputs, inside, 0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), inside)
-
-
-def product(x, packed, bias, chip):
-    """X [M, I], M at most FEW, times a packed matrix: [M, O]. As api.weight_only_linear."""
-    tokens, outputs, inputs = x.shape[0], packed.outputs, packed.inputs
-    tile = next(tile for tile in TILES if tile >= tokens)
-    constants = tile_settings(TUNING, packed.scheme, packed.group, inputs, tile, chip)
-    split_inputs = choose_split(outputs, inputs, chip)
-    splits = triton.cdiv(inputs, split_inputs)
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-    parts = out if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-    bits = packed.data.view(torch.uint8) if packed.scheme == "fp8" else packed.data
-    product_kernel[(triton.cdiv(outputs, constants["CHANNELS"]), splits)](
-        x,
-        bits,
-        packed.scale,
-        packed.scale if bias is None else bias,
-        parts,
-        tokens,
-        inputs,
-        outputs,
-        x.stride(0),
-        split_inputs,
-        NATIVE=native(chip, x),
-        BIAS=bias is not None and splits == 1,
-        **constants,
-    )
-    if splits > 1:
-        sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-            parts,
-            packed.scale if bias is None else bias,
-            out,
-            out.numel(),
-            outputs,
-            SPLITS=splits,
-            BIAS=bias is not None,
-            BLOCK=_SUM_BLOCK,
-        )
-    return out
-
-
-def choose_split(outputs, inputs, chip):
-    """Inputs of a split: so many that each multiprocessor gets four programs, which have two or four warps."""
-    tiles, blocks = triton.cdiv(outputs, _SPLIT_TILE), triton.cdiv(inputs, _SPLIT_BLOCK)
-    splits = min(max(4 * chip.sms // tiles, 1), _MOST_SPLITS, blocks)
-    return triton.cdiv(blocks, splits) * _SPLIT_BLOCK

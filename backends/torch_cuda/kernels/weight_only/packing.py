@@ -1,10 +1,10 @@
-"""Matrices in 8 or 4 bits: how they are rounded, how they lie in memory, what they stand for.
+"""Matrices in 8 or 4 bits: rounding, memory layout, values.
 
-`int8` and `fp8` (e4m3) are symmetric with one scale per output channel, stored [O, I] as they are. `int4` is
-asymmetric, with a scale and a zero point for each group of inputs of a channel. Eight of its numbers make one int32
-word: of a block of 4 n inputs, word i holds inputs 2 i, n + 2 i, 2 n + 2 i, 3 n + 2 i in its lower half, from the
-lowest bits up, and those after them in its upper half. So a shift and a mask over a tile of words leave two
-neighbouring inputs where two numbers of 16 bits lie in a register, and no thread needs what another has read.
+`int8` and `fp8` (e4m3) are symmetric with one scale per output channel, stored [O, I]. `int4` is asymmetric, with a
+scale and a zero point per group of inputs of a channel. Eight int4 numbers make one int32 word: of a block of 4 n
+inputs, word i has inputs 2 i, n + 2 i, 2 n + 2 i, 3 n + 2 i in its lower half, from the lowest bits up, and those after
+them in its upper half. So a shift and a mask over a tile of words give two neighbouring inputs as two 16-bit numbers in
+a register, without exchange between threads.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 Scheme = Literal["int8", "int4", "fp8"]
 
 GROUPS: Final = (128, 64, 32)
-"""Inputs that may share a scale and a zero point in int4."""
+"""Supported int4 group sizes."""
 
 _LARGEST: Final = {"int8": 127.0, "fp8": 448.0}
-_PLACES: Final = 4
-_WIDEST_PLACE: Final = 64
+_SEGMENTS: Final = 4
+_MAX_SEGMENT: Final = 64
 
-_AT_ONCE: Final = 1 << 25
-"""Numbers that are rounded together: it takes a dozen bytes of memory for each."""
+_CHUNK_NUMBERS: Final = 1 << 25
+"""Numbers rounded at a time: each takes a dozen bytes of temporary memory."""
 
 
 def block(group: int) -> int:
-    """Inputs that int4 packs together; rows are filled up with zeros to a multiple of it."""
-    return _PLACES * min(group, _WIDEST_PLACE)
+    """Return the inputs that int4 packs together; rows are zero-padded to a multiple."""
+    return _SEGMENTS * min(group, _MAX_SEGMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix [..., O, I], or a stack of them, in few bits.
+    """A quantized matrix [..., O, I], or a stack of them.
 
-    int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn.
-    int4: `data` int32 [..., O, I / 8], whole blocks of them; `scale` int32 [..., groups, O]: the upper 16 bits are the
-    scale as bfloat16, the lower ones the zero point, 0 to 15. `group` is 0 for schemes without groups.
+    int8: `data` int8 [..., O, I], `scale` float32 [..., O]. fp8: the same with float8_e4m3fn. int4: `data` int32 [...,
+    O, I / 8] in whole blocks; `scale` int32 [..., groups, O]: bfloat16 scale in the upper 16 bits, zero point 0 to 15
+    in the lower ones. `group` is 0 for schemes without groups.
     """
 
     scheme: Scheme
@@ -55,22 +55,21 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Of numbers and scales."""
         return self.data.nbytes + self.scale.nbytes
 
     def channels(self, first: int, last: int) -> PackedMatrix:
-        """Output channels first to last - 1: views."""
+        """Return output channels first to last - 1, as views."""
         return replace(self, data=self.data[..., first:last, :], scale=self.scale[..., first:last])
 
     def expert(self, index: int) -> PackedMatrix:
-        """One matrix of a stack: views."""
+        """Return one matrix of a stack, as views."""
         return replace(self, data=self.data[index], scale=self.scale[index])
 
 
 def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> PackedMatrix:
-    """Round a matrix, or a stack of them, [..., O, I] on its own device. ValueError: a group that int4 does not have.
+    """Quantize a matrix, or a stack of them, [..., O, I] on its device. Raise ValueError for an unsupported int4 group.
 
-    Values go to the nearest number. In int4 the numbers of a group span its least and greatest value, and zero.
+    Values round to nearest. In int4 a group's numbers span its minimum and maximum, and zero.
     """
     if scheme == "int4" and group not in GROUPS:
         raise ValueError(f"int4 groups have {', '.join(map(str, GROUPS))} inputs, not {group}")
@@ -78,7 +77,7 @@ def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> PackedMatrix
         parts = [pack(part, scheme, group) for part in weight]
         data, scale = torch.stack([part.data for part in parts]), torch.stack([part.scale for part in parts])
         return replace(parts[0], data=data, scale=scale)
-    rows = max(1, _AT_ONCE // weight.shape[1])
+    rows = max(1, _CHUNK_NUMBERS // weight.shape[1])
     if weight.shape[0] > rows:
         parts = [pack(part, scheme, group) for part in weight.split(rows)]
         data, scale = torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts], -1)
@@ -103,17 +102,17 @@ def _pack_groups(weight: Tensor, group: int) -> PackedMatrix:
     step = torch.where(step > 0, step, 1)
     zero = (-low / step).round().clamp(0, 15)
     numbers = (wide / step[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.int32)
-    words = (numbers.view(outputs, -1, _PLACES, block(group) // 8, 2) << _shifts(weight.device)).sum((2, 4))
+    words = (numbers.view(outputs, -1, _SEGMENTS, block(group) // 8, 2) << _shifts(weight.device)).sum((2, 4))
     bits = step.view(torch.int16).to(torch.int32) << 16 | zero.to(torch.int32)
     return PackedMatrix("int4", words.to(torch.int32).view(outputs, -1), bits.T.contiguous(), inputs, group)
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """What the numbers stand for, float32 [..., O, I]."""
+    """Return the values, float32 [..., O, I]."""
     if packed.scheme != "int4":
         return packed.data.float() * packed.scale[..., None]
-    pairs = packed.data.view(torch.uint8).unflatten(-1, (-1, block(packed.group) // 8, 2, _PLACES // 2))
-    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).movedim((-2, -1), (-4, -3))  # by place, then word, then half
+    pairs = packed.data.view(torch.uint8).unflatten(-1, (-1, block(packed.group) // 8, 2, _SEGMENTS // 2))
+    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).movedim((-2, -1), (-4, -3))  # by segment, then word, then half
     numbers = nibbles.flatten(-5).unflatten(-1, (-1, packed.group)).float()
     bits = packed.scale.transpose(-1, -2)[..., None]
     numbers.sub_(bits & 15).mul_((bits & -65536).view(torch.float32))
@@ -121,6 +120,6 @@ def unpack(packed: PackedMatrix) -> Tensor:
 
 
 def _shifts(device: torch.device) -> Tensor:
-    """Where a word's numbers lie, int32 [4, 1, 2]."""
-    places = torch.arange(0, 4 * _PLACES, 4, dtype=torch.int32, device=device)
-    return torch.stack((places, places + 16), -1)[:, None]
+    """Return the bit offsets of a word's numbers, int32 [4, 1, 2]."""
+    offsets = torch.arange(0, 4 * _SEGMENTS, 4, dtype=torch.int32, device=device)
+    return torch.stack((offsets, offsets + 16), -1)[:, None]

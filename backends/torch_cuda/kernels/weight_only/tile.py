@@ -1,7 +1,7 @@
-"""One tile of a product with a matrix in any of the numbers that weights have: what linear maps and experts share.
+"""One tile of a product with a matrix in any weight format, shared by linear maps and experts.
 
-The matrix is the left operand, so that its tile fills the rows of the tensor cores' instructions and few tokens fill
-their columns: [channels, tokens] = W[channels, I] @ x[tokens, I]^T. Scales are applied to sums, never to weights.
+The matrix is the left operand: its tile fills the rows of the tensor cores' instructions and few tokens fill their
+columns: [channels, tokens] = W[channels, I] @ x[tokens, I]^T. Scales are applied to sums, never to weights.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def tile_product(
     CHANNELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """float32 [CHANNELS, TOKENS]: the part of the sum over inputs begin to end - 1, scaled.
+    """Return float32 [CHANNELS, TOKENS]: the sum over inputs begin to end - 1, scaled.
 
-    x_rows int [TOKENS]: where each token's row starts in x; x_mask [TOKENS]. channels [CHANNELS]: rows of the matrix,
-    all of them valid. `begin` is a multiple of DEPTH, which for int4 is the inputs of a block. EVEN: so is `inputs`.
+    x_rows int [TOKENS]: offset of each token's row in x; x_mask [TOKENS]. channels [CHANNELS]: valid rows of the
+    matrix. `begin` is a multiple of DEPTH, for int4 the inputs of a block; EVEN: so is `inputs`.
     """
     if SCHEME == INT4:
         acc = _int4(x, x_rows, x_mask, weights, scales, channels, inputs, outputs, begin, end,
@@ -61,7 +61,7 @@ def _whole(
     SCHEME: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As tile_product, for numbers that lie one after another and have one scale a channel, which is not applied."""
+    """As tile_product, for unpacked numbers with one scale per channel, which is not applied."""
     acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
     rows = weights + channels[:, None] * inputs
     for first in range(begin, end, DEPTH):
@@ -80,10 +80,10 @@ def _int4(
     x, x_rows, x_mask, weights, scales, channels, inputs, outputs, begin, end,
     GROUP: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As tile_product. For few tokens the zero points are taken off the sums, which needs the tokens' own sums: the
-    tensor cores, idle otherwise, find them by ones. More tokens keep them busy, and zero points come off the weights.
+    """As tile_product. For few tokens, zero points are subtracted from the sums, which needs the sums of x: the tensor
+    cores, idle otherwise, compute them with ones. For more tokens, zero points are subtracted from the weights.
     """
-    PLACE: tl.constexpr = DEPTH // 4
+    SEGMENT: tl.constexpr = DEPTH // 4
     FEW: tl.constexpr = TOKENS <= 16
     acc = tl.zeros([CHANNELS, TOKENS], tl.float32)
     rows = weights + channels[:, None] * (tl.cdiv(inputs, DEPTH) * DEPTH // 8)
@@ -94,11 +94,11 @@ def _int4(
             zeros = (bits & 15)[:, None]
             part = tl.zeros([CHANNELS, TOKENS], tl.float32)
             sums = tl.zeros([CHANNELS, TOKENS], tl.float32)
-            for place in tl.static_range(group * GROUP // PLACE, (group + 1) * GROUP // PLACE):
-                columns = load_columns(x, x_rows, x_mask, first + place * PLACE, inputs, EVEN, PLACE)
-                numbers = with_offset(words, place, CHANNELS, PLACE, columns.dtype)
+            for segment in tl.static_range(group * GROUP // SEGMENT, (group + 1) * GROUP // SEGMENT):
+                columns = load_columns(x, x_rows, x_mask, first + segment * SEGMENT, inputs, EVEN, SEGMENT)
+                numbers = with_offset(words, segment, CHANNELS, SEGMENT, columns.dtype)
                 if FEW:
-                    sums = tl.dot(ones(CHANNELS, PLACE, columns.dtype), columns, sums, input_precision="ieee")
+                    sums = tl.dot(ones(CHANNELS, SEGMENT, columns.dtype), columns, sums, input_precision="ieee")
                 else:
                     numbers -= (zeros + offset(columns.dtype)).to(columns.dtype)
                 part = tl.dot(numbers, columns, part, input_precision="ieee")
@@ -110,7 +110,7 @@ def _int4(
 
 @triton.jit
 def load_columns(x, x_rows, x_mask, first, inputs, EVEN: tl.constexpr, DEPTH: tl.constexpr):
-    """[DEPTH, TOKENS]: inputs from `first` on of the tokens' rows; zeros beyond the last input."""
+    """Return [DEPTH, TOKENS]: inputs from `first` on of the tokens' rows, zero-padded."""
     inner = first + tl.arange(0, DEPTH)
     mask = x_mask[None, :]
     if not EVEN:
@@ -120,10 +120,10 @@ def load_columns(x, x_rows, x_mask, first, inputs, EVEN: tl.constexpr, DEPTH: tl
 
 @triton.jit
 def widened(tile, SCHEME: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """Weights without groups in the type of the activations, exactly."""
+    """Return weights without groups in the type of the activations, exactly."""
     if SCHEME == FP8:
         wide = _from_float8(tile, NATIVE, dtype)
-    elif SCHEME == INT8 and dtype == tl.float16:  # put into the bits of 1024, faster than a conversion
+    elif SCHEME == INT8 and dtype == tl.float16:  # via the bits of 1024, faster than a conversion
         above = tile.to(tl.uint8, bitcast=True) ^ 0x80
         wide = (above.to(tl.int16) | 0x6400).to(dtype, bitcast=True) - 1152
     else:
@@ -133,9 +133,9 @@ def widened(tile, SCHEME: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexp
 
 @triton.jit
 def _from_float8(bits, NATIVE: tl.constexpr, dtype: tl.constexpr):
-    """Weights, none of them NaN, from their bits uint8.
+    """Return weights from their float8 bits uint8, which are not NaN.
 
-    Moved to where `dtype` has its exponent, a float8 is too small by a power of two, subnormals included.
+    Shifted to where `dtype` has its exponent, a float8 is too small by a power of two, subnormals included.
     """
     signed = bits.to(tl.int8, bitcast=True).to(tl.int16)
     if NATIVE:
@@ -149,7 +149,7 @@ def _from_float8(bits, NATIVE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def offset(dtype: tl.constexpr):
-    """What `with_offset` adds: the power of two whose last bit of mantissa, in `dtype`, is 1; nothing in float32."""
+    """Return what `with_offset` adds: the power of two whose last mantissa bit is 1 in `dtype`; 0 for float32."""
     if dtype == tl.bfloat16:
         added = 128
     elif dtype == tl.float16:
@@ -160,42 +160,39 @@ def offset(dtype: tl.constexpr):
 
 
 @triton.jit
-def with_offset(words, place: tl.constexpr, CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """[CHANNELS, PLACE]: the numbers at a place of int4 words, plus `offset`.
+def with_offset(words, segment: tl.constexpr, CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, dtype: tl.constexpr):
+    """Return [CHANNELS, SEGMENT]: one segment of int4 words, plus `offset`.
 
-    Put into the lowest bits of that power of two, a number needs no conversion, and two are put in at once.
+    Placed in the lowest bits of that power of two, two numbers at a time need no conversion.
     """
-    pairs = (words >> (4 * place)) & 0x000F000F
+    pairs = (words >> (4 * segment)) & 0x000F000F
     if dtype == tl.bfloat16:
         pairs = pairs | 0x43004300
     elif dtype == tl.float16:
         pairs = pairs | 0x64006400
-    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(CHANNELS, PLACE)
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).reshape(CHANNELS, SEGMENT)
     return halves.to(dtype) if dtype == tl.float32 else halves.to(dtype, bitcast=True)
 
 
 @triton.jit
-def ones(CHANNELS: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """[CHANNELS, PLACE] of ones, joined of halves as `with_offset` is, so that both products read x in one layout."""
-    half = tl.full([CHANNELS, PLACE // 2], 1.0, dtype)
-    return tl.join(half, half).reshape(CHANNELS, PLACE)
-
-
-# The constants of a kernel that multiplies by `tile_product`: those of its numbers, and the measured ones.
+def ones(CHANNELS: tl.constexpr, SEGMENT: tl.constexpr, dtype: tl.constexpr):
+    """Return ones [CHANNELS, SEGMENT], joined like `with_offset`, so that both products read x in one layout."""
+    half = tl.full([CHANNELS, SEGMENT // 2], 1.0, dtype)
+    return tl.join(half, half).reshape(CHANNELS, SEGMENT)
 
 
 def tile_settings(table: Path, scheme: str, group: int, inputs: int, tile: int, chip: Chip) -> dict[str, int]:
-    """Constants, num_warps and num_stages for `tile` rows of x and matrices with so many `inputs`.
+    """Return constants, num_warps and num_stages for `tile` rows of x and matrices with `inputs` inputs.
 
-    `table`: the kernel's launch.json; `group`: inputs that share a scale in int4.
+    `table`: the kernel's tuning.json; `group`: inputs that share a scale in int4.
     """
-    found = dict(launch.settings(table, chip, f"{scheme}-{tile}"))
-    depth = block(group) if scheme == "int4" else found.pop("DEPTH")
+    tuned = dict(launch.settings(table, chip, f"{scheme}-{tile}"))
+    depth = block(group) if scheme == "int4" else tuned.pop("DEPTH")
     return {
         "SCHEME": SCHEMES[scheme],
         "GROUP": group,
         "EVEN": inputs % depth == 0,
         "TOKENS": tile,
         "DEPTH": depth,
-        **found,
+        **tuned,
     }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagoda.backends.torch_cuda.kernels import aot
-from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, chip_of, settings, table
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, find_chip, settings, table
 
 KERNELS = Path(aot.__file__).parent
 SCHEDULING = ("num_warps", "num_stages")
@@ -27,7 +27,7 @@ def test_every_kernel_is_compiled():
 
 @pytest.fixture(scope="module")
 def built() -> list[dict[str, Any]]:
-    """The compiler's findings. The interpreter stands in this process in place of the compiler, hence another one."""
+    """Compile in another process: in this one the interpreter replaces the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", aot.__name__], env=environment, capture_output=True, text=True, timeout=1500
@@ -79,7 +79,7 @@ def test_settings_fall_back(tmp_path: Path):
 
 
 def test_chips():
-    assert chip_of((9, 0), 114) == Chip((9, 0), CHIPS["sm_90"].shared_bytes, 114, True)
-    assert chip_of((8, 7), 16).shared_bytes == CHIPS["sm_86"].shared_bytes
+    assert find_chip((9, 0), 114) == Chip((9, 0), CHIPS["sm_90"].shared_bytes, 114, True)
+    assert find_chip((8, 7), 16).shared_bytes == CHIPS["sm_86"].shared_bytes
     with pytest.raises(ValueError, match=r"7\.5"):
-        chip_of((7, 5), 40)
+        find_chip((7, 5), 40)

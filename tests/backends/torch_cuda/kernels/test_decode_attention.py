@@ -12,7 +12,7 @@ from support.compile_launches import programs
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
-from pagoda.backends.torch_cuda.kernels.decode_attention.api import LEAST_TOKENS, MOST_WAVES, PROGRAMS
+from pagoda.backends.torch_cuda.kernels.decode_attention.api import MAX_WAVES, MIN_SPLIT_TOKENS, PROGRAMS
 from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeShape, blocks, candidates, shared_bytes
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 
@@ -233,8 +233,8 @@ def test_splits_fill_the_chip(chip):
         for length in (16, 1024, 4096, 131072):
             splits = choose_splits(seqs, 8, length, chip)
             waves = seqs * 8 * splits / slots
-            assert splits <= -(-length // LEAST_TOKENS), "no split without a tile"
-            assert splits == 1 or waves <= MOST_WAVES
+            assert splits <= -(-length // MIN_SPLIT_TOKENS), "no split without a tile"
+            assert splits == 1 or waves <= MAX_WAVES
             assert length < 131072 or seqs == 1 or waves > 1.5, "long sequences outlast short ones"
             assert length < 131072 or waves > 0.85 * -(-waves // 1), "the last wave is full enough"
     assert choose_splits(1000, 8, 131072, chip) == 1

@@ -22,7 +22,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [ROWS, V] and a history with wrong tokens wherever nobody may look."""
+    """Logits [ROWS, V] and a history with wrong tokens in positions that must not be read."""
     torch.manual_seed(0)
     history = torch.full((ROWS + 2, LENGTH), VOCAB - 1, dtype=torch.int32)
     history[:, :40] = torch.randint(0, 12, (ROWS + 2, 40))
@@ -36,10 +36,10 @@ def place(index: int, row: int, prompt: int, known: int, **rules) -> SampledRow:
 def both(edit, *arguments) -> torch.Tensor:
     """Logits after an edit by the kernel, which are those after the edit by the reference."""
     logits, history = made()
-    found, want = logits.clone(), logits.clone()
-    for values, use_kernel in ((found, True), (want, False)):
+    actual, want = logits.clone(), logits.clone()
+    for values, use_kernel in ((actual, True), (want, False)):
         edit(values, history, *arguments, use_kernel=use_kernel)
-    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6)
     assert not torch.equal(want, logits)
     return want
 

@@ -38,8 +38,8 @@ class FarCache:
     def _pages(self, offset: int) -> torch.Tensor:
         shape = PAGES, KV_HEADS, PAGE, HEAD_DIM
         count = PAGES * KV_HEADS * PAGE * HEAD_DIM * self._dtype.itemsize
-        found = torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset)
-        return found.view(self._dtype).view(shape)
+        view = torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset)
+        return view.view(self._dtype).view(shape)
 
 
 def random(*size: int, seed: int = 3) -> torch.Tensor:

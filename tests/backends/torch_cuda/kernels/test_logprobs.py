@@ -21,19 +21,19 @@ def test_the_kernel_is_the_reference(monkeypatch: pytest.MonkeyPatch, best: int,
     logits[2] += 1e4
     logits[3, 40:60] = 2.0  # ties share a rank
     targets = torch.tensor([0, 99, 50, 45, 7], dtype=torch.int32)
-    found = logprobs(logits, targets, best, normalise=normalise, use_kernel=True)
+    actual = logprobs(logits, targets, best, normalise=normalise, use_kernel=True)
     want = logprobs(logits, targets, best, normalise=normalise, use_kernel=False)
-    torch.testing.assert_close(found[1], want[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[2], want[2])
-    assert found[0].dtype == want[0].dtype == torch.int32
+    torch.testing.assert_close(actual[1], want[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[2], want[2])
+    assert actual[0].dtype == want[0].dtype == torch.int32
     untied = [0, 2, 4]
-    assert found[0][untied].tolist() == want[0][untied].tolist()
+    assert actual[0][untied].tolist() == want[0][untied].tolist()
     assert want[2][3] == 1 + int((logits[3] > 2).sum())
 
 
 def test_nobody_asks() -> None:
-    found = logprobs(torch.zeros(0, 100), torch.zeros(0, dtype=torch.int32), 2, use_kernel=True)
-    assert [tuple(x.shape) for x in found] == [(0, 3), (0, 3), (0,)]
+    actual = logprobs(torch.zeros(0, 100), torch.zeros(0, dtype=torch.int32), 2, use_kernel=True)
+    assert [tuple(x.shape) for x in actual] == [(0, 3), (0, 3), (0,)]
 
 
 def test_what_does_not_fit_is_named() -> None:

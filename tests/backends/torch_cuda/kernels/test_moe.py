@@ -8,7 +8,7 @@ import torch
 from pagoda.backends.reference.model.ops import route as route_reference
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.moe import api, kernel, moe
-from pagoda.backends.torch_cuda.kernels.moe.routing import align, most_tiles, route
+from pagoda.backends.torch_cuda.kernels.moe.kernel import align, most_tiles, route
 from pagoda.backends.torch_cuda.kernels.weight_only import pack
 from pagoda.common.models.spec import Mlp, Router
 
@@ -22,9 +22,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 @pytest.mark.parametrize(("experts", "top"), [(8, 2), (128, 8), (60, 4), (4, 4), (256, 1)])
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_route(experts: int, top: int, renormalise: bool) -> None:
-    held = torch.full((7, experts + 8), float("nan"))
-    held[:, :experts] = 3 * normal(7, experts)
-    logits, router = held[:, :experts], Router(top, renormalise)
+    padded = torch.full((7, experts + 8), float("nan"))
+    padded[:, :experts] = 3 * normal(7, experts)
+    logits, router = padded[:, :experts], Router(top, renormalise)
     weights, chosen = route(logits, router)
     wanted, best = route_reference(logits, router)
     assert torch.equal(chosen.long(), best)
@@ -53,18 +53,18 @@ SPREADS = [(1, 2, 8, 16), (300, 4, 16, 16), (40, 8, 9, 1), (5, 1, 70, 64)]
 @pytest.mark.parametrize(("tokens", "top", "experts", "tile"), SPREADS)
 def test_align(tokens: int, top: int, experts: int, tile: int) -> None:
     chosen = torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).int()
-    chosen[chosen == 3] = 4 % experts  # an expert that nobody has
+    chosen[chosen == 3] = 4 % experts  # an expert without tokens
     order, tile_experts, ends = align(chosen, experts, tile)
     pairs, flat = tokens * top, chosen.flatten()
-    found, at = [], 0
+    expected_order, at = [], 0
     for expert in range(experts):
         mine = (flat == expert).nonzero().flatten().tolist()
         tiles = -(-len(mine) // tile)
         assert tile_experts[at : at + tiles].tolist() == [expert] * tiles
-        found += mine + [pairs] * (tiles * tile - len(mine))
+        expected_order += mine + [pairs] * (tiles * tile - len(mine))
         at += tiles
         assert ends[expert] == at
-    assert order[: at * tile].tolist() == found
+    assert order[: at * tile].tolist() == expected_order
     assert at <= most_tiles(pairs, experts, tile) == len(tile_experts) == len(order) // tile
 
 
@@ -80,11 +80,11 @@ def test_the_worst_spread_fills_the_room(tile: int) -> None:
 
 def case(tokens: int, experts: int, top: int, width: int, ffn: int, expert: Mlp, dtype: torch.dtype) -> dict:
     """Arguments of `moe`; x lies in memory that is NaN elsewhere."""
-    held = torch.full((tokens + 1, width + 16), float("nan"), dtype=dtype)
-    held[:tokens, :width] = normal(tokens, width)
+    padded = torch.full((tokens + 1, width + 16), float("nan"), dtype=dtype)
+    padded[:tokens, :width] = normal(tokens, width)
     rows = 2 * ffn if expert.gated else ffn
-    found = {
-        "x": held[:tokens, :width],
+    arguments = {
+        "x": padded[:tokens, :width],
         "router_logits": 2 * normal(tokens, experts),
         "inner": (normal(experts, rows, width) * width**-0.5).to(dtype),
         "down": (normal(experts, width, ffn) * ffn**-0.5).to(dtype),
@@ -92,8 +92,11 @@ def case(tokens: int, experts: int, top: int, width: int, ffn: int, expert: Mlp,
         "expert": expert,
     }
     if expert.bias:
-        found |= {"inner_bias": normal(experts, rows, dtype=dtype), "down_bias": normal(experts, width, dtype=dtype)}
-    return found
+        arguments |= {
+            "inner_bias": normal(experts, rows, dtype=dtype),
+            "down_bias": normal(experts, width, dtype=dtype),
+        }
+    return arguments
 
 
 EXPERTS = {
@@ -109,9 +112,9 @@ EXPERTS = {
 def test_moe(kind: str, dtype: torch.dtype, tokens: int, experts: int, top: int) -> None:
     arguments = case(tokens, experts, top, 48, 24, EXPERTS[kind], dtype)
     want = moe(**arguments, use_kernel=False, chip=CHIP)
-    found = moe(**arguments, use_kernel=True, chip=CHIP)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, want, rtol=0, atol=3e-6 if dtype == torch.float32 else 1e-2)
+    actual = moe(**arguments, use_kernel=True, chip=CHIP)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, want, rtol=0, atol=3e-6 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
@@ -135,11 +138,11 @@ def test_many_rows_by_torch(bias: bool) -> None:
     arguments["x"] = arguments["x"].contiguous()
     weights, chosen = route(arguments["router_logits"], arguments["router"])
     given = [arguments.get(name) for name in ("inner", "down", "inner_bias", "down_bias")]
-    assert api.is_faster(arguments["x"], chosen, *given[:2], CHIP)
+    assert api.use_grouped_mm(arguments["x"], chosen, *given[:2], CHIP)
     for other in ("sm_80", "sm_120"):  # there torch waits for the device
-        assert not api.is_faster(arguments["x"], chosen, *given[:2], CHIPS[other])
-    assert not api.is_faster(arguments["x"][:60], chosen[:60], *given[:2], CHIP)
-    assert not api.is_faster(arguments["x"].half(), chosen, *given[:2], CHIP)
+        assert not api.use_grouped_mm(arguments["x"], chosen, *given[:2], CHIPS[other])
+    assert not api.use_grouped_mm(arguments["x"][:60], chosen[:60], *given[:2], CHIP)
+    assert not api.use_grouped_mm(arguments["x"].half(), chosen, *given[:2], CHIP)
     parts = api.grouped_experts(arguments["x"], chosen, *given, arguments["expert"])
     wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     want = moe(**wide, use_kernel=False, chip=CHIP)
@@ -147,8 +150,8 @@ def test_many_rows_by_torch(bias: bool) -> None:
 
 
 def test_tiles() -> None:
-    found = [kernel.choose_tile(pairs, 128, packed=False) for pairs in (8, 2048, 2056, 8192, 8200)]
-    assert found == [16, 16, 64, 64, 128]
+    actual = [kernel.choose_tile(pairs, 128, packed=False) for pairs in (8, 2048, 2056, 8192, 8200)]
+    assert actual == [16, 16, 64, 64, 128]
     assert kernel.choose_tile(8200, 128, packed=True) == 64
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from pagoda.backends.torch_cuda.kernels.launch import row_stride
 from pagoda.backends.torch_cuda.kernels.norm import norm, norm_quantised
-from pagoda.backends.torch_cuda.kernels.rows import row_stride
 
 KINDS = [("rms", False, False), ("rms", True, False), ("layer", False, True), ("layer", True, False)]
 

@@ -1,4 +1,4 @@
-"""Prefill attention: the reference against the textbook, the interpreted kernel against the reference."""
+"""PrefillAttention attention: the reference against the textbook, the interpreted kernel against the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALES = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
 class Case:
     """Sequences of (new tokens, tokens before), the first `decodes` not to be computed, with three tokens of padding.
 
-    What nobody may read is NaN in the cache, and beyond the cache in the block tables.
+    What must not be read is NaN in the cache, and beyond the cache in the block tables.
     """
 
     seqs: list[tuple[int, int]]

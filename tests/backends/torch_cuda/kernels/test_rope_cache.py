@@ -16,7 +16,7 @@ SHAPES = {
 
 
 def _case(shape: str, dtype: torch.dtype, cache: torch.dtype, normed: bool):
-    """Arguments, with NaN in rows past the end, in tables nobody's position reads and in the cache."""
+    """Arguments, with NaN in rows past the end, in unused rows of tables and in the cache."""
     heads, kv_heads, head_dim, rotated, page = SHAPES[shape]
     seed = torch.Generator().manual_seed(5)
 

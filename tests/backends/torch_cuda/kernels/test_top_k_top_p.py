@@ -103,8 +103,8 @@ def test_the_kernel_is_the_reference(kind: str) -> None:
     rng = np.random.default_rng(len(kind))
     logits = make_logits(kind, len(kind))
     rules = [tuple(one[rng.integers(len(one))] for one in CHOICES) for _ in range(ROWS)]
-    found = kept(logits, rules, use_kernel=True)
-    np.testing.assert_array_equal(found, kept(logits, rules, use_kernel=False))
+    actual = kept(logits, rules, use_kernel=True)
+    np.testing.assert_array_equal(actual, kept(logits, rules, use_kernel=False))
 
 
 def test_the_best_may_lie_in_one_group() -> None:
@@ -114,9 +114,9 @@ def test_the_best_may_lie_in_one_group() -> None:
     logits[0, 402:404] = -9
     logits[:, 8] = 5
     rules: list[Rule] = [(1.0, 2, 1.0, 0.0), (5.0, 0, 0.5, 0.0), (5.0, 4, 0.9, 0.0)]
-    found = kept(logits, rules, use_kernel=True)
-    np.testing.assert_array_equal(found, np.stack([define(row, *rule) for row, rule in zip(logits, rules)]))
-    assert found[0].sum() == 2
+    actual = kept(logits, rules, use_kernel=True)
+    np.testing.assert_array_equal(actual, np.stack([define(row, *rule) for row, rule in zip(logits, rules)]))
+    assert actual[0].sum() == 2
 
 
 def test_whole_tiles_of_the_size_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +127,9 @@ def test_whole_tiles_of_the_size_that_serves(monkeypatch: pytest.MonkeyPatch) ->
     logits = room[: 2 * 33_001].reshape(2, 33_001)
     logits[:] = np.random.default_rng(0).standard_normal(logits.shape) * 2
     rules: list[Rule] = [(0.8, 0, 0.9, 0.0), (1.0, 1_000, 0.95, 0.0)]
-    found = kept(logits, rules, use_kernel=True)
-    np.testing.assert_array_equal(found, kept(logits, rules, use_kernel=False))
-    assert found.sum(1).min() > 100
+    actual = kept(logits, rules, use_kernel=True)
+    np.testing.assert_array_equal(actual, kept(logits, rules, use_kernel=False))
+    assert actual.sum(1).min() > 100
 
 
 def test_rows_without_limits_may_hold_anything() -> None:

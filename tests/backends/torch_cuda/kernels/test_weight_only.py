@@ -8,7 +8,7 @@ import torch
 from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.weight_only import kernel, many, pack, unpack, weight_only_linear
-from pagoda.backends.torch_cuda.kernels.weight_only.api import reference
+from pagoda.backends.torch_cuda.kernels.weight_only.api import weight_only_reference
 
 CHIP = CHIPS["sm_90"]
 SCHEMES = [("int8", 128), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
@@ -22,7 +22,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_packing_rounds_to_the_nearest(scheme: str, group: int) -> None:
     weight = normal(48, 384)
     weight[3], weight[4] = 0, weight[4].abs() + 1
-    found = unpack(pack(weight, scheme, group))
+    actual = unpack(pack(weight, scheme, group))
     largest = weight.abs().amax(-1, keepdim=True)
     if scheme == "int8":
         allowed = largest / 127 / 2
@@ -32,9 +32,9 @@ def test_packing_rounds_to_the_nearest(scheme: str, group: int) -> None:
         groups = weight.view(48, -1, group)
         extent = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
         allowed = (extent / 15).repeat_interleave(group, 1)
-    error = (found - weight).abs()
+    error = (actual - weight).abs()
     assert (error <= allowed * 1.01).all()
-    assert (found[3] == 0).all()
+    assert (actual[3] == 0).all()
     assert error.mean() < 0.7 * allowed.mean()
 
 
@@ -72,7 +72,7 @@ def test_packing_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(50, 300)
     for scheme in ("int8", "fp8", "int4"):
         whole = pack(weight, scheme)
-        monkeypatch.setattr("pagoda.backends.torch_cuda.kernels.weight_only.packing._AT_ONCE", 16 * 300)
+        monkeypatch.setattr("pagoda.backends.torch_cuda.kernels.weight_only.packing._CHUNK_NUMBERS", 16 * 300)
         pieces = pack(weight, scheme)
         monkeypatch.undo()
         assert torch.equal(pieces.data.view(torch.uint8), whole.data.view(torch.uint8))
@@ -86,9 +86,9 @@ def test_groups_of_int4() -> None:
 
 def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows [rows, columns] with NaN between and behind them."""
-    held = torch.full((rows + 1, columns + 16), float("nan"), dtype=dtype)
-    held[:rows, :columns] = normal(rows, columns, dtype=dtype)
-    return held[:rows, :columns]
+    padded = torch.full((rows + 1, columns + 16), float("nan"), dtype=dtype)
+    padded[:rows, :columns] = normal(rows, columns, dtype=dtype)
+    return padded[:rows, :columns]
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
@@ -98,11 +98,11 @@ def test_kernel(scheme: str, group: int, rows: int, outputs: int, inputs: int, d
     x, bias = poisoned(rows, inputs, dtype), normal(outputs, dtype=dtype)
     packed = pack(normal(outputs, inputs), scheme, group)
     for given in (None, bias):
-        found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
-        want = reference(x, packed, given)
-        assert found.dtype == dtype
+        actual = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
+        want = weight_only_reference(x, packed, given)
+        assert actual.dtype == dtype
         scale = want.float().abs().max().item()
-        torch.testing.assert_close(found, want, rtol=0, atol=scale * (3e-6 if dtype == torch.float32 else 1e-3))
+        torch.testing.assert_close(actual, want, rtol=0, atol=scale * (3e-6 if dtype == torch.float32 else 1e-3))
 
 
 def test_splits_are_added_in_order() -> None:
@@ -136,9 +136,9 @@ def test_many_rows_by_pieces(scheme: str, group: int, dtype: torch.dtype, monkey
     x, bias = poisoned(70, 300, dtype), normal(45, dtype=dtype)
     packed = pack(normal(45, 300), scheme, group)
     for given in (None, bias):
-        found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
-        want = reference(x, packed, given)
-        torch.testing.assert_close(found, want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06)
+        actual = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
+        want = weight_only_reference(x, packed, given)
+        torch.testing.assert_close(actual, want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06)
     wide = many.unpack(packed, torch.empty(45, 300, dtype=torch.float32), CHIP)
     torch.testing.assert_close(wide, unpack(packed), rtol=0, atol=0)
 
@@ -151,13 +151,13 @@ def test_many_rows_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     want = (stored.float() * scale) @ unpack(packed).T
     monkeypatch.setattr(many, "quantised", lambda x, chip: (stored, scale))  # the interpreter has no bfloat16
     for given, add in ((None, 0), (bias, bias.float())):
-        found = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
-        torch.testing.assert_close(found.float(), want + add, rtol=0.01, atol=0.05)
-    assert many.multiplies_float8(x, packed, CHIP)
-    assert not many.multiplies_float8(x, packed, CHIPS["sm_80"])
-    assert not many.multiplies_float8(x.half(), packed, CHIP)
-    assert not many.multiplies_float8(x, pack(normal(33, 64), "fp8"), CHIP)
-    assert not many.multiplies_float8(x, pack(normal(32, 64), "int8"), CHIP)
+        actual = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
+        torch.testing.assert_close(actual.float(), want + add, rtol=0.01, atol=0.05)
+    assert many.supports_float8_product(x, packed, CHIP)
+    assert not many.supports_float8_product(x, packed, CHIPS["sm_80"])
+    assert not many.supports_float8_product(x.half(), packed, CHIP)
+    assert not many.supports_float8_product(x, pack(normal(33, 64), "fp8"), CHIP)
+    assert not many.supports_float8_product(x, pack(normal(32, 64), "int8"), CHIP)
 
 
 def test_rounding_of_rows() -> None:
