@@ -163,7 +163,7 @@ def test_any_number_of_devices_gives_the_same_tokens() -> None:
 
 
 def test_too_many_devices_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"here are 8 .*use at most 8"):
+    with pytest.raises(ConfigError, match=r"8 available .*use at most 8"):
         driver(SPECS["full"], tensor=16)
     with pytest.raises(ConfigError, match="8 devices cannot share 4 query heads; use 4 or less"):
         driver(SPECS["full"], tensor=8)
@@ -216,9 +216,11 @@ def test_the_cache_is_updated_in_place() -> None:
     """Every step program aliases the whole cache and makes no temporary of its size."""
     d = driver(SPECS["full"])
     programs = d.backend._programs
-    size = sum(int(np.prod(c.shape)) * c.dtype.itemsize for c in d.backend.model.caches(programs.catalogue.num_blocks))
-    for key in list(programs.catalogue)[:2]:
-        memory = programs.catalogue.lower(key).compile().memory_analysis()
+    size = sum(
+        int(np.prod(c.shape)) * c.dtype.itemsize for c in d.backend.model.caches(programs.program_set.num_blocks)
+    )
+    for key in list(programs.program_set)[:2]:
+        memory = programs.program_set.lower(key).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= size
 
 
@@ -237,7 +239,7 @@ def test_weights_are_strict_both_ways() -> None:
 
 
 def test_float16_is_refused_with_what_works() -> None:
-    with pytest.raises(ConfigError, match="float16 is not computed here; use bfloat16 or float32"):
+    with pytest.raises(ConfigError, match="jax_tpu does not support float16; use bfloat16 or float32"):
         Driver(SPECS["full"], block_size=8, backend="jax_tpu", dtype="float16")
 
 
@@ -270,5 +272,5 @@ def test_logprobs_show_what_their_mode_says(mode: str, temperature: float) -> No
 
 
 def test_logits_processors_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--logits-processors: logits stay on the device here"):
+    with pytest.raises(ConfigError, match="--logits-processors: jax_tpu keeps logits on the device"):
         Driver(SPECS["full"], block_size=8, backend="jax_tpu", sampling=SamplerOptions(processors=(None,)))

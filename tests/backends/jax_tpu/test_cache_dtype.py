@@ -18,10 +18,10 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 from support.tiny_folder import write_model
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
-from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE, ROOM
+from pagoda.backends.jax_tpu.memory.kv_scales import HEADROOM, KV_SCALE
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
@@ -92,7 +92,7 @@ def test_scales_reach_a_little_beyond_what_is_stored() -> None:
     embedded = weights["embed"]
     normed = embedded / np.sqrt((embedded**2).mean(-1, keepdims=True) + 1e-5) * weights["layers.0.norms.before_mixer"]
     values = normed @ weights["layers.0.mixer.v"].T + weights["layers.0.mixer.v_bias"]
-    most = np.abs(values).max() * ROOM / 127
+    most = np.abs(values).max() * HEADROOM / 127
     assert 0.9 * most < scales(d)[0, 1] < 1.001 * most
     np.testing.assert_array_equal(scales(driver(cache_dtype="fp8")), np.ones((2, 2)))
     copies = driver(cache_dtype="int8", calculate_kv_scales=True, data=2)
@@ -106,14 +106,16 @@ STEP = Forward(JaxStepShape(64, 64, 8, 1, True))
 def test_half_the_room_and_half_the_reading() -> None:
     wide = replace(SPEC.layers[0].mixer, heads=32, kv_heads=8, head_dim=128)
     spec = replace(SPEC, layers=tuple(replace(layer, mixer=wide) for layer in SPEC.layers))
-    target, load = find_target("cpu"), Load(64 * 1024, 64 * 1024)
+    target, load = find_target("cpu"), BatchLoad(64 * 1024, 64 * 1024)
     plain, small = (
         model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=asked))
         for asked in ("auto", "fp8")
     )
     assert plain.block_bytes == 2 * 2 * 8 * 128 * 128 * 2
     assert small.block_bytes == plain.block_bytes // 2
-    assert need(small, STEP, load).kernel_bytes == pytest.approx(need(plain, STEP, load).kernel_bytes / 2, rel=0.02)
+    assert roofline_cost(small, STEP, load).kernel_bytes == pytest.approx(
+        roofline_cost(plain, STEP, load).kernel_bytes / 2, rel=0.02
+    )
 
 
 @pytest.mark.setting("--kv-cache-dtype")

@@ -140,7 +140,7 @@ def test_an_array_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
         good = path.read_bytes()
         for bad in (good[: len(good) // 2], bytes(255 - byte for byte in good)):
             path.write_bytes(bad)
-            with pytest.raises(WeightError, match=r"^\S+: array \S+ cannot be read \(.*\); copy it anew, or convert"):
+            with pytest.raises(WeightError, match=r"^\S+: array \S+ cannot be read \(.*\); copy it again, or convert"):
                 checkpoints.load(model, checkpoint)
         path.write_bytes(good)
     checkpoints.load(model, checkpoint)
@@ -155,15 +155,15 @@ def test_an_array_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
 def test_arrays_of_another_model_are_named(tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "x", SPECS["mlp"], 8)
     wide = model_of(replace(SPECS["mlp"], vocab=113))
-    with pytest.raises(WeightError, match=r"array embed is \[104, 32\] in the .*, \[120, 32\] by its config.json"):
+    with pytest.raises(WeightError, match=r"array embed is \[104, 32\] in the .*, but \[120, 32\] by its config.json"):
         checkpoints.load(wide, checkpoint)
-    with pytest.raises(WeightError, match=r"array head is \[104, 32\] .*, not there by its config.json here; put back"):
+    with pytest.raises(WeightError, match=r"array head is \[104, 32\] .*, but missing by its config.json; restore"):
         checkpoints.load(model_of(replace(SPECS["mlp"], tied=True)), checkpoint)
     odd = altered(checkpoint, lambda manifest: manifest["leaves"]["embed"].update(dtype="int8"))
     with pytest.raises(WeightError, match="array embed is int8, expected bfloat16 or float32; convert"):
         checkpoints.load(model_of(SPECS["mlp"]), odd)
     cut = altered(checkpoint, lambda manifest: manifest["leaves"].pop("embed"))
-    with pytest.raises(WeightError, match="array embed is not there in the checkpoint of pagoda"):
+    with pytest.raises(WeightError, match="array embed is missing in the checkpoint of pagoda"):
         checkpoints.load(model_of(SPECS["mlp"]), cut)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("flax")
 
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, cache_places, segments
+from pagoda.backends.jax_tpu.model.layout import HeadLayout, build_cache_index, segments
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ConfigError
@@ -30,10 +30,10 @@ def test_every_head_has_one_place_beside_its_kv_head(kv_heads: int, per_head: in
         return
     layout = HeadLayout.of(attention(heads, kv_heads), tensor)
     assert layout.slots % tensor == 0
-    placed = layout.heads_of[layout.heads_of >= 0]
-    assert sorted(placed) == list(range(heads))
-    for slot, places in enumerate(layout.heads_of):
-        assert all(head // per_head == layout.kv_of[slot] for head in places if head >= 0)
+    assigned = layout.heads_of[layout.heads_of >= 0]
+    assert sorted(assigned) == list(range(heads))
+    for slot, positions in enumerate(layout.heads_of):
+        assert all(head // per_head == layout.kv_of[slot] for head in positions if head >= 0)
     assert layout.first_copy.sum() == kv_heads
 
 
@@ -80,11 +80,11 @@ def test_layers_are_cut_into_repeating_blocks(pattern: str, cuts: list[tuple[int
 
 def test_groups_of_one_shape_share_a_stack() -> None:
     spec = model("wwwwwf")
-    places = cache_places(spec, kv_layout(spec, 8), 1)
-    assert places.shapes == ((2, 8),)
-    assert places.depths == (1,)
-    assert sorted(places.group) == list(range(6))
-    assert set(places.index) == {0}
+    positions = build_cache_index(spec, kv_layout(spec, 8), 1)
+    assert positions.shapes == ((2, 8),)
+    assert positions.depths == (1,)
+    assert sorted(positions.group) == list(range(6))
+    assert set(positions.index) == {0}
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.integers(1, 9000), st.sampled_from([2, 4]), st.data())

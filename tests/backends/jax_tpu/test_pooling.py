@@ -18,7 +18,7 @@ import support.jax_devices  # noqa: F401
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue, sizes
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet, token_ladder
 from pagoda.backends.jax_tpu.execution.programs import RecompileError
 from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create
@@ -104,7 +104,7 @@ def test_packed_prompts_do_not_see_each_other(spec: ModelSpec, tensor: int) -> N
     assert spec.pooler is not None
     plan = make_plan(requests(LENGTHS, only_tokens=spec.pooler.kind == "all"))
     backend = loaded(spec, tensor=tensor)
-    assert backend.catalogue.shape_for(plan.num_tokens, of_tokens=True).tile * 5 == 320
+    assert backend.program_set.shape_for(plan.num_tokens, of_tokens=True).tile * 5 == 320
     for answer, theirs in zip(backend.pool(plan).result(), expected(spec, plan), strict=True):
         np.testing.assert_allclose(answer, theirs, atol=3e-5, rtol=0)
     backend.close()
@@ -155,9 +155,9 @@ def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str
 
 
 def test_a_ladder_holds_every_step() -> None:
-    assert sizes(LIMITS) == (64, 128, 256, 320)
-    assert sizes(replace(LIMITS, max_num_batched_tokens=16)) == (64, 128, 192)
-    assert len(list(PoolCatalogue(loaded(SPECS["all tokens"]).model, LIMITS))) == 4, "each token's answers only"
+    assert token_ladder(LIMITS) == (64, 128, 256, 320)
+    assert token_ladder(replace(LIMITS, max_num_batched_tokens=16)) == (64, 128, 192)
+    assert len(list(PoolProgramSet(loaded(SPECS["all tokens"]).model, LIMITS))) == 4, "each token's answers only"
 
 
 def planned(room: int, *, stated: bool = False, **limits: int) -> Limits:
@@ -238,9 +238,9 @@ def test_what_the_tpu_compiler_says_of_a_step(config: dict[str, Any], topology: 
     limits = Limits(max_model_len=512, max_num_batched_tokens=8192, max_num_seqs=256, block_size=128)
     target = find_target(topology)
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
-    catalogue = PoolCatalogue(model, limits)
-    keys = [catalogue.shape_for(tokens, of_tokens=False) for tokens in (2048, 8192)]
-    small, large = compile_programs(catalogue, keys)
+    program_set = PoolProgramSet(model, limits)
+    keys = [program_set.shape_for(tokens, of_tokens=False) for tokens in (2048, 8192)]
+    small, large = compile_programs(program_set, keys)
     fixed, each = pooling_bytes(model, limits)
     for key, program in zip(keys, (small, large)):
         assert program.schedule is not None

@@ -26,7 +26,7 @@ from support.embedded_requests import (
 from support.reference_driver import random_weights
 
 from pagoda.backends.jax_tpu.backend import create
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Forward, ForwardRows, OnLogits
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, ForwardEmbeds, LogitsProgram, Sample, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.sampling import device
 from pagoda.common.config.groups.cache import CacheConfig
@@ -54,16 +54,16 @@ def test_devices_share_rows() -> None:
 
 def test_only_the_setting_adds_programs_and_none_for_decoding() -> None:
     plain, more = (load_jax(embeds) for embeds in (False, True))
-    assert [key for key in more if not isinstance(key, ForwardRows)] == list(plain)
+    assert [key for key in more if not isinstance(key, ForwardEmbeds)] == list(plain)
     prefill = [key.shape for key in plain if isinstance(key, Forward) and not key.shape.decode_only]
-    assert [key.shape for key in more if isinstance(key, ForwardRows)] == prefill
+    assert [key.shape for key in more if isinstance(key, ForwardEmbeds)] == prefill
     for key in plain:
         assert plain.signature(key) == more.signature(key)
 
 
 def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
     spec = SPECS["scaled"]
-    with pytest.raises(ConfigError, match="--compiled-bundle: holds no programs that take embeddings"):
+    with pytest.raises(ConfigError, match="--compiled-bundle: bundles have no programs for embeddings"):
         create(
             spec,
             limits=LIMITS,
@@ -75,7 +75,7 @@ def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
         )
 
 
-def load_jax(embeds: bool) -> Catalogue:
+def load_jax(embeds: bool) -> StepProgramSet:
     spec = SPECS["scaled"]
     backend = create(
         spec,
@@ -85,7 +85,7 @@ def load_jax(embeds: bool) -> Catalogue:
         dtype="float32",
         prompt_embeds=embeds,
     )
-    return backend._catalogue(BLOCKS)
+    return backend._program_set(BLOCKS)
 
 
 def test_nothing_is_compiled_while_serving() -> None:
@@ -98,10 +98,10 @@ def test_nothing_is_compiled_while_serving() -> None:
     )
     backend.load(random_weights(spec))
     backend.init_cache(BLOCKS)
-    wanted = (Forward, ForwardRows)
-    choosing = (Choose(1, "greedy"), OnLogits("logprobs", 1))
+    wanted = (Forward, ForwardEmbeds)
+    choosing = (Sample(1, "greedy"), LogitsProgram("logprobs", 1))
     backend._programs.prepare(
-        key for key in backend._programs.catalogue if isinstance(key, wanted) or key in choosing
+        key for key in backend._programs.program_set if isinstance(key, wanted) or key in choosing
     )  # of all that warmup compiles
     core = EngineCore(backend, layout, limits, BLOCKS)
     line = [

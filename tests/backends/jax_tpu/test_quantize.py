@@ -17,12 +17,12 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 from support.tiny_folder import write_model
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
-from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantized
+from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -77,7 +77,7 @@ def test_every_chips_float8_holds_the_same_values() -> None:
     x[5] = 0
     values = []
     for chip in ("v6e", "v7x"):
-        numbers, scale = quantized(x, CHIPS[chip].float8)
+        numbers, scale = quantize(x, CHIPS[chip].float8)
         assert numbers.dtype.itemsize == 1
         values.append(np.asarray(numbers).astype(np.float32) * np.asarray(scale)[:, None])
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
@@ -115,7 +115,7 @@ def test_half_the_room_and_half_the_reading() -> None:
     layers = 4 * 2 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     rest = weight_bytes(plain) - layers
     assert weight_bytes(small) == pytest.approx(rest + layers / 2, rel=2e-3)
-    needs = [need(model, DECODE, Load(0, 0)).bytes for model in (plain, small)]
+    needs = [roofline_cost(model, DECODE, BatchLoad(0, 0)).bytes for model in (plain, small)]
     assert needs[1] == pytest.approx(needs[0] / 2, rel=0.02)
 
 
@@ -126,8 +126,8 @@ def test_the_compiler_widens_inside_the_product(method: str) -> None:
     programs = []
     for quantization in (None, method):
         model = model_on("v6e:1x1", quantization)
-        catalogue = Catalogue(model, StepShapes.of(LIMITS, 1), 600, LIMITS.max_num_seqs)
-        programs += compile_programs(catalogue, [DECODE])
+        program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), 600, LIMITS.max_num_seqs)
+        programs += compile_programs(program_set, [DECODE])
     plain, small = programs
     assert small.memory.temporary < 4 << 20
     assert small.schedule.cycles < 0.7 * plain.schedule.cycles
@@ -148,7 +148,7 @@ def test_the_budget_of_smaller_weights(tmp_path: Path) -> None:
 
 
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization: fp8: experts stay as they are; drop it"):
+    with pytest.raises(ConfigError, match="--quantization: fp8: jax_tpu cannot quantise experts; drop it"):
         matrix_dtype("fp8", tiny_spec(moe=True), CHIPS["v6e"])
     with pytest.raises(ConfigError, match="--quantization: tpu_int8: v7x has no int8; use fp8"):
         matrix_dtype("tpu_int8", SPEC, CHIPS["v7x"])

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from support.reference_driver import tiny_spec
 from support.sampling_definition import ROWS, VOCAB, define
 
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue
+from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes, writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import build_model
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
 from pagoda.backends.jax_tpu.sampling import device
-from pagoda.backends.jax_tpu.sampling.device import JaxSamplingRules, choose, logprobs, lowest_kept, sorted_logprobs
+from pagoda.backends.jax_tpu.sampling.device import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
 from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import logit_edits
@@ -43,7 +43,7 @@ def programs() -> CompiledPrograms:
     limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
     kernel = KernelChoice(page_size=8, cache_dtype="float32")
     model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
-    return CompiledPrograms(Catalogue(model, StepShapes.of(limits, 1), 4, ROOM))
+    return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), 4, ROOM))
 
 
 def step(ends: list[int]) -> StepPlan:
@@ -105,11 +105,11 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
     found = []
     for use_kernel in (True, False):
         kernel = KernelChoice(8, "float32", use_kernel=use_kernel, interpret=True)
-        call = jax.jit(partial(choose, "filtered", True, kernel, make_mesh()))
+        call = jax.jit(partial(sample, "filtered", True, kernel, make_mesh()))
         found.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
     for ours, theirs in zip(*found):
         np.testing.assert_array_equal(ours, theirs)
-    floor = lowest_kept(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
+    floor = keep_threshold(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
     assert np.isneginf(np.asarray(floor)[[0, 7]]).all(), "no work for greedy rows"
     kept = np.isfinite(found[0][2]).sum(1)
     assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"

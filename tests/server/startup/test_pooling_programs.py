@@ -57,7 +57,7 @@ def test_a_bundle_has_every_program(model: Path, tmp_path: Path, caplog: pytest.
     assert main.main(["compile", str(model), *WORDS, *words]) == 0
     table = json.loads((tmp_path / "table.json").read_text())
     names = [row["program"] for row in table["programs"]]
-    assert names == ["pool 64 tokens, an answer for each", "pool 64 tokens, 4 prompts"]
+    assert names == ["pool 64 tokens, one output per token", "pool 64 tokens, 4 prompts"]
     assert table["budget"]["kv_cache"] == table["budget"]["history"] == 0
     assert table["budget"]["weights"] > 0
     caplog.set_level(logging.INFO)

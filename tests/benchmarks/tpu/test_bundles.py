@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "tpu"))
 
-from tpu_bundles import Listing
+from bundles import Listing
 
 OPERAND = "inlined_call_operand.vmem [shape: s32[2], index: 1, kind: input] /* operand 1 */"
 WINDOW = "inlined_call_operand.vmem [shape: bf16[4,8], index: 2, kind: input] /* window */"

@@ -6,8 +6,8 @@ import json
 import runpy
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = runpy.run_path(str(ROOT / "benchmarks" / "tpu_table.py"))
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = runpy.run_path(str(ROOT / "benchmarks" / "tpu" / "table.py"))
 
 
 def test_the_guide_shows_the_results() -> None:
