@@ -1,4 +1,4 @@
-"""Grouped products: the kernel in TPU interpret mode, its reference, the definition one group at a time."""
+"""Grouped matmul: the kernel in TPU interpret mode, its reference, and the definition one group at a time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case(sizes: list[int], dtype: str, seed: int) -> tuple[np.ndarray, np.ndarra
 
 
 def product(rows: np.ndarray, stack: np.ndarray, sizes: list[int], dtype: str, transposed: bool) -> np.ndarray:
-    """By the kernel; traced once per type."""
+    """Run the kernel; traced once per dtype."""
     key = dtype, transposed
     if key not in CALLS:
         static = {"transposed": transposed, "out_dtype": jnp.float32, "interpret": STRICT}
@@ -110,12 +110,12 @@ def test_every_row_is_visited_once_by_its_own_group(sizes: list[int]) -> None:
 
 
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_buffer = kernel.Body.copy
+    one_buffer = kernel.MatmulKernelBody.copy
 
-    def same(self: kernel.Body, column, group, slot):
+    def same(self: kernel.MatmulKernelBody, column, group, slot):
         return one_buffer(self, column, group, 0)  # the next weights land in the buffer that is being read
 
-    monkeypatch.setattr(kernel.Body, "copy", same)
+    monkeypatch.setattr(kernel.MatmulKernelBody, "copy", same)
     rows, stack, want = case([30, 0, 10, 20, 10, 0], "float32", 3)
     arrays = (jnp.asarray(rows), jnp.asarray(stack), LAYER, jnp.asarray([30, 0, 10, 20, 10, 0]))
     try:

@@ -160,5 +160,5 @@ def cache_dtype(cache: CacheConfig, activations: jnp.dtype, chip: ChipInfo | Non
     """
     cache.check_scales()
     if cache.cache_dtype == "int8" and chip is not None and not chip.int8:
-        raise ConfigError("--kv-cache-dtype", f"{chip.name} does not support int8; use fp8, which has the same size")
+        raise ConfigError("--kv-cache-dtype", f"{chip.name} has no int8; use fp8, which has the same size")
     return _KV_DTYPES.get(cache.cache_dtype, activations.name)

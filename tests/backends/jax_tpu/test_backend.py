@@ -68,7 +68,7 @@ def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
 
 
 @pytest.mark.parametrize("best", [0, 3])
-def test_the_device_finds_the_best_few(best: int) -> None:
+def test_top_logprobs_on_the_device(best: int) -> None:
     rules = SamplingRules(logprobs=best, prompt_logprobs=best)
     few, all_of_them = driver(SPECS["full"]), driver(SPECS["full"])
     _, small = few.step({0: PROMPT}, [few.start(0, PROMPT, rules)])
@@ -79,7 +79,7 @@ def test_the_device_finds_the_best_few(best: int) -> None:
         np.testing.assert_array_equal(ours[0].ranks, theirs[0].ranks)
 
 
-def test_a_mixed_batch_answers_like_one_at_a_time() -> None:
+def test_a_mixed_batch_equals_single_requests() -> None:
     spec = SPECS["window"]
     prompts = [[(7 * i + j * j) % 96 for j in range(2 + 3 * i)] for i in range(4)]
     one = driver(spec)
@@ -110,8 +110,8 @@ def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
     assert result.token_ids.tolist() == alone * 2
 
 
-def test_a_short_reader_comes_after_who_fills_its_page() -> None:
-    """Row 1 has one token left of a prompt whose first page row 0 fills in the same step: it may not go first."""
+def test_a_short_reader_runs_after_the_writer_of_its_page() -> None:
+    """Row 1 has one uncached prompt token; row 0 writes its first page in the same step, so row 1 must run after it."""
     rules = SamplingRules(logprobs=2)
     one = driver(SPECS["full"])
     _, alone = one.step({1: PROMPT[:9]}, [one.start(1, PROMPT[:9], rules)])
@@ -143,7 +143,7 @@ def shared_page_plan(d: Driver) -> StepPlan:
 
 
 def eight_heads() -> ModelSpec:
-    """As `tiny_spec` with eight query heads over two KV heads, so that eight devices share them."""
+    """`tiny_spec` with eight query heads over two KV heads, to be sharded over eight devices."""
     spec = tiny_spec(window=6)
 
     def wider(mixer: Attention) -> Attention:
@@ -254,8 +254,8 @@ def test_bfloat16_stays_close_to_float32() -> None:
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logprobs_show_what_their_mode_says(mode: str, temperature: float) -> None:
-    """As the reference backend shows them."""
+def test_logprobs_modes(mode: str, temperature: float) -> None:
+    """Equal to those of the reference backend."""
     rules = SamplingRules(
         temperature=temperature, top_k=9, top_p=0.9, logit_bias=((3, 2.0),), logprobs=5, prompt_logprobs=2, seed=1
     )

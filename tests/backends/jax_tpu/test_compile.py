@@ -1,4 +1,4 @@
-"""Whole step programs compiled for TPUs that are not here: what the compiler says of memory, cycles and roofline."""
+"""Step programs compiled ahead of time for TPUs: memory, cycles and roofline."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_cpu_has_no_more_blocks_than_requests_need() -> None:
 
 
 @needs_libtpu
-def test_a_model_that_does_not_fit_is_told_what_would() -> None:
+def test_a_model_that_does_not_fit_names_remedies() -> None:
     target = find_target("v6e:2x2")
     with pytest.raises(ConfigError, match=r"lacks [\d.]+ GiB per device: .* use --tensor-parallel-size 8 and a"):
         plan_blocks(model_on(target, LLAMA_70B, 4), target, LIMITS, CacheConfig(), stated=True)
@@ -177,7 +177,7 @@ def test_a_model_that_does_not_fit_is_told_what_would() -> None:
     assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > fits // 128
 
 
-def test_tables_that_scalar_memory_does_not_hold() -> None:
+def test_block_tables_beyond_scalar_memory() -> None:
     long = replace(LIMITS, max_model_len=131072)
     with pytest.raises(ConfigError, match=r"--block-size: with 128 .* use --block-size 256, or --max-num-seqs 128"):
         check_tables(long)
@@ -195,7 +195,7 @@ def test_a_topology_that_libtpu_does_not_know() -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v7x:1x1x1"])
-def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_chip_is_a_separate_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The libtpu that jax 0.10 names divides any layout into hosts of 2x2 chips by default; newer ones do not."""
     asked: list[object] = []
     describe = topologies.get_topology_desc
@@ -209,7 +209,7 @@ def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatc
     assert asked == [(1, 1, 1)]
 
 
-def test_what_a_step_needs() -> None:
+def test_roofline_cost_of_a_step() -> None:
     model = model_on(find_target("cpu"), LLAMA_8B, 1)
     shape = JaxStepShape(64, 64, 8, 1, True)
     needed = roofline_cost(model, Forward(shape), BatchLoad(64 * 1024, 64 * 1024))
@@ -225,13 +225,13 @@ def test_what_a_step_needs() -> None:
     assert half.bytes == pytest.approx(needed.bytes / 2, rel=0.01)
 
 
-def test_a_load_fills_its_shape() -> None:
+def test_a_full_batch_fills_its_shape() -> None:
     assert full_step(JaxStepShape(8, 8, 4, 1, True), 16, 1000) == BatchLoad(512, 512)
     assert full_step(JaxStepShape(8, 8, 4, 1, True), 16, 10) == BatchLoad(160, 160)
     assert full_step(JaxStepShape(100, 8, 4, 1, False), 16, 1000) == BatchLoad(100, 64 * 65 // 2 + 36 * 37 // 2)
 
 
-def test_what_fits_beside_the_rest() -> None:
+def test_budget_limits() -> None:
     sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "block_size": 16, "groups": 2}
     budget = Budget(total=1000, usable=900, weights=500, kv_cache=200, **sizes)
     assert (budget.used, budget.spare, budget.max_blocks) == (730, 170, 37)

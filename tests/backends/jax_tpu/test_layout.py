@@ -22,7 +22,7 @@ def attention(heads: int, kv_heads: int, window: int | None = None) -> Attention
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 16))
-def test_every_head_has_one_place_beside_its_kv_head(kv_heads: int, per_head: int, tensor: int) -> None:
+def test_every_head_is_in_a_slot_of_its_kv_head(kv_heads: int, per_head: int, tensor: int) -> None:
     heads = kv_heads * per_head
     if tensor > heads:
         with pytest.raises(ConfigError, match=f"use {heads} or less"):
@@ -41,12 +41,12 @@ def test_every_head_has_one_place_beside_its_kv_head(kv_heads: int, per_head: in
     ("heads", "kv_heads", "tensor", "slots", "group"),
     [(32, 8, 8, 8, 4), (64, 8, 16, 16, 4), (32, 8, 1, 8, 4), (9, 3, 1, 3, 3), (9, 3, 2, 4, 3)],
 )
-def test_layouts_people_meet(heads: int, kv_heads: int, tensor: int, slots: int, group: int) -> None:
+def test_common_layouts(heads: int, kv_heads: int, tensor: int, slots: int, group: int) -> None:
     layout = HeadLayout.of(attention(heads, kv_heads), tensor)
     assert (layout.slots, layout.group) == (slots, group)
 
 
-def test_heads_that_stay_in_place_are_not_copied() -> None:
+def test_heads_in_order_are_not_copied() -> None:
     layout, rows = HeadLayout.of(attention(4, 2), 2), np.arange(4 * 8 * 3).reshape(32, 3)
     assert np.shares_memory(layout.queries(rows, 8), rows)
 
@@ -56,7 +56,7 @@ def layer(window: int | None) -> Layer:
 
 
 def model(pattern: str) -> ModelSpec:
-    """One layer per letter: f sees all, w a window."""
+    """One layer per letter: f full attention, w sliding window."""
     layers = tuple(layer(None if letter == "f" else 4) for letter in pattern)
     return ModelSpec(vocab=8, width=4, layers=layers, final_norm=None, tied=True, max_positions=64)
 

@@ -40,12 +40,12 @@ from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
 from pagoda.common.errors import ConfigError
 
 
-def test_rows_say_what_tokens_say() -> None:
+def test_embeddings_equal_tokens() -> None:
     check_rows_say_what_tokens_say("narrow", "jax_tpu", 12, prompt_embeds=True)
 
 
-def test_devices_share_rows() -> None:
-    """Two copies of the model on two devices each."""
+def test_embeddings_on_several_devices() -> None:
+    """Two replicas on two devices each."""
     spec, line = SPECS["scaled"], list(asked(8))
     expected = answers(engine(spec, "reference"), line)
     core = engine(spec, "jax_tpu", tensor=2, data=2, prompt_embeds=True)
@@ -89,7 +89,7 @@ def load_jax(embeds: bool) -> StepProgramSet:
 
 
 def test_nothing_is_compiled_while_serving() -> None:
-    """A prompt of one row, a page that is there already but for its last row, and prompts in chunks."""
+    """A prompt of one embedding, a prompt cached except for its last token, and chunked prompts."""
     spec = SPECS["scaled"]
     limits = replace(LIMITS, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=8)
     layout = kv_layout(spec, limits.block_size)
@@ -114,7 +114,7 @@ def test_nothing_is_compiled_while_serving() -> None:
 
 
 def test_an_embedding_is_no_token_to_a_penalty() -> None:
-    """On jax_tpu; a vocabulary that is padded, a row of embeddings and two tokens."""
+    """With a padded vocabulary, one embedding and two tokens."""
     history = np.full((2, 40), EMBEDDED, np.int32)
     history[1, 38:] = 3, 8
     rules = SamplingRules(repetition_penalty=1.7, presence_penalty=0.5)
@@ -125,7 +125,7 @@ def test_an_embedding_is_no_token_to_a_penalty() -> None:
 
 
 def test_rows_move_with_their_sequences() -> None:
-    """A new sequence of one row, whose page the longer one fills in this step, comes after it."""
+    """A new sequence of one embedding is moved behind the sequence that writes its page in this step."""
     tokens = np.array([EMBEDDED, 5, EMBEDDED, EMBEDDED, 6], np.int32)
     plan = StepPlan(
         step=0,

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits: the numbers they hold, the room they take, what is refused."""
+"""8-bit matrices: values, memory, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MATRICES = ("mixer.q", "mixer.k", "mixer.v", "mixer.o", "ffn.gate", "ffn.up", "f
 
 
 def rounded(weight: np.ndarray, method: str) -> np.ndarray:
-    """What is left of a matrix [F, D]. float8 as numpy knows it: e4m3fn, whichever the chip's own is."""
+    """Return a matrix [F, D] rounded to 8 bits. float8 is numpy's e4m3fn, whatever the chip's dtype."""
     if method == "tpu_int8":
         scale = np.abs(weight).max(1, keepdims=True) / 127
         return np.round(weight / scale) * scale
@@ -49,7 +49,7 @@ def rounded(weight: np.ndarray, method: str) -> np.ndarray:
 
 
 def logprobs(**make) -> np.ndarray:
-    """Of the token after PROMPT, [V]."""
+    """Logprobs of the token after PROMPT, [V]."""
     d = Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", **make)
     d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, result = d.step({3: PROMPT[6:]})
@@ -60,7 +60,7 @@ def logprobs(**make) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["fp8", "tpu_int8"])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_answers_are_those_of_rounded_matrices(method: str, tensor: int) -> None:
+def test_outputs_equal_those_with_rounded_matrices(method: str, tensor: int) -> None:
     weights = dict(random_weights(SPEC))
     small = {
         name: rounded(array, method) if name.partition(".")[2].partition(".")[2] in MATRICES else array
@@ -72,7 +72,7 @@ def test_answers_are_those_of_rounded_matrices(method: str, tensor: int) -> None
     assert np.abs(logprobs() - want).max() > 1e-3
 
 
-def test_every_chips_float8_holds_the_same_values() -> None:
+def test_both_float8_dtypes_represent_the_same_values() -> None:
     x = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32) ** 3
     x[5] = 0
     values = []
@@ -110,7 +110,7 @@ def model_on(topology: str, method: str | None, **config):
     return model_for(find_target(topology), spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, quantization=method)
 
 
-def test_half_the_room_and_half_the_reading() -> None:
+def test_half_the_bytes_stored_and_read() -> None:
     plain, small = (model_on("cpu", method) for method in (None, "fp8"))
     layers = 4 * 2 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     rest = weight_bytes(plain) - layers
@@ -122,7 +122,7 @@ def test_half_the_room_and_half_the_reading() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu has the compiler")
 @pytest.mark.parametrize("method", ["fp8", pytest.param("tpu_int8", marks=pytest.mark.tpu_matrix)])
 def test_the_compiler_widens_inside_the_product(method: str) -> None:
-    """A decode step has no temporary the size of a matrix, and two thirds of the cycles that it had."""
+    """A decode step has no temporary of the size of a matrix, and at most two thirds of the cycles."""
     programs = []
     for quantization in (None, method):
         model = model_on("v6e:1x1", quantization)
@@ -147,7 +147,7 @@ def test_the_budget_of_smaller_weights(tmp_path: Path) -> None:
     assert found[0] - found[1] == pytest.approx(3 * matrices, rel=0.05)
 
 
-def test_refusals_say_what_to_do(tmp_path: Path) -> None:
+def test_errors_name_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--quantization: fp8: jax_tpu cannot quantise experts; drop it"):
         matrix_dtype("fp8", tiny_spec(moe=True), CHIPS["v6e"])
     with pytest.raises(ConfigError, match="--quantization: tpu_int8: v7x has no int8; use fp8"):

@@ -62,7 +62,7 @@ def step(ends: list[int]) -> StepPlan:
 
 
 def padded(logits: np.ndarray) -> jax.Array:
-    """With rows of padding, full of what must not matter."""
+    """Add padding rows of values that must not matter."""
     return jnp.asarray(np.concatenate([logits, np.full((ROOM - len(logits), VOCAB), np.nan, np.float32)]))
 
 
@@ -117,8 +117,8 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
     assert (kept[[2, 3, 4, 6]] < [6, 51, VOCAB, VOCAB]).all()
 
 
-def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: CompiledPrograms) -> None:
-    """Four steps without the host telling the device any token."""
+def test_sampled_tokens_enter_the_history(programs: CompiledPrograms) -> None:
+    """Four steps in which the host passes no token to the device."""
     rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
     logits = np.full(VOCAB, -5.0, np.float32)
     logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
@@ -132,7 +132,7 @@ def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: Compil
         assert history[-1] == want
 
 
-def test_lists_longer_than_a_program_go_in_pieces(programs: CompiledPrograms) -> None:
+def test_long_lists_are_split(programs: CompiledPrograms) -> None:
     count = logit_edits.ENTRIES + 5
     words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
@@ -144,7 +144,7 @@ def test_lists_longer_than_a_program_go_in_pieces(programs: CompiledPrograms) ->
     assert int(np.asarray(sampler.sample(padded(logits[None]), {0: step([3])}).tokens)[0]) == count - 1
 
 
-def test_rows_that_do_not_sample_leave_no_trace(programs: CompiledPrograms) -> None:
+def test_rows_that_do_not_sample_change_nothing(programs: CompiledPrograms) -> None:
     sampler = JaxSampler(programs, ROOM)
     before = np.asarray(sampler.history)[:ROOM].copy()
     plan = replace(step([3, 4]), samples=np.zeros(2, np.bool_))
@@ -166,8 +166,8 @@ def test_the_host_and_the_device_give_the_same_logprobs() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(ROWS, st.integers(0, 2**31), st.integers(1, VOCAB))
-def test_masks_of_a_plan_hold_beside_the_rules(programs: CompiledPrograms, rows, seed: int, count: int) -> None:
-    """The last row has one. As if its tokens were the allowed ones."""
+def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, rows, seed: int, count: int) -> None:
+    """The last row has a mask."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((len(rows), VOCAB)) * 3).astype(np.float32)
     masked = rng.permutation(VOCAB)[:count]

@@ -1,4 +1,4 @@
-"""Copies of a model that step together: each with rows and blocks of its own, and the same answers as one alone."""
+"""Data parallel shards: separate rows and blocks, and the same outputs as a single replica."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def engine(data: int, tensor: int = 1) -> tuple[Engine, JaxBackend]:
 
 
 def answers(core: Engine, count: int) -> dict[str, list[EngineOutput]]:
-    """What random requests of every kind are told, by request; they come a few at a time."""
+    """Run random requests of every kind, a few at a time; return their outputs by request."""
     found: dict[str, list[EngineOutput]] = {}
     line = list(requests(count, seed=2))
     while line or core.has_work:
@@ -63,7 +63,7 @@ def answers(core: Engine, count: int) -> dict[str, list[EngineOutput]]:
 
 
 def told(outputs: list[EngineOutput]) -> list[object]:
-    """Tokens, their logprobs to a few digits, and how it ended."""
+    """Return tokens, rounded logprobs and the finish reason."""
     positions = [p for output in outputs for p in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))]
     tokens = [token for output in outputs for token in output.new_token_ids]
     best = [(p.token_ids[0], round(p.logprobs[0], 2), p.rank) for p in positions]
@@ -71,7 +71,7 @@ def told(outputs: list[EngineOutput]) -> list[object]:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_two_shards_answer_as_one(tensor: int) -> None:
+def test_two_shards_equal_one(tensor: int) -> None:
     alone, _ = engine(1)
     together, backend = engine(2, tensor)
     want, found = answers(alone, 40), answers(together, 40)
@@ -85,7 +85,7 @@ def test_two_shards_answer_as_one(tensor: int) -> None:
 
 
 def test_shards_exchange_their_tokens_and_nothing_else() -> None:
-    """One step's programs as compiled: across shards goes what was sampled, never logits, pages or hidden states."""
+    """Compiled step programs exchange sampled tokens between shards, never logits, pages or hidden states."""
     program_set = make(2)._program_set(BLOCKS)
     step = next(key for key in program_set if isinstance(key, Forward))
     assert exchanged(program_set.lower(step).compile().as_text()) == []
@@ -113,7 +113,7 @@ def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None
 
 
 def exchanged(program: str) -> list[int]:
-    """Numbers in the result of every collective, those within one device left out."""
+    """Return the result size of every collective between several devices."""
     found = re.findall(
         r"= \(?\w+\[([\d,]*)\]\S* (?:all-|collective-|reduce-scatter)[^\n]*replica_groups=(\S+)", program
     )

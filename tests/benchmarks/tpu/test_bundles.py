@@ -89,7 +89,7 @@ def test_bundles_are_counted_as_the_operands_branch(listing: Listing, values: li
     ("most", "popped", "turns"),
     [(9, [0.25], 0), (9, [1, -1], 1), (9, [1, 0, -0.25, -1], 3), (2, [1, 0, 0], 2), (9, None, 0)],
 )
-def test_a_search_turns_as_often_as_the_popped_values_say(
+def test_popped_values_determine_the_passes(
     tmp_path: Path, most: int, popped: list[float] | None, turns: int
 ) -> None:
     values = None if popped is None else np.array(popped, np.float32)
@@ -102,11 +102,11 @@ def test_popped_values_that_do_not_fit_are_an_error(tmp_path: Path, popped: list
         dumped(tmp_path, SEARCH).run([np.array([9], np.int32)], np.array(popped, np.float32))
 
 
-def test_a_dump_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_dump_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="xla_jf_dump_llo_text"):
         Listing(tmp_path, "attend")
 
 
-def test_a_bundle_that_is_not_understood_is_an_error(tmp_path: Path) -> None:
+def test_an_unparsable_bundle_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="20 bundles of 21"):
         dumped(tmp_path, LISTING.replace("0x14 PF:", "0x14 XX:"))
