@@ -215,7 +215,6 @@ def row(chip_name: str, size: str, case_name: str, dtype: str = "bfloat16") -> d
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", nargs="*", default=["v6e", "v5e", "v5p"])
     parser.add_argument("--output-dir", type=Path, help="also write tpu-kernel-CHIP.json there")

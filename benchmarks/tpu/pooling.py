@@ -61,7 +61,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--topology", nargs="*", default=["v5e:1x1", "v6e:1x1"])

@@ -91,7 +91,6 @@ CASES = {
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--all", action="store_true", help="every bucket, not 64 rows and 2048 tokens only")

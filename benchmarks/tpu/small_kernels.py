@@ -214,7 +214,6 @@ def products(chip_name: str, dump: Path) -> list[dict]:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", default="v6e")
     parser.add_argument("--json", type=Path, help="also write the figures here")

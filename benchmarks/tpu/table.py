@@ -34,7 +34,6 @@ COLUMNS = (
 
 
 def main() -> None:
-    """The command."""
     record = json.loads(Path(sys.argv[1]).read_text() if sys.argv[1:] else RESULTS.read_text())
     PAGE.write_text(with_table(PAGE.read_text(), record))
 

@@ -89,9 +89,7 @@ def test_bundles_are_counted_as_the_operands_branch(listing: Listing, values: li
     ("most", "popped", "turns"),
     [(9, [0.25], 0), (9, [1, -1], 1), (9, [1, 0, -0.25, -1], 3), (2, [1, 0, 0], 2), (9, None, 0)],
 )
-def test_popped_values_determine_the_passes(
-    tmp_path: Path, most: int, popped: list[float] | None, turns: int
-) -> None:
+def test_popped_values_determine_the_passes(tmp_path: Path, most: int, popped: list[float] | None, turns: int) -> None:
     values = None if popped is None else np.array(popped, np.float32)
     assert dumped(tmp_path, SEARCH).run([np.array([most], np.int32)], values).cycles == 8 + 9 * turns + 1
 
