@@ -86,7 +86,7 @@ def open_bundle(folder: Path) -> Bundle:
         if bundle.num_blocks < 0 or any(_outside(each["file"]) for each in manifest["programs"]):
             raise ValueError
     except OSError as error:
-        raise ConfigError(FLAG, f"{path}: {error.strerror}; make a bundle with pagoda compile --output") from None
+        raise ConfigError(FLAG, f"{path}: {error.strerror}; make one with pagoda compile --output") from None
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError):

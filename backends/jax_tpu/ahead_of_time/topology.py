@@ -63,7 +63,7 @@ def find_target(name: str) -> Target:
     if chip not in KNOWN or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", layout):
         raise ConfigError("--topology", f"{name} is unknown; {known()}")
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("--topology", "compiling for a TPU needs libtpu; pip install 'pagoda[tpu]'")
+        raise ConfigError("--topology", "compiling for a TPU needs libtpu, not a TPU; pip install 'pagoda[tpu]'")
     try:
         _prepare_libtpu()
         devices = _describe(chip, layout)

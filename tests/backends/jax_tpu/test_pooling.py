@@ -173,7 +173,7 @@ def test_a_default_batch_is_lowered_to_fit(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
     smaller = planned(least + 320 * each - 1)
     assert smaller == replace(LIMITS, max_num_batched_tokens=256)
-    assert "--max-num-batched-tokens: 256 instead of 320" in caplog.text
+    assert "--max-num-batched-tokens: lowered from 320 to 256" in caplog.text
     with pytest.raises(ConfigError, match=r"lacks 0\.00 GiB .*; use --max-num-batched-tokens 256") as refused:
         planned(least + 320 * each - 1, stated=True)
     assert refused.value.setting == "--max-num-batched-tokens"

@@ -139,9 +139,9 @@ def test_each_difference_is_named(name: str, model: Path, bundle: Path, tmp_path
 
 
 def test_another_number_of_blocks_or_devices(model: Path, bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_blocks \d+, here it is 7"):
+    with pytest.raises(ConfigError, match=r"num_blocks \d+, but this engine has 7"):
         LLM(str(model), compiled_bundle=str(bundle), num_gpu_blocks_override=7, **SETTINGS)
-    with pytest.raises(ConfigError, match=r"was compiled for tensor_parallel_size 2, here it is 1"):
+    with pytest.raises(ConfigError, match=r"was compiled for tensor_parallel_size 2, but this engine has 1"):
         LLM(str(model), compiled_bundle=str(bundle), **{**SETTINGS, "tensor_parallel_size": 1})
 
 
