@@ -1,1 +1,1 @@
-"""Pallas kernels for TPU, usable on their own: they need jax and numpy alone. One folder per kernel."""
+"""Pallas kernels for TPU, one folder per kernel. They depend on jax and numpy only and can be used on their own."""

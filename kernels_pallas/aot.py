@@ -1,6 +1,6 @@
-"""Compiling for a TPU that is not there: libtpu's compiler on any machine.
+"""Compile kernels for TPUs on a machine without one, with libtpu's compiler.
 
-Importing this module sets what libtpu reads from the environment, so import it before jax initialises a backend.
+Importing this module sets environment variables for libtpu, so import it before jax initialises a backend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# A machine without a TPU has no metadata server to ask, and libtpu is loaded for its compiler, not for a device.
+# Without a TPU there is no metadata server to query, and libtpu is loaded for its compiler only.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
@@ -23,22 +23,22 @@ TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:2x2x1"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What the compiler says of one program, in bytes: donated, temporary in HBM, most VMEM of a kernel."""
+    """Memory of one compiled program, in bytes."""
 
-    alias: int
-    temp: int
-    vmem: int
+    alias: int  # donated arguments
+    temp: int  # temporaries in HBM
+    vmem: int  # VMEM of the kernel that uses the most
 
 
 def one_chip(name: str) -> SingleDeviceSharding:
-    """A sharding on one compile-only chip of the kind `name`. KeyError for a chip the compiler cannot target."""
+    """Return a sharding on one compile-only chip `name`. Raise KeyError if the compiler cannot target it."""
     extra = {} if name == "v5p" else {"chips_per_host_bounds": (1, 1, 1)}
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name], **extra)
     return SingleDeviceSharding(topology.devices[0])
 
 
 def facts(compiled: jax.stages.Compiled) -> Facts:
-    """Facts of a compiled program."""
+    """Return the memory facts of a compiled program."""
     memory: Any = compiled.memory_analysis()
     scoped = re.findall(r'"used_scoped_memory_configs":\[([^\]]*)\]', compiled.as_text() or "")
     sizes = [int(size) for text in scoped for size in re.findall(r'"size":"(\d+)"', text)]

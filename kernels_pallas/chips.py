@@ -1,5 +1,5 @@
-"""What a kernel must know of the chip it is compiled for. It is an argument, never read from the running machine,
-so that every kernel compiles for any chip on any machine.
+"""Facts about TPU generations. A kernel takes them as an argument and never reads the running machine, so that it
+compiles for any chip on any machine.
 
 Figures per TensorCore. Sources: jax/_src/pallas/mosaic/tpu_info.py (Apache-2.0); Google Cloud's system pages for TPU
 v5e, v5p, v6e and 7x. `flops_per_cycle` follows from XLA:TPU's own estimate of a 4096^3 matmul (126,898 FLOP per cycle
@@ -25,12 +25,12 @@ class ChipInfo:
     hbm_bandwidth: float
     peak_flops: float
     flops_per_cycle: int
-    int8: bool = True  # whether its units have that type; v7x gave it up for float8
-    float8: str = "float8_e4m3b11fnuz"  # the type of four exponent bits that its matrix units take
+    int8: bool = True  # matrix units support int8; v7x does not
+    float8: str = "float8_e4m3b11fnuz"  # float8 dtype with 4 exponent bits that the matrix units support
 
     @property
     def clock_hz(self) -> float:
-        """Cycles per second of the matrix units."""
+        """Return the clock rate of the matrix units, in Hz."""
         return self.peak_flops / self.flops_per_cycle
 
 
@@ -58,7 +58,7 @@ _KINDS = {
 
 
 def chip_of(device_kind: str) -> ChipInfo:
-    """The table's entry for jax's `device.device_kind`. ValueError, with the known kinds, for any other chip."""
+    """Return the entry for jax's `device.device_kind`. Raise ValueError for an unknown chip."""
     if device_kind not in _KINDS:
-        raise ValueError(f"no figures for the chip {device_kind!r}; known: {', '.join(_KINDS)}")
+        raise ValueError(f"unknown chip {device_kind!r}; known: {', '.join(_KINDS)}")
     return CHIPS[_KINDS[device_kind]]

@@ -1,7 +1,7 @@
-"""The JAX backend: TPUs in service, XLA's CPU client for tests.
+"""The generation backend in JAX: TPUs in production, XLA's CPU client for tests.
 
-A step is packed into one array, its program enqueued, its tokens sent towards the host; nobody waits until the engine
-asks for the result, by when the next step is queued behind it.
+A step is packed into one array, its program enqueued and an asynchronous copy of its tokens to the host started. The
+host waits only in `result()`, by which time the next step is queued.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ import numpy as np
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.execution.pending import JaxPendingStep, JaxPromptScores, PendingOne, PendingSteps
-from pagoda.backends.jax_tpu.execution.program_keys import SCORED, Catalogue, Forward, ForwardRows, Key, OnLogits, Score
+from pagoda.backends.jax_tpu.execution.program_keys import (
+    SCORE_TOKENS,
+    Forward,
+    ForwardEmbeds,
+    Key,
+    LogitsProgram,
+    ScorePrompt,
+    StepProgramSet,
+)
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import (
     StepShapes,
     check_tables,
-    in_shard,
     make_batch,
-    make_rows,
+    make_embeds,
+    with_row_offset,
     writers_first,
 )
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
@@ -37,7 +45,7 @@ from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel.platform import platform
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
-from pagoda.backends.jax_tpu.sampling.device import BEST
+from pagoda.backends.jax_tpu.sampling.device import MAX_LOGPROBS
 from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.loading import load
@@ -78,43 +86,44 @@ def create(
     quantization: str | None = None,
     prompt_embeds: bool = False,
 ) -> JaxBackend:
-    """A backend for `data` copies of a model, each on `tensor` devices (of `devices`, default: all there are).
+    """Create a backend for `data` model replicas (shards), each on `tensor` devices of `devices` (default: all).
 
-    `limits`: of each copy. `dtype`: resolved, not `auto`.
-    `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before.
-    `compile_cache`: the folder that programs are kept in. `quantization`: how the layers' matrices are made 8
-    bits wide, None to leave them. `prompt_embeds`: steps may have embeddings in place of tokens.
-    Raises ConfigError.
+    `limits`: per replica. `dtype`: resolved, not `auto`. `strict`: compiling after warm-up is an error. `bundle`:
+    folder of programs compiled ahead of time. `compile_cache`: folder of the persistent compile cache. `quantization`:
+    8-bit method for the layers' matrices. `prompt_embeds`: steps may take embeddings in place of tokens.
+
+    Raise ConfigError if the configuration is not supported.
     """
     if sampling.processors:
         raise ConfigError(
-            "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
+            "--logits-processors",
+            "jax_tpu keeps logits on the device; use --backend reference, or logit_bias in requests",
         )
     if prompt_embeds and bundle is not None:
         raise ConfigError(
-            "--compiled-bundle", "holds no programs that take embeddings; drop it, or drop --enable-prompt-embeds"
+            "--compiled-bundle", "bundles have no programs for embeddings; drop it, or drop --enable-prompt-embeds"
         )
-    compiled = None if bundle is None else open_bundle(bundle)
+    opened = None if bundle is None else open_bundle(bundle)
     if ON_TPU:
         check_tables(limits)
     mesh = make_mesh(tensor, data, devices)
-    number = dtype_of(dtype)
+    model_dtype = dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
-    stored = cache_dtype(cache, number, chip if ON_TPU else None)
-    kernel = KernelChoice(limits.block_size, stored, use_kernel=ON_TPU, chip=chip)
-    matrices = matrix_dtype(quantization, spec, chip)
-    model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
-    kept = None if compile_cache is None else CompileCache(compile_cache)
-    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept, prompt_embeds)
+    kv_dtype = cache_dtype(cache, model_dtype, chip if ON_TPU else None)
+    kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=ON_TPU, chip=chip)
+    quantized = matrix_dtype(quantization, spec, chip)
+    model = build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
+    programs = None if compile_cache is None else CompileCache(compile_cache)
+    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, opened, programs, prompt_embeds)
 
 
 def check(spec: ModelSpec, **options: Any) -> None:
-    """None, for the KV blocks depend on the device's memory. Raises ConfigError where `create` would."""
+    """Raise ConfigError if `create` would. Returns None: the number of KV blocks depends on the device's memory."""
     create(spec, **options).close()
 
 
 class JaxBackend:
-    """Implements common.backend.ShardedBackend, a shard being a copy of the model, and CheckpointBackend."""
+    """Implements common.backend.ShardedBackend (a shard is a model replica) and CheckpointBackend."""
 
     def __init__(
         self,
@@ -130,57 +139,57 @@ class JaxBackend:
         self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
         self._bundle, self._compile_cache, self._prompt_embeds = bundle, compile_cache, prompt_embeds
         if bundle is not None:
-            bundle.check(self._catalogue(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
+            bundle.check(self._program_set(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
         self._leaves: Leaves = ()
         self._caches: Caches = ()
-        self._programs: CompiledPrograms[Catalogue, Key] | None = None
+        self._programs: CompiledPrograms[StepProgramSet, Key] | None = None
         self._sampler: JaxSampler | None = None
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
+        """Return the backend's capabilities; they do not depend on the model."""
         return CAPABILITIES
 
     @property
     def recompiles(self) -> int:
-        """Programs that were compiled while serving; more than none is a fault."""
+        """Return the number of programs compiled while serving; should be 0."""
         return 0 if self._programs is None else self._programs.recompiles
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter, each straight to its devices. Raises WeightError."""
-        self._leaves = self._scaled(load(self.model, weights))
+        """Load every parameter directly to its devices. Raise WeightError."""
+        self._leaves = self._calibrated(load(self.model, weights))
 
     def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
-        """Take the arrays of `convert`, each device its piece. Raises ConfigError, or WeightError naming an array."""
-        self._leaves = self._scaled(checkpoints.load(self.model, checkpoint))
+        """Load a pre-sharded checkpoint; each device reads its piece. Raise ConfigError or WeightError."""
+        self._leaves = self._calibrated(checkpoints.load(self.model, checkpoint))
 
-    def _scaled(self, leaves: Leaves) -> Leaves:
+    def _calibrated(self, leaves: Leaves) -> Leaves:
         return with_kv_scales(self.model, leaves) if self.cache_config.calculate_kv_scales else leaves
 
     def plan_memory(self) -> MemoryPlan:
-        """How many KV blocks fit in each shard. Raises ConfigError saying how much is missing."""
+        """Return how many KV blocks fit in each shard. Raise ConfigError if there are too few."""
         return plan_memory(self.model, self.limits, self.cache_config)
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks of each shard, on the devices."""
-        self._programs = CompiledPrograms(self._catalogue(num_blocks), strict=self.strict, cache=self._compile_cache)
+        """Allocate the KV cache of `num_blocks` blocks per shard on the devices."""
+        self._programs = CompiledPrograms(self._program_set(num_blocks), strict=self.strict, cache=self._compile_cache)
         self._sampler = JaxSampler(self._programs, self.model.shards * self.limits.max_num_seqs)
         self._caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
 
-    def _catalogue(self, num_blocks: int) -> Catalogue:
+    def _program_set(self, num_blocks: int) -> StepProgramSet:
         shapes = StepShapes.of(self.limits, len(self.model.layout.groups), factor=2 if ON_TPU else 4)
-        return Catalogue(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode, self._prompt_embeds)
+        return StepProgramSet(self.model, shapes, num_blocks, self.limits.max_num_seqs, self.mode, self._prompt_embeds)
 
     def warmup(self) -> None:
-        """Compile every program there is, so that none is compiled while serving."""
+        """Compile every program, so that none is compiled while serving."""
         logger.info("%s", self.prepare())
 
     def prepare(self) -> JaxCompileReport:
-        """Compile all programs, or load them from the bundle; what that cost."""
+        """Compile all programs, or load them from the bundle; report the cost."""
         assert self._programs is not None, "init_cache comes before warmup"
         if self._bundle is not None:
-            return self._programs.adopt(self._bundle.load(self._programs.catalogue))
+            return self._programs.adopt(self._bundle.load(self._programs.program_set))
         return self._programs.prepare()
 
     def execute(self, plan: StepPlan) -> PendingOne:
@@ -195,52 +204,56 @@ class JaxBackend:
         before = programs.recompiles
         size, shards = self.limits.max_num_seqs, self.model.shards
         parts = {
-            shard: writers_first(in_shard(plan, shard * size)) for shard, plan in enumerate(plans) if plan is not None
+            shard: writers_first(with_row_offset(plan, shard * size))
+            for shard, plan in enumerate(plans)
+            if plan is not None
         }
-        ready = {shard: plan for shard, (plan, _) in parts.items()}
-        for plan in ready.values():
+        active = {shard: plan for shard, (plan, _) in parts.items()}
+        for plan in active.values():
             for start in plan.starts:
                 sampler.start(start)
-        shape, packed = make_batch(ready, shards, programs.catalogue.shapes, self.limits.block_size, shards * size)
+        shape, packed = make_batch(active, shards, programs.program_set.shapes, self.limits.block_size, shards * size)
         inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
-        if any(plan.embeds is not None for plan in ready.values()):
-            rows = make_rows(ready, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
-            self._caches, hidden, logits = programs[ForwardRows(shape)](*inputs, rows)
+        if any(plan.embeds is not None for plan in active.values()):
+            embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
+            self._caches, hidden, logits = programs[ForwardEmbeds(shape)](*inputs, embeds)
         else:
             self._caches, hidden, logits = programs[Forward(shape)](*inputs)
-        scores = {shard: tuple(self._scores(shard, plan, hidden, programs, sampler)) for shard, plan in ready.items()}
-        sampled = sampler.sample(logits, ready) if any(plan.samples.any() for plan in ready.values()) else None
+        scores = {
+            shard: tuple(self._score_prompts(shard, plan, hidden, programs, sampler)) for shard, plan in active.items()
+        }
+        sampled = sampler.sample(logits, active) if any(plan.samples.any() for plan in active.values()) else None
         steps: list[JaxPendingStep | None] = [None] * shards
         for shard, (plan, order) in parts.items():
             steps[shard] = JaxPendingStep(plan, order, shard * shape.seqs, sampled, scores[shard])
         return PendingSteps(tuple(steps), programs.recompiles - before)
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device memory."""
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
-    def _scores(
+    def _score_prompts(
         self,
         shard: int,
         plan: StepPlan,
         hidden: jax.Array,
-        programs: CompiledPrograms[Catalogue, Key],
+        programs: CompiledPrograms[StepProgramSet, Key],
         sampler: JaxSampler,
     ) -> Iterable[JaxPromptScores]:
-        """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
-        shards, first = self.model.shards, shard * SCORED
+        """Score the next prompt token of each scheduled one, for rows with prompt_logprobs, in fixed-size chunks."""
+        shards, first = self.model.shards, shard * SCORE_TOKENS
         for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
             state = sampler.rows[plan.rows[index]]
-            best = state.rules.prompt_logprobs or 0
+            num_logprobs = state.rules.prompt_logprobs or 0
             begin, context = int(plan.query_start[index]), int(plan.context[index])
             count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
-            for at in range(0, count, SCORED):
-                size = min(SCORED, count - at)
-                wanted, targets = np.zeros((2, shards * SCORED), np.int32)
+            for offset in range(0, count, SCORE_TOKENS):
+                size = min(SCORE_TOKENS, count - offset)
+                tokens, targets = np.zeros((2, shards * SCORE_TOKENS), np.int32)
                 rows = slice(first, first + size)
-                wanted[rows] = begin + at + np.arange(size)
-                targets[rows] = state.prompt[context + at + 1 : context + at + 1 + size]
-                logits = programs[Score(hidden.shape[0] // shards)](self._leaves, hidden, wanted)
-                found = programs[OnLogits("logprobs", SCORED)](logits, targets)
-                many = logits if not 0 <= best <= BEST else None
-                yield JaxPromptScores(index, best, self.mode, rows, targets[rows], found, many)
+                tokens[rows] = begin + offset + np.arange(size)
+                targets[rows] = state.prompt[context + offset + 1 : context + offset + 1 + size]
+                logits = programs[ScorePrompt(hidden.shape[0] // shards)](self._leaves, hidden, tokens)
+                top_logprobs = programs[LogitsProgram("logprobs", SCORE_TOKENS)](logits, targets)
+                to_sort = logits if not 0 <= num_logprobs <= MAX_LOGPROBS else None
+                yield JaxPromptScores(index, num_logprobs, self.mode, rows, targets[rows], top_logprobs, to_sort)

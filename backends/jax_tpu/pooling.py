@@ -1,7 +1,7 @@
-"""Pooling models in JAX: TPUs in service, XLA's CPU client for tests.
+"""The pooling backend in JAX: TPUs in production, XLA's CPU client for tests.
 
-Programs have static shapes, a ladder of them compiled before serving; a step takes the smallest that holds it. The
-device makes raw answers; what differs from request to request is done to them on the host.
+Programs have static shapes from a ladder compiled before serving. The device computes raw pooled outputs; per-request
+post-processing (dimensions, normalisation, activation) happens on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
 from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.execution.packed_input import PackedShape, pack_prompts
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
@@ -37,7 +37,7 @@ from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
 logger = logging.getLogger(__name__)
 
-_NO_ROWS: Final[Float32] = np.zeros((0, 0), np.float32)
+_EMPTY: Final[Float32] = np.zeros((0, 0), np.float32)
 
 
 def create(
@@ -52,46 +52,46 @@ def create(
     memory_share: float = 1.0,
     stated: bool = True,
 ) -> JaxPooling:
-    """A backend for a model that pools, on `tensor` devices.
+    """Create a pooling backend on `tensor` devices.
 
-    `dtype`: resolved, not `auto`. `strict`, `bundle`, `compile_cache`: as for a model that generates. `memory_share`:
-    of each device's memory that may be used; a batch that nobody `stated` is made to fit it. Raises ConfigError.
+    `dtype`: resolved, not `auto`. `strict`, `bundle`, `compile_cache`: as for the generation backend. `memory_share`:
+    usable fraction of each device's memory; max_num_batched_tokens is lowered to fit it unless `stated` (set by the
+    user). Raise ConfigError.
     """
-    compiled = None if bundle is None else open_bundle(bundle)
+    opened = None if bundle is None else open_bundle(bundle)
     if ON_TPU and any(layer.mixer.causal for layer in spec.layers):
         check_tables(limits)
-    mesh, number = make_mesh(tensor), dtype_of(dtype)
+    mesh, model_dtype = make_mesh(tensor), dtype_of(dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
-    kernel = KernelChoice(limits.block_size, number.name, use_kernel=ON_TPU, chip=chip)
-    model = build_model(spec, kv_layout(spec, limits.block_size), mesh, number, limits.max_model_len, kernel)
+    kernel = KernelChoice(limits.block_size, model_dtype.name, use_kernel=ON_TPU, chip=chip)
+    model = build_model(spec, kv_layout(spec, limits.block_size), mesh, model_dtype, limits.max_model_len, kernel)
     limits = fit_pooling(model, limits, pooling_room(model, memory_share), stated=stated)
-    kept = None if compile_cache is None else CompileCache(compile_cache)
-    return JaxPooling(model, limits, strict, compiled, kept)
+    cache = None if compile_cache is None else CompileCache(compile_cache)
+    return JaxPooling(model, limits, strict, opened, cache)
 
 
 @dataclass(frozen=True, slots=True)
 class JaxPendingVectors:
-    """Implements common.backend.PendingPooling. `whole` float32 [S, n]: an answer a prompt, `each` [T, n]: one a token;
-    None where no prompt asks for it.
-    """
+    """Implements common.backend.PendingPooling."""
 
-    whole: jax.Array | None
-    each: jax.Array | None
+    per_prompt: jax.Array | None  # float32 [S, n]; None if no prompt needs it
+    per_token: jax.Array | None  # float32 [T, n]; None if no prompt needs it
     plan: PoolPlan
     pooler: Pooler
     recompiles: int
 
     def result(self) -> PoolResult:
         """Wait for the step."""
-        whole, each = (_NO_ROWS if raw is None else np.asarray(raw) for raw in (self.whole, self.each))
+        per_prompt, per_token = (
+            _EMPTY if raw is None else np.asarray(raw) for raw in (self.per_prompt, self.per_token)
+        )
         starts = self.plan.query_start.tolist()
-        answers = list[Float32]()
+        outputs = list[Float32]()
         for index, rules in enumerate(self.plan.rules):
-            rows = (
-                each[starts[index] : starts[index + 1]] if _of_tokens(rules, self.pooler) else whole[index : index + 1]
-            )
-            answers.append(_finished(rows, rules, self.pooler))
-        return PoolResult(tuple(answers), self.recompiles)
+            of_tokens = _of_tokens(rules, self.pooler)
+            rows = per_token[starts[index] : starts[index + 1]] if of_tokens else per_prompt[index : index + 1]
+            outputs.append(_postprocess(rows, rules, self.pooler))
+        return PoolResult(tuple(outputs), self.recompiles)
 
 
 class JaxPooling:
@@ -107,76 +107,75 @@ class JaxPooling:
     ) -> None:
         assert model.spec.pooler is not None, "the model pools"
         self.model, self.limits, self.pooler = model, limits, model.spec.pooler
-        self.catalogue = PoolCatalogue(model, limits)
-        self.programs: CompiledPrograms[PoolCatalogue, PackedShape] = CompiledPrograms(
-            self.catalogue, strict=strict, cache=compile_cache
+        self.program_set = PoolProgramSet(model, limits)
+        self.programs: CompiledPrograms[PoolProgramSet, PackedShape] = CompiledPrograms(
+            self.program_set, strict=strict, cache=compile_cache
         )
         self._bundle, self._leaves = bundle, Leaves()
         if bundle is not None:
-            bundle.check(self.catalogue, limits)
+            bundle.check(self.program_set, limits)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
+        """Return the backend's capabilities; they do not depend on the model."""
         return CAPABILITIES
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the loaded weights."""
+        """Return the bytes of the loaded weights."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter, each straight to its devices. Raises WeightError."""
+        """Load every parameter directly to its devices. Raise WeightError."""
         self._leaves = load(self.model, weights)
 
     def warmup(self) -> None:
-        """Compile every program there is, so that none is compiled while serving, and run one."""
+        """Compile every program and run one."""
         logger.info("%s", self.prepare())
         rules = PoolingRules(task="token_embed", use_activation=False)
         self.execute(PoolPlan(np.zeros(1, np.int32), np.array([0, 1], np.int32), None, (rules,))).result()
 
     def prepare(self) -> JaxCompileReport:
-        """Compile all programs, or load them from the bundle; what that cost."""
+        """Compile all programs, or load them from the bundle; report the cost."""
         if self._bundle is not None:
-            return self.programs.adopt(self._bundle.load(self.catalogue))
+            return self.programs.adopt(self._bundle.load(self.program_set))
         return self.programs.prepare()
 
     def execute(self, plan: PoolPlan) -> JaxPendingVectors:
-        """Queue a step. One whose prompts ask for answers of both kinds is computed twice."""
+        """Enqueue a step. It runs twice if some prompts need outputs per prompt and others per token."""
         before = self.programs.recompiles
         kinds = {_of_tokens(rules, self.pooler) for rules in plan.rules}
-        whole, each = (self._run(plan, kind) if kind in kinds else None for kind in (False, True))
-        return JaxPendingVectors(whole, each, plan, self.pooler, self.programs.recompiles - before)
+        per_prompt, per_token = (self._run(plan, kind) if kind in kinds else None for kind in (False, True))
+        return JaxPendingVectors(per_prompt, per_token, plan, self.pooler, self.programs.recompiles - before)
 
     def _run(self, plan: PoolPlan, of_tokens: bool) -> jax.Array:
-        shape = self.catalogue.shape_for(plan.num_tokens, of_tokens)
+        shape = self.program_set.shape_for(plan.num_tokens, of_tokens)
         raw: jax.Array = self.programs[shape](self._leaves, pack_prompts(shape, plan))
         raw.copy_to_host_async()
         return raw
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device memory."""
         self._leaves = ()
         self.programs.clear()
 
 
 def _of_tokens(rules: PoolingRules, pooler: Pooler) -> bool:
-    """Whether the prompt has an answer for each of its tokens."""
     return rules.task in OF_TOKENS or pooler.kind == "all"
 
 
-def _finished(rows: Float32, rules: PoolingRules, pooler: Pooler) -> Float32:
-    """[1 or length, n] -> [n] or [length, n]."""
+def _postprocess(rows: Float32, rules: PoolingRules, pooler: Pooler) -> Float32:
+    """Truncate, normalise or activate: [1 or length, n] -> [n] or [length, n]."""
     if rules.task in EMBEDS:
         rows = rows[:, : rules.dimensions]
         if rules.use_activation:
             rows = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
     elif rules.use_activation and pooler.classifier is not None:
-        rows = _activated(rows, pooler.classifier.activation)
+        rows = _activate(rows, pooler.classifier.activation)
     return rows if rules.task in OF_TOKENS else rows[0]
 
 
-def _activated(rows: Float32, name: str | None) -> Float32:
+def _activate(rows: Float32, name: str | None) -> Float32:
     if name == "sigmoid":
         rows = np.reciprocal(1 + np.exp(-rows))
     elif name == "softmax":

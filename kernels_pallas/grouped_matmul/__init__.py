@@ -1,4 +1,4 @@
-"""Rows sorted by group times their group's matrix: the products of a mixture of experts."""
+"""Grouped matmul: rows sorted by group, each multiplied by its group's matrix, as in a mixture of experts."""
 
 from pagoda.kernels_pallas.grouped_matmul.api import grouped_matmul
 

@@ -1,4 +1,4 @@
-"""Static shapes of a call, by name: what compile tests and schedules are written in."""
+"""Named static shapes of a call, for compile tests and schedules."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class GroupedMatmulArgs:
     dtype: str = "bfloat16"
 
     def function(self, chip: ChipInfo) -> Callable[..., Any]:
-        """The call as a jitted function of `arguments`."""
+        """Return the call as a jitted function of `arguments`."""
         return jax.jit(lambda *arrays: grouped_matmul(*arrays, transposed=self.transposed, chip=chip))
 
     def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
-        """ShapeDtypeStructs for `function`."""
+        """Return the ShapeDtypeStructs for `function`."""
         matrix = (self.outer, self.inner) if self.transposed else (self.inner, self.outer)
         weights = (self.layers, self.groups, self.parts, *matrix)
         shapes = (

@@ -1,11 +1,11 @@
-"""The Pallas kernel and its call.
+"""The Pallas kernel of the grouped matmul.
 
-The grid runs over blocks of columns and, inside, over visits: a tile of rows meets a group that has rows in it. Tiles
-and results are moved by Pallas' own pipeline. The weights are fetched here, one group ahead into one of two buffers, as
-soon as the group before it begins, whatever number of tiles that has; a group without rows is never fetched. A tile on
-the border of groups is visited by each, and each keeps the rows of the others.
+The grid runs over blocks of columns and, inside, over visits: pairs of a tile of rows and a group with rows in it.
+Pallas' pipeline moves tiles and results. The kernel fetches the weights one group ahead into one of two buffers, when
+the previous group begins, however many tiles that group has. A group without rows is never fetched. A tile that spans
+several groups is visited once per group, and each visit preserves the rows of the others.
 
-Groups of rows with prefetched offsets are known from MegaBlocks (arXiv 2211.15841); schedule and code are our own.
+Grouping rows with prefetched offsets is known from MegaBlocks (arXiv 2211.15841); schedule and code are our own.
 """
 
 from __future__ import annotations
@@ -20,125 +20,121 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
 
-# The order of work: which tile of rows meets which group, computed once per call by XLA.
+LANES = 128
+MAX_DEPTH = 4096  # a dot is unrolled: deeper ones compile slowly
+MIB = 1 << 20
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Visits:
-    """One entry per (group, tile of rows) that share rows, in the order of the rows; int32 [V], V static.
-
-    tile; group; low, high: the group's rows, counted from the tile's first; number: of the group among those with
-    rows; following: the next group with rows, after the last the first again; groups [1]: with rows.
-    """
+    """One entry per pair of a group and a tile of rows that overlap, in row order; int32 [V], V static."""
 
     tile: Any
     group: Any
-    low: Any
-    high: Any
-    number: Any
-    following: Any
-    groups: Any
+    low: Any  # first row of the group, relative to the tile
+    high: Any  # end of the group's rows, relative to the tile
+    number: Any  # index of the group among those with rows
+    following: Any  # next group with rows, cyclic
+    groups: Any  # [1]: number of groups with rows
 
 
 FIELDS = tuple(field.name for field in fields(Visits))
 
 
 def visits(sizes: jax.Array, rows: int, tile: int) -> tuple[Visits, jax.Array]:
-    """The visits of groups of `sizes` int32 [E] over `rows` rows in tiles, and how many entries are real."""
+    """Return the visits for groups of `sizes` int32 [E] over `rows` rows in tiles, and the number of real entries.
+
+    Computed once per call by XLA.
+    """
     count = sizes.shape[0]
-    most = -(-rows // tile) + count - 1  # a border inside a tile makes one more
+    max_visits = -(-rows // tile) + count - 1  # each group boundary inside a tile adds one
     ends = jnp.cumsum(sizes)
     starts = ends - sizes
     filled = sizes > 0
-    each = jnp.where(filled, (ends - 1) // tile - starts // tile + 1, 0)
-    last = jnp.cumsum(each)  # visits up to and with each group
-    number = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.minimum((number[:, None] >= last[None]).sum(1), count - 1).astype(jnp.int32)
-    at = starts[group] // tile + number - (last - each)[group]
+    per_group = jnp.where(filled, (ends - 1) // tile - starts // tile + 1, 0)
+    visit_ends = jnp.cumsum(per_group)
+    visit = jnp.arange(max_visits, dtype=jnp.int32)
+    group = jnp.minimum((visit[:, None] >= visit_ends[None]).sum(1), count - 1).astype(jnp.int32)
+    visited_tile = starts[group] // tile + visit - (visit_ends - per_group)[group]
     order = jnp.cumsum(filled) - 1
     total = filled.sum()
-    wanted = (order + 1) % jnp.maximum(total, 1)
-    following = jnp.argmax((order[None] == wanted[:, None]) & filled[None], axis=1)
-    found = Visits(
-        tile=at,
+    next_order = (order + 1) % jnp.maximum(total, 1)
+    following = jnp.argmax((order[None] == next_order[:, None]) & filled[None], axis=1)
+    result = Visits(
+        tile=visited_tile,
         group=group,
-        low=starts[group] - at * tile,
-        high=ends[group] - at * tile,
+        low=starts[group] - visited_tile * tile,
+        high=ends[group] - visited_tile * tile,
         number=order[group],
         following=following[group],
         groups=total[None],
     )
-    return jax.tree.map(lambda x: x.astype(jnp.int32), found), last[-1]
-
-
-# Block sizes of the kernel.
-
-LANES = 128
-DEPTH = 4096  # a product is unrolled: deeper ones take the compiler long
-MIB = 1 << 20
+    return jax.tree.map(lambda x: x.astype(jnp.int32), result), visit_ends[-1]
 
 
 @dataclass(frozen=True)
 class MatmulBlockSizes:
-    """rows: of a tile; columns: of a matrix held in VMEM; unit, depth: columns and rows of it in one product."""
+    """Block sizes of the kernel."""
 
-    rows: int
-    columns: int
-    unit: int
-    depth: int
+    rows: int  # of a tile
+    columns: int  # of a matrix in VMEM
+    unit: int  # columns in one dot
+    depth: int  # contraction size of one dot
 
 
-def choose(chip: ChipInfo, rows: int, groups: int, inner: int, outer: int, itemsize: int) -> MatmulBlockSizes:
-    """Blocks for `rows` rows over `groups` matrices [inner, outer]. ValueError where no part of a matrix fits.
+def choose_block_sizes(
+    chip: ChipInfo, rows: int, groups: int, inner: int, outer: int, itemsize: int
+) -> MatmulBlockSizes:
+    """Return block sizes for `rows` rows over `groups` matrices [inner, outer]. Raise ValueError if none fits.
 
-    A tile is as tall as a group on average, within bounds: a shorter one leaves the matrix unit waiting for weights, a
-    taller one multiplies rows of other groups. Wide blocks of columns, because the rows are read once for each.
+    A tile is as tall as the average group, within bounds: a shorter one leaves the matrix unit waiting for weights, a
+    taller one multiplies rows of other groups. Column blocks are wide because the rows are read once for each.
     """
     tall = min(256, max(128, _power_of_two(rows // groups)))
     tile = min(tall, -(-rows // 16) * 16)
-    room = chip.vmem_bytes // 3 // 2  # two buffers of weights take a third
-    fitting = [c for c in range(LANES, outer + 1, LANES) if outer % c == 0 and c * inner * itemsize <= room]
-    if not fitting and outer * inner * itemsize > room:
-        raise ValueError(f"a matrix of {inner} x {outer} has no part that fits a {chip.name}'s VMEM twice")
+    buffer_bytes = chip.vmem_bytes // 3 // 2  # two weight buffers take a third of VMEM
+    fitting = [c for c in range(LANES, outer + 1, LANES) if outer % c == 0 and c * inner * itemsize <= buffer_bytes]
+    if not fitting and outer * inner * itemsize > buffer_bytes:
+        raise ValueError(f"no column block of a {inner} x {outer} matrix fits the VMEM of a {chip.name} twice")
     columns = max(fitting, default=outer)
     unit = next((u for u in (256, LANES) if columns % u == 0), columns)
-    depth = max((d for d in range(LANES, DEPTH + 1, LANES) if inner % d == 0), default=inner)
+    depth = max((d for d in range(LANES, MAX_DEPTH + 1, LANES) if inner % d == 0), default=inner)
     return MatmulBlockSizes(tile, columns, unit, depth)
 
 
 def _power_of_two(n: int) -> int:
-    """The largest that is at most n, at least 1."""
+    """Return the largest power of two that is at most max(n, 1)."""
     return 1 << max(n, 1).bit_length() - 1
 
 
 @dataclass(frozen=True)
 class MatmulKernelBody:
-    """The kernel over its references; `run` is one visit."""
+    """The kernel body over its refs; `run` is one grid step."""
 
     blocks: MatmulBlockSizes
-    wide: int  # blocks of columns in a part
+    part_blocks: int  # blocks of columns per part
     transposed: bool
     layer: Any  # [1] SMEM
     visits: Visits  # SMEM
     rows: Any  # [tile, I]
-    weights: Any  # [L, E, parts, I, O] HBM, or with O before I
+    weights: Any  # [L, E, parts, I, O] HBM; transposed: [L, E, parts, O, I]
     out: Any  # [1, tile, columns]
-    held: Any  # [2, I, columns], or with I last
-    fetched: Any  # DMA semaphores [2]
+    buffers: Any  # [2, I, columns]; transposed: [2, columns, I]
+    semaphores: Any  # DMA semaphores [2]
 
     def run(self) -> None:
-        """One visit."""
+        """Multiply one tile by one group's column block."""
         column, visit = pl.program_id(0), pl.program_id(1)
         before = jnp.maximum(visit - 1, 0)
-        turn = column * self.visits.groups[0] + self.visits.number[visit]
-        slot = turn & 1
+        fetch = column * self.visits.groups[0] + self.visits.number[visit]
+        slot = fetch & 1
 
         @pl.when((visit == 0) | (self.visits.group[visit] != self.visits.group[before]))
         def _() -> None:
-            pl.when(turn == 0)(lambda: self.copy(column, self.visits.group[visit], slot).start())
-            ends = self.visits.number[visit] + 1 == self.visits.groups[0]
-            next_column = jnp.where(ends, column + 1, column)
+            pl.when(fetch == 0)(lambda: self.copy(column, self.visits.group[visit], slot).start())
+            last = self.visits.number[visit] + 1 == self.visits.groups[0]
+            next_column = jnp.where(last, column + 1, column)
 
             @pl.when(next_column < pl.num_programs(0))
             def _() -> None:
@@ -146,49 +142,49 @@ class MatmulKernelBody:
 
             self.copy(column, self.visits.group[visit], slot).wait()
 
-        fresh = (visit == 0) | (self.visits.tile[visit] != self.visits.tile[before])
+        first_visit = (visit == 0) | (self.visits.tile[visit] != self.visits.tile[before])
         jax.lax.fori_loop(
-            0, self.blocks.columns // self.blocks.unit, lambda i, _: self.product(i, visit, slot, fresh), None
+            0, self.blocks.columns // self.blocks.unit, lambda i, _: self.store(i, visit, slot, first_visit), None
         )
 
     def copy(self, column: Any, group: Any, slot: Any) -> Any:
-        """The transfer of one group's block of columns."""
-        part = jax.lax.div(column, jnp.int32(self.wide))
+        """Return the DMA of one group's column block into a buffer."""
+        part = jax.lax.div(column, jnp.int32(self.part_blocks))
         matrix = self.weights.at[self.layer[0], group, part]
-        if self.wide > 1:
-            start = pl.multiple_of((column - part * self.wide) * self.blocks.columns, self.blocks.columns)
+        if self.part_blocks > 1:
+            start = pl.multiple_of((column - part * self.part_blocks) * self.blocks.columns, self.blocks.columns)
             columns = pl.ds(start, self.blocks.columns)
             matrix = matrix.at[columns] if self.transposed else matrix.at[:, columns]
-        return pltpu.make_async_copy(matrix, self.held.at[slot], self.fetched.at[slot])
+        return pltpu.make_async_copy(matrix, self.buffers.at[slot], self.semaphores.at[slot])
 
     def dot(self, slot: Any, columns: Any) -> jax.Array:
-        """The tile times some columns of the weights, float32 [tile, unit]."""
+        """Multiply the tile by some columns of the weights -> float32 [tile, unit]."""
         depth, inner = self.blocks.depth, self.rows.shape[1]
-        exact = jax.lax.Precision.HIGHEST if self.rows.dtype == jnp.float32 else None
+        precision = jax.lax.Precision.HIGHEST if self.rows.dtype == jnp.float32 else None
         axis = 1 if self.transposed else 0
 
-        def piece(k: Any) -> jax.Array:
-            some = _part(k, depth, inner)
-            weights = self.held[slot, columns, some] if self.transposed else self.held[slot, some, columns]
+        def partial_dot(k: Any) -> jax.Array:
+            chunk = _slice(k, depth, inner)
+            weights = self.buffers[slot, columns, chunk] if self.transposed else self.buffers[slot, chunk, columns]
             return jax.lax.dot_general(
-                self.rows[:, some], weights, (((1,), (axis,)), ((), ())), exact, preferred_element_type=jnp.float32
+                self.rows[:, chunk], weights, (((1,), (axis,)), ((), ())), precision, preferred_element_type=jnp.float32
             )
 
-        return jax.lax.fori_loop(1, inner // depth, lambda k, found: found + piece(k), piece(0))
+        return jax.lax.fori_loop(1, inner // depth, lambda k, acc: acc + partial_dot(k), partial_dot(0))
 
-    def product(self, i: Any, visit: Any, slot: Any, fresh: Any) -> None:
-        """Some columns of the tile; rows of other groups stay, or are zero where nobody wrote yet."""
-        at = _part(i, self.blocks.unit, self.blocks.columns)
-        found = self.dot(slot, at)
-        row = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+    def store(self, i: Any, visit: Any, slot: Any, first_visit: Any) -> None:
+        """Compute column unit `i` and store the group's rows; other rows keep their value, or zero at first."""
+        columns = _slice(i, self.blocks.unit, self.blocks.columns)
+        product = self.dot(slot, columns)
+        row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
         own = (row >= self.visits.low[visit]) & (row < self.visits.high[visit])
-        kept = jnp.where(fresh, jnp.zeros_like(found), self.out[0, :, at].astype(jnp.float32))
-        self.out[0, :, at] = jnp.where(own, found, kept).astype(self.out.dtype)
+        previous = jnp.where(first_visit, jnp.zeros_like(product), self.out[0, :, columns].astype(jnp.float32))
+        self.out[0, :, columns] = jnp.where(own, product, previous).astype(self.out.dtype)
 
 
-def _part(i: Any, size: int, whole: int) -> Any:
-    """The i-th piece of that size."""
-    return slice(None) if size == whole else pl.ds(pl.multiple_of(i * size, size), size)
+def _slice(i: Any, size: int, total: int) -> Any:
+    """Return the i-th slice of `size`; a full slice if there is only one."""
+    return slice(None) if size == total else pl.ds(pl.multiple_of(i * size, size), size)
 
 
 def kernel(
@@ -202,33 +198,34 @@ def kernel(
     interpret: Any,
     chip: ChipInfo,
 ) -> jax.Array:
-    """As `api.grouped_matmul`: rows [M, I], weights [L, E, parts, I, O], sizes [E] -> [parts, M, O]."""
+    """Run the kernel. Arguments as `api.grouped_matmul`."""
     count, inner = rows.shape
     groups, parts, outer = weights.shape[1], weights.shape[2], weights.shape[3 if transposed else 4]
-    blocks = choose(chip, count, groups, inner, outer, weights.dtype.itemsize)
-    plan, live = visits(sizes, count, blocks.rows)
-    wide = outer // blocks.columns
-    held = (blocks.columns, inner) if transposed else (inner, blocks.columns)
+    blocks = choose_block_sizes(chip, count, groups, inner, outer, weights.dtype.itemsize)
+    plan, num_visits = visits(sizes, count, blocks.rows)
+    part_blocks = outer // blocks.columns
+    buffer_shape = (blocks.columns, inner) if transposed else (inner, blocks.columns)
 
-    def out_place(column: Any, visit: Any, _: Any, tile: Any, *__: Any) -> tuple[Any, Any, Any]:
-        part = jax.lax.div(column, jnp.int32(wide))
-        return part, tile[visit], column - part * wide
+    def out_index(column: Any, visit: Any, _: Any, tile: Any, *__: Any) -> tuple[Any, Any, Any]:
+        part = jax.lax.div(column, jnp.int32(part_blocks))
+        return part, tile[visit], column - part * part_blocks
 
     def body(layer: Any, *refs: Any) -> None:
-        MatmulKernelBody(blocks, wide, transposed, layer, Visits(*refs[: len(FIELDS)]), *refs[len(FIELDS) :]).run()
+        plan, arrays = Visits(*refs[: len(FIELDS)]), refs[len(FIELDS) :]
+        MatmulKernelBody(blocks, part_blocks, transposed, layer, plan, *arrays).run()
 
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((parts, count, outer), out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(FIELDS),
-            grid=(parts * wide, live),
+            grid=(parts * part_blocks, num_visits),
             in_specs=[
                 pl.BlockSpec((blocks.rows, inner), lambda _, visit, __, tile, *___: (tile[visit], 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=pl.BlockSpec((1, blocks.rows, blocks.columns), out_place),
-            scratch_shapes=[pltpu.VMEM((2, *held), weights.dtype), pltpu.SemaphoreType.DMA((2,))],
+            out_specs=pl.BlockSpec((1, blocks.rows, blocks.columns), out_index),
+            scratch_shapes=[pltpu.VMEM((2, *buffer_shape), weights.dtype), pltpu.SemaphoreType.DMA((2,))],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
@@ -246,7 +243,7 @@ def kernel(
 
 
 def vmem_bytes(blocks: MatmulBlockSizes, inner: int, dtype: Any, out_dtype: Any) -> int:
-    """Two buffers each of weights, rows and results, and room for what the compiler keeps beside them."""
+    """Return the VMEM limit: two buffers each of weights, rows and results, and space for the compiler."""
     weights = inner * blocks.columns * dtype.itemsize
-    moving = blocks.rows * (inner * dtype.itemsize + blocks.columns * out_dtype.itemsize)
-    return 2 * (weights + moving) + 8 * MIB
+    tiles = blocks.rows * (inner * dtype.itemsize + blocks.columns * out_dtype.itemsize)
+    return 2 * (weights + tiles) + 8 * MIB

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over a paged KV cache, which it also writes: the one entry point."""
+"""The public function of ragged paged attention."""
 
 from __future__ import annotations
 
@@ -37,23 +37,25 @@ def ragged_paged_attention(
     interpret: Any = False,
     chip: ChipInfo = CHIPS["v6e"],
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes k, v into the cache, then lets every token of q attend to its sequence up to itself.
+    """Write k and v into the cache, then attend causally: every token to its sequence up to itself.
 
-    q [T, N, H]; k, v [T, K, H]: this step's tokens, sequence after sequence. cache [L, P, R, B, 128] as `layout.shape`
-    says, updated in place when the caller donates it. layer int32 []: which of the L to use.
-    query_start int32 [S + 1], kv_len int32 [S], page_table int32 [S, max_pages], counts int32 [2] = (number of
-    decode sequences, which have one token each and come first; number of sequences, each with at least one token). The
-    tokens of sequence s are query_start[s] .. query_start[s + 1], their positions kv_len[s] - q_len .. kv_len[s];
-    query_start[0] is 0. The page table is rectangular, its width being a bucket of the caller: both the gather of the
-    reference and the kernel's scalar memory then have a static size.
-    scale, softcap, k_scale, v_scale float32 [], window int32 [], sinks float32 [N]: see `arguments.Knobs`; traced, so
-    that one program serves all values. Static: which of them are None; decode_only (all sequences have one token: the
-    mixed variant is not built); use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams: the
-    kernel, run in Python); chip (what the kernel is compiled for; of its TensorCores one is used).
+    q: [T, N, H]; k, v: [T, K, H], this step's tokens, sequence by sequence.
+    cache: [L, P, R, B, 128], of `layout.shape`, updated in place if donated. layer: int32 [], which of the L to use.
+    query_start: int32 [S + 1], first token of each sequence; query_start[0] is 0.
+    kv_len: int32 [S], tokens of each sequence after this step. Its tokens have positions kv_len - q_len .. kv_len.
+    page_table: int32 [S, max_pages]. Its width is static: a bucket chosen by the caller.
+    counts: int32 [2], number of decode sequences (one token each, first in the batch), number of sequences (each with
+    at least one token).
+    scale, softcap, k_scale, v_scale: float32 []; window: int32 []; sinks: float32 [N]. See `arguments.Knobs`. Their
+    values are traced, so one program serves all values.
 
-    Returns (out [T, N, H] of q's type, cache). Tokens beyond query_start[counts[1]] and sequences beyond counts are
-    ignored whatever they hold, NaN included; their outputs are zero, and no page is written for them.
-    ValueError: shapes or types that do not fit together, or a page table too large for scalar memory.
+    Static: which of these options are None; decode_only (all sequences have one token: the mixed variant is not built);
+    use_kernel (False: the jnp reference); interpret (True or pltpu.InterpretParams); chip to compile for (the kernel
+    uses one TensorCore).
+
+    Return (out [T, N, H] of q's dtype, cache). Tokens beyond query_start[counts[1]] and sequences beyond counts are
+    padding: ignored even if NaN, with zero outputs and no cache writes.
+    Raise ValueError for invalid shapes or dtypes, or a page table too large for scalar memory.
     """
     batch = RaggedBatch(query_start, kv_len, page_table, counts)
     check(q, k, v, cache, layout, batch)

@@ -1,4 +1,4 @@
-"""Static shapes of a call, by name: what compile tests, schedules and a backend's ladder are written in."""
+"""Named static shapes of a call, for compile tests and schedules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RaggedAttentionArgs:
     decode_only: bool = False
 
     def function(self, chip: ChipInfo) -> Callable[..., Any]:
-        """The call as a function of `arguments`, jitted with the cache donated."""
+        """Return the call as a function of `arguments`, jitted with the cache donated."""
 
         def attend(cache: jax.Array, arrays: dict[str, Any], knobs: dict[str, Any]) -> Any:
             return ragged_paged_attention(
@@ -41,7 +41,7 @@ class RaggedAttentionArgs:
         return jax.jit(attend, donate_argnums=0)
 
     def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
-        """ShapeDtypeStructs for `function`."""
+        """Return the ShapeDtypeStructs for `function`."""
 
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -68,9 +68,9 @@ class RaggedAttentionArgs:
 
 
 def spec(name: str) -> RaggedAttentionArgs:
-    """The named shape. KeyError, with the names, for any other."""
+    """Return the named shape. Raise KeyError if unknown."""
     if name not in SPECS:
-        raise KeyError(f"{name!r} is not one of {', '.join(SPECS)}")
+        raise KeyError(f"unknown shape {name!r}; use one of {', '.join(SPECS)}")
     return SPECS[name]
 
 

@@ -1,11 +1,11 @@
 """The arithmetic of one pass: online softmax over some tokens of one lane head, in two arrangements.
 
-Rows (decode): logits [M, tokens]. Few queries, many tokens: the tokens fill the lanes.
-Columns (mixed): logits [tokens, M]. The maximum runs over sublanes, which costs no cross-lane unit and leaves a state
-of [8, M] instead of [M, 128]; the exponentials are the stationary operand of the second matmul. On the schedule for
-v6e the inner loop of the row arrangement reached 18 % of the matrix units' peak, that of this one 54 %.
+Rows (decode): logits [M, tokens]. With few queries and many tokens, the tokens fill the lanes.
+Columns (mixed): logits [tokens, M]. The maximum runs over sublanes, which needs no cross-lane unit and leaves a state
+of [8, M] instead of [M, 128]; the exponentials are the stationary operand of the second matmul. In the v6e schedule the
+inner loop reaches 54 % of the matrix units' peak, against 18 % with the row arrangement.
 
-Both keep logits in base 2.
+Logits are in base 2.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ COLUMNS = 256  # queries of one independent chain of the column arrangement
 
 @dataclass(frozen=True)
 class State:
-    """The running softmax of every lane head, in VMEM. top holds the same maximum in all lanes (sublanes).
+    """The running softmax of every lane head, in VMEM. `top` repeats the maximum in all lanes (sublanes).
 
     Rows: top [heads, M, 128], acc [heads, M, W], total [heads, M, 128] with one partial sum per lane.
     Columns: top [heads, 8, M], acc [heads, W + 8, M] whose last 8 rows are the sum; total is None.
     """
 
-    top: Any
-    acc: Any
-    total: Any = None
+    top: Any  # maximum logit
+    acc: Any  # weighted sum of V
+    total: Any = None  # sum of weights
 
     def clear(self, h: Any = slice(None)) -> None:
-        """Nothing seen yet, by any lane head or by `h`."""
+        """Reset the state of lane head `h`, by default of all."""
         self.top[h] = jnp.full_like(self.top[h], MASKED)
         self.acc[h] = jnp.zeros_like(self.acc[h])
         if self.total is not None:
@@ -48,53 +48,51 @@ class State:
 
 @dataclass(frozen=True)
 class Stage:
-    """Logits between the two halves of a pass in the column arrangement: logits [tokens, M], peak [8, M], in VMEM.
+    """Logits between the two halves of a pass in the column arrangement, in VMEM.
 
-    There are two stages: the matrix unit fills one while the vector unit empties the other.
+    There are two stages: the matrix unit fills one while the vector unit consumes the other.
     """
 
-    logits: Any
-    peak: Any
+    logits: Any  # [tokens, M]
+    peak: Any  # [8, M]: maximum per sublane
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query may see: token `key` of the sequence if query - window < key <= query.
+    """The causal mask: a query attends to positions query - window < key <= query."""
 
-    start: position of the pass's first token. position: of the first query; queries: how many follow each other along
-    the M axis before the next head begins (1: all are at `position`). window None: no lower limit.
-    """
-
-    start: Any
-    position: Any
-    queries: int
-    window: Any
+    start: Any  # position of the pass's first token
+    position: Any  # position of the first query
+    queries: int  # consecutive queries per head along the M axis; 1: all are at `position`
+    window: Any  # None: no lower limit
 
     def apply(self, logits: jax.Array, key_axis: int, first: int = 0) -> jax.Array:
-        """Logits with the unseen ones masked; `first` is their first index on the M axis."""
+        """Mask logits; `first` is their first index on the M axis."""
         key = jax.lax.broadcasted_iota(jnp.int32, logits.shape, key_axis) + self.start
         query = self.position
         if self.queries > 1:
             index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1 - key_axis) + first
             query = query + rem(index, self.queries)
-        seen = key <= query
+        visible = key <= query
         if self.window is not None:
-            seen = jnp.logical_and(seen, key > query - self.window)
-        return jnp.where(seen, logits, MASKED)
+            visible = jnp.logical_and(visible, key > query - self.window)
+        return jnp.where(visible, logits, MASKED)
 
 
-def load(kv: Any, layout: PagedKvLayout, tokens: int, turn: Any, head: Any, part: int) -> tuple[jax.Array, jax.Array]:
-    """K and V [tokens, W] of lane head `head + part` from the pages kv [.., R, B, 128], of their pass number `turn`."""
+def load(
+    kv: Any, layout: PagedKvLayout, tokens: int, pass_index: Any, head: Any, part: int
+) -> tuple[jax.Array, jax.Array]:
+    """Load K and V [tokens, W] of lane head `head + part` for one pass, from the pages kv [.., R, B, 128]."""
     chunks, size = layout.width // LANES, layout.page_size
 
     def rows(row: Any, start: int, step: int) -> jax.Array:
-        """Every `step`-th token of the pass: of several whole pages, or of a part of one."""
+        """Load every `step`-th token of the pass, which covers several pages or a part of one."""
         if tokens <= size:
-            share = size // tokens
-            page, first = div(turn, share), (turn - div(turn, share) * share) * tokens
+            per_page = size // tokens
+            page, first = div(pass_index, per_page), (pass_index - div(pass_index, per_page) * per_page) * tokens
             return kv[page, row, pl.ds(first + start, tokens // step, step), :]
         pages = tokens // size
-        parts = [kv[turn * pages + i, row, pl.ds(start, size // step, step), :] for i in range(pages)]
+        parts = [kv[pass_index * pages + i, row, pl.ds(start, size // step, step), :] for i in range(pages)]
         return jnp.concatenate(parts, axis=0)
 
     def join(parts: list[jax.Array]) -> jax.Array:
@@ -115,33 +113,33 @@ def load(kv: Any, layout: PagedKvLayout, tokens: int, turn: Any, head: Any, part
 
 
 def attend_rows(q: Any, k: jax.Array, v: jax.Array, state: State, h: Any, softcap: Any, mask: Mask) -> None:
-    """q [M, W] (a ref), k and v [tokens, W]; state of lane head `h` is updated."""
-    logits = capped(dot(q[...], k, ((1,), (1,))), softcap)
+    """Update the state of lane head `h` with q [M, W] (a ref), k and v [tokens, W]."""
+    logits = apply_softcap(dot(q[...], k, ((1,), (1,))), softcap)
     logits = mask.apply(logits, key_axis=1)
     old = state.top[h]
     new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
-    weights = jnp.exp2(logits - across(new, logits.shape[1]))
+    weights = jnp.exp2(logits - widen_lanes(new, logits.shape[1]))
     decay = jnp.exp2(old - new)
     state.top[h] = new
     state.total[h] = state.total[h] * decay + sum_lanes(weights)
-    state.acc[h] = state.acc[h] * across(decay, v.shape[1]) + dot(weights.astype(v.dtype), v, ((1,), (0,)))
+    state.acc[h] = state.acc[h] * widen_lanes(decay, v.shape[1]) + dot(weights.astype(v.dtype), v, ((1,), (0,)))
 
 
 def column_logits(q: Any, k: jax.Array, stage: Stage, softcap: Any, mask: Mask | None) -> None:
-    """First half of a pass: logits of q [M, W] (a ref) over k [tokens, W], with their maximum, into `stage`."""
+    """First half of a pass: write logits of q [M, W] (a ref) over k [tokens, W] and their maximum to `stage`."""
     width = column_width(q.shape[0])
     for i in range(0, q.shape[0], width):
         chain = pl.ds(i, width)
-        x = capped(dot(k, q[chain, :], ((1,), (1,))), softcap)
+        x = apply_softcap(dot(k, q[chain, :], ((1,), (1,))), softcap)
         x = x if mask is None else mask.apply(x, key_axis=0, first=i)
         stage.logits[:, chain] = x
         stage.peak[:, chain] = fold_max(x)
 
 
 def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:
-    """Second half of a pass: the logits of `stage` and v [tokens, W] into the state of lane head `h`.
+    """Second half of a pass: update the state of lane head `h` with the logits of `stage` and v [tokens, W].
 
-    Rows of ones under the transposed v let the matrix unit, which has time, add up the weights.
+    Rows of ones below the transposed v make the matrix unit, which has spare time, sum the weights.
     """
     count, height = stage.logits.shape[1], state.acc.shape[1]
     width = column_width(count)
@@ -158,30 +156,30 @@ def column_softmax(v: jax.Array, stage: Stage, state: State, h: Any) -> None:
 
 
 def column_width(count: int) -> int:
-    """Queries of one chain, of `count`."""
+    """Return how many of `count` queries form one chain."""
     return next((width for width in (COLUMNS, LANES) if count % width == 0), count)
 
 
 def dot(a: jax.Array, b: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """A matmul on the MXU with float32 results; float32 operands at full precision."""
+    """Multiply on the MXU with float32 results; float32 operands at full precision."""
     precision = "highest" if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def capped(logits: jax.Array, softcap: Any) -> jax.Array:
-    """softcap * tanh(logits): the queries came divided by the cap; `softcap` brings base 2."""
+def apply_softcap(logits: jax.Array, softcap: Any) -> jax.Array:
+    """Return softcap * tanh(logits): the queries are already divided by the cap; `softcap` is in base 2."""
     return logits if softcap is None else jnp.tanh(logits) * softcap
 
 
-def across(x: jax.Array, width: int) -> jax.Array:
-    """[M, 128], equal in all lanes -> [M, width], without a cross-lane move."""
+def widen_lanes(x: jax.Array, width: int) -> jax.Array:
+    """Repeat [M, 128], equal in all lanes -> [M, width], without a cross-lane move."""
     if width % LANES:
         return jnp.broadcast_to(x[:, :1], (x.shape[0], width))
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
 def sum_lanes(x: jax.Array) -> jax.Array:
-    """[M, n * 128] -> [M, 128], whose lanes sum to the row's sum."""
+    """Reduce [M, n * 128] -> [M, 128] partial sums, one per lane."""
     if x.shape[1] % LANES:
         lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
         return jnp.where(lane == 0, jnp.sum(x, axis=1, keepdims=True), 0)
@@ -189,38 +187,39 @@ def sum_lanes(x: jax.Array) -> jax.Array:
 
 
 def fold_max(x: jax.Array) -> jax.Array:
-    """[n * 8, M] -> [8, M], one maximum per sublane, in a few chains that do not wait for each other."""
+    """Reduce [n * 8, M] -> [8, M], one maximum per sublane, in a few independent chains."""
     units = x.shape[0] // SUBLANES
     chains = next(n for n in (4, 2, 1) if units % n == 0)
     return x.reshape(chains, units // chains, SUBLANES, x.shape[1]).max(axis=1).max(axis=0)
 
 
 def low_halves(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """The low 16 bits of the words of two tokens, as one word: the sublane pair of a 16-bit type."""
+    """Pack the low 16 bits of the words of two tokens into one word: the sublane pair of a 16-bit type."""
     return (even & 0xFFFF) | (odd << 16)
 
 
 def high_halves(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """The high 16 bits of the words of two tokens, as one word."""
+    """Pack the high 16 bits of the words of two tokens into one word."""
     return (even >> 16) | (odd & jnp.uint32(0xFFFF0000))
 
 
-def widen(words: jax.Array, place: int, dtype: str) -> jax.Array:
-    """Byte `place` (0 or 1) of both halves of uint32 words [n, 128], read as `dtype`: bfloat16 [2 n, 128], exact.
+def widen(words: jax.Array, byte: int, dtype: str) -> jax.Array:
+    """Convert byte `byte` (0 or 1) of both halves of uint32 words [n, 128] from `dtype` to bfloat16 [2 n, 128].
 
-    Both halves at once. A float8 is a bfloat16 but for the exponent's bias and place: an integer addition rebiases all
-    normal numbers. It makes y = (1 + f) * 2^(e-1) of a subnormal f * 2^e; that is 2 y - 2^e, which for every normal
-    number is at least y. An int8 is its low seven bits added to 128, less 128 or 256. Infinities and NaN become finite.
+    Exact, both halves at once. A float8 differs from a bfloat16 in the exponent's bias and position: an integer
+    addition rebiases all normal numbers, but turns a subnormal f * 2^e into y = (1 + f) * 2^(e-1). Its value is
+    2 y - 2^e, which for normal numbers is at least y, so the minimum of both is correct. An int8 is its low seven bits
+    added to 128, minus 128 or 256. Infinities and NaN become finite.
     """
     if dtype == "int8":
-        words = words >> 8 if place else words
+        words = words >> 8 if byte else words
         bits = (words & jnp.uint32(0x007F007F)) | jnp.uint32(0x43004300)
         offset = (words & jnp.uint32(0x00800080)) + jnp.uint32(0x43004300)
         return pltpu.bitcast(bits, jnp.bfloat16) - pltpu.bitcast(offset, jnp.bfloat16)
-    words = words if place else words << 8
-    shift, least = (4, -6) if dtype == "float8_e4m3fn" else (3, -14)
-    bias = (127 + least - 1) << 7
+    words = words if byte else words << 8
+    shift, min_exponent = (4, -6) if dtype == "float8_e4m3fn" else (3, -14)
+    bias = (127 + min_exponent - 1) << 7
     bits = ((words & jnp.uint32(0x7F007F00)) >> shift) + jnp.uint32(bias << 16 | bias)
     value = pltpu.bitcast(bits, jnp.bfloat16)
-    value = jnp.minimum(value, value + (value - jnp.bfloat16(2.0**least)))
+    value = jnp.minimum(value, value + (value - jnp.bfloat16(2.0**min_exponent)))
     return pltpu.bitcast(pltpu.bitcast(value, jnp.uint32) | words & jnp.uint32(0x80008000), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""From the public arguments to `pallas_call` and back: rows into tiles, scalars into SMEM, one call per variant."""
+"""Run the kernel: arrange rows into tiles and scalars for SMEM, one `pallas_call` per variant, and arrange back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch
+from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch, divided
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, AttentionKernelBody
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
-from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Scalars, Static, choose
+from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Scalars, Static, choose_block_sizes
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
@@ -35,17 +35,17 @@ def kernel(
     interpret: Any,
     chip: ChipInfo,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.ragged_paged_attention`: q [T, N, H], k and v [T, K, H], cache -> (out [T, N, H], cache)."""
+    """Run the kernel. Arguments as `api.ragged_paged_attention`."""
     if batch.page_table.size > MAX_TABLE:
         raise ValueError(
-            f"a page table of {batch.page_table.shape} exceeds the {MAX_TABLE} entries that scalar memory holds; "
-            f"fewer sequences, a shorter context or a page larger than {layout.page_size} tokens would fit"
+            f"a page table of {batch.page_table.shape} exceeds the {MAX_TABLE} entries that fit scalar memory; use "
+            f"fewer sequences, a shorter context or pages larger than {layout.page_size} tokens"
         )
     if q.shape[0] == 0:
         return q, cache
     batch = batch.cleaned()
     rows = lane_rows(scaled_queries(q, knobs, layout), layout)
-    words = layout.pack(_divided(k, knobs.k_scale), _divided(v, knobs.v_scale)).swapaxes(0, 1)
+    words = layout.pack(divided(k, knobs.k_scale), divided(v, knobs.v_scale)).swapaxes(0, 1)
     shared: dict[str, Any] = {"layout": layout, "interpret": interpret, "chip": chip, "out_dtype": q.dtype}
     decode_rows = rows[: batch.max_seqs]
     out, cache = variant(decode_rows, words, cache, layer, batch, knobs, decode=True, **shared)
@@ -59,19 +59,15 @@ def kernel(
     return from_lane_rows(out, q.shape, layout), cache
 
 
-def _divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    return x if scale is None else x.astype(jnp.float32) / scale
-
-
 def scaled_queries(q: jax.Array, knobs: Knobs, layout: PagedKvLayout) -> jax.Array:
-    """q with every factor of the logits in it, so that the kernel's logits are in base 2 (or the argument of tanh)."""
+    """Multiply q by all factors of the logits, so that the kernel's logits are in base 2 (or the argument of tanh)."""
     factor = knobs.scale if knobs.k_scale is None else knobs.scale * knobs.k_scale
     factor = factor * LOG2E if knobs.softcap is None else factor / knobs.softcap
     return (q.astype(jnp.float32) * factor).astype(layout.compute_dtype)
 
 
 def lane_rows(q: jax.Array, layout: PagedKvLayout) -> jax.Array:
-    """q [T, N, H] -> [T, lane heads, rows, W]: the rows that share a matmul, each zero outside its own lanes."""
+    """Arrange q [T, N, H] -> [T, lane heads, rows, W]: the rows that share a matmul, each zero outside its lanes."""
     tokens, heads, _ = q.shape
     group = heads // layout.kv_heads
     q = q.reshape(tokens, layout.kv_heads, group, layout.head_dim)
@@ -85,7 +81,7 @@ def lane_rows(q: jax.Array, layout: PagedKvLayout) -> jax.Array:
 
 
 def from_lane_rows(out: jax.Array, shape: tuple[int, ...], layout: PagedKvLayout) -> jax.Array:
-    """The inverse of `lane_rows`: each row's own lanes, [T, N, H] = shape."""
+    """Invert `lane_rows`: take each row's lanes, -> [T, N, H] = shape."""
     tokens, heads, width = shape
     group = heads // layout.kv_heads
     out = out.reshape(tokens, layout.lane_heads, layout.heads_per_row, group, layout.heads_per_row, layout.slot_width)
@@ -109,10 +105,10 @@ def variant(
     chip: ChipInfo,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """One pallas_call over rows [T, lane heads, rows, W] (decode: [S, ...]): (their outputs, cache)."""
+    """Run one pallas_call over rows [T, lane heads, rows, W] (decode: [S, ...]); return their outputs and the cache."""
     count, heads, group, width = rows.shape
     max_pages = batch.page_table.shape[1]
-    blocks = choose(chip, layout, group, max_pages, count, decode=decode)
+    blocks = choose_block_sizes(chip, layout, group, max_pages, count, decode=decode)
     tiles = -(-count // blocks.queries)
     rows = jnp.pad(rows, [(0, tiles * blocks.queries - count)] + [(0, 0)] * 3)
     tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
@@ -124,24 +120,24 @@ def variant(
         max_pages=max_pages,
         windowed=knobs.window is not None,
         softcapped=knobs.softcap is not None,
-        sunk=knobs.sinks is not None,
+        has_sinks=knobs.sinks is not None,
         scaled=knobs.v_scale is not None,
     )
-    scalars, live = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
+    scalars, num_tiles = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
     sinks = None if knobs.sinks is None else sink_rows(knobs.sinks, static, group)
-    out, cache = call(static, scalars, live, tiled, sinks, words, cache, interpret=interpret, out_dtype=out_dtype)
+    out, cache = call(static, scalars, num_tiles, tiled, sinks, words, cache, interpret=interpret, out_dtype=out_dtype)
     out = out[:, :, :, :group].transpose(0, 2, 1, 3, 4) if decode else _untile(out, blocks.queries)
     return out.reshape(-1, heads, group, width)[:count], cache
 
 
 def to_decode_tiles(rows: jax.Array, tiles: int) -> jax.Array:
-    """[tiles * n, heads, rows, W] -> [tiles, heads, n, M, W], rows padded to a sublane tile."""
+    """Arrange [tiles * n, heads, rows, W] -> [tiles, heads, n, M, W], rows padded to a sublane tile."""
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 8), (0, 0)))
     return rows.reshape(tiles, -1, *rows.shape[1:]).transpose(0, 2, 1, 3, 4)
 
 
 def to_mixed_tiles(rows: jax.Array, tiles: int) -> jax.Array:
-    """[tiles * n, heads, rows, W] -> [tiles, heads, 1, rows * n, W]: the rows of one query head lie together."""
+    """Arrange [tiles * n, heads, rows, W] -> [tiles, heads, 1, rows * n, W], the rows of a query head adjacent."""
     _, heads, group, width = rows.shape
     rows = rows.reshape(tiles, -1, heads, group, width).transpose(0, 2, 3, 1, 4)
     return rows.reshape(tiles, heads, 1, -1, width)
@@ -154,7 +150,7 @@ def _untile(out: jax.Array, queries: int) -> jax.Array:
 
 
 def sink_rows(sinks: jax.Array, static: Static, group: int) -> jax.Array:
-    """sinks [N] in base 2, as the running maximum lies: [lane heads, M, 128] or [lane heads, 8, M] float32."""
+    """Arrange sinks [N] in base 2 like the running maximum: float32 [lane heads, M, 128] or [lane heads, 8, M]."""
     layout = static.layout
     sinks = jnp.pad(sinks * LOG2E, (0, layout.lane_heads * group - sinks.shape[0]))
     sinks = sinks.reshape(layout.lane_heads, group)
@@ -168,30 +164,30 @@ def sink_rows(sinks: jax.Array, static: Static, group: int) -> jax.Array:
 def scalar_arguments(
     layer: jax.Array, batch: RaggedBatch, knobs: Knobs, queries: int, tiles: int, *, decode: bool
 ) -> tuple[Scalars, jax.Array]:
-    """The scalar-prefetch arrays, and how many tiles have work."""
+    """Return the scalar-prefetch arrays and the number of tiles with real queries."""
     decodes, seqs = batch.counts[0], batch.counts[1]
     if decode:
-        first_tile, live = jnp.int32(0), pl.cdiv(decodes, queries)
+        first_tile, num_tiles = jnp.int32(0), pl.cdiv(decodes, queries)
         first_seq = jnp.zeros(1, jnp.int32)
     else:
         first_tile = batch.query_start[decodes] // queries
-        live = jnp.where(seqs > decodes, pl.cdiv(batch.query_start[-1], queries) - first_tile, 0)
+        num_tiles = jnp.where(seqs > decodes, pl.cdiv(batch.query_start[-1], queries) - first_tile, 0)
         starts = (first_tile + jnp.arange(tiles + 1, dtype=jnp.int32)) * queries
         first_seq = jnp.searchsorted(batch.query_start[1:], starts, side="right").astype(jnp.int32)
         first_seq = jnp.clip(first_seq, decodes, seqs)
     window = jnp.int32(0) if knobs.window is None else knobs.window
-    step = jnp.stack([layer, decodes, seqs, first_tile, live, window]).astype(jnp.int32)
+    step = jnp.stack([layer, decodes, seqs, first_tile, num_tiles, window]).astype(jnp.int32)
     softcap = jnp.float32(0) if knobs.softcap is None else knobs.softcap * LOG2E
     v_scale = jnp.float32(1) if knobs.v_scale is None else knobs.v_scale
     numbers = jnp.stack([softcap, v_scale])
     pages = batch.page_table.reshape(-1)
-    return Scalars(step, numbers, batch.query_start, batch.kv_len, pages, first_seq), live
+    return Scalars(step, numbers, batch.query_start, batch.kv_len, pages, first_seq), num_tiles
 
 
 def call(
     static: Static,
     scalars: Scalars,
-    live: jax.Array,
+    num_tiles: jax.Array,
     q: jax.Array,
     sinks: jax.Array | None,
     words: jax.Array,
@@ -200,7 +196,7 @@ def call(
     interpret: Any,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The pallas_call. q [tiles, lane heads, n, M, W]; a mixed call starts at the tile that holds its first token."""
+    """Run the pallas_call on q [tiles, lane heads, n, M, W]. A mixed call starts at the tile of its first token."""
     prefetch = tuple(vars(scalars).values())
     _, heads, _, _, width = q.shape
     shapes = state_shapes(static, heads, width)
@@ -216,27 +212,27 @@ def call(
     inputs += [words, cache]
 
     def body(*refs: Any) -> None:
-        smem, rest = Scalars(*refs[: len(prefetch)]), list(refs[len(prefetch) :])
-        q_ref = rest.pop(0)
-        sink_ref = rest.pop(0) if static.sunk else None
+        smem, arrays = Scalars(*refs[: len(prefetch)]), list(refs[len(prefetch) :])
+        q_ref = arrays.pop(0)
+        sink_ref = arrays.pop(0) if static.has_sinks else None
         # `pages` is the aliased output: reads and writes go through one ref.
-        new, _, out, pages, kv, *rest = rest
-        *buffers, slot, fetched, written = rest
+        new, _, out, pages, kv, *scratch = arrays
+        *buffers, slot, fetched, written = scratch
         if static.decode:
             state, stages = State(*buffers), None
         else:
             top, acc, logits, peak = buffers
             state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
         plan = KernelPlan(static, smem)
-        moves = Transfers(plan, new, pages, kv, fetched, written)
-        AttentionKernelBody(plan, q_ref, sink_ref, out, moves, state, stages, slot).run()
+        transfers = Transfers(plan, new, pages, kv, fetched, written)
+        AttentionKernelBody(plan, q_ref, sink_ref, out, transfers, state, stages, slot).run()
 
     out, cache = pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
-            grid=(live,),
+            grid=(num_tiles,),
             in_specs=[*specs, anywhere, anywhere],
             out_specs=[out_tile, anywhere],
             scratch_shapes=[
@@ -261,7 +257,7 @@ def call(
 
 
 def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the arrays of `attend.State`, then of the two `attend.Stage`, which decode has not."""
+    """Return the shapes of the arrays of `attend.State`, and, for the mixed variant, of the two `attend.Stage`."""
     rows, tokens = static.rows, static.blocks.tokens
     if static.decode:
         return (heads, rows, LANES), (heads, rows, width), (heads, rows, LANES)
@@ -269,19 +265,18 @@ def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...
 
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
-    """A limit with room for what the compiler keeps beside the declared buffers."""
+    """Return the VMEM limit: all declared buffers, and space for the compiler."""
     heads, sub, rows, width = q.shape[1:]
     tile = heads * sub * rows * width
     kv = 2 * static.blocks.pages * static.layout.bytes_per_page
     state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, width))
-    moving = 2 * tile * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize) + (
-        2 * heads * rows * LANES * 4 if static.sunk else 0
-    )
-    return kv + state + moving + (16 << 20)
+    tiles = 2 * tile * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize)
+    sinks = 2 * heads * rows * LANES * 4 if static.has_sinks else 0
+    return kv + state + tiles + sinks + (16 << 20)
 
 
 def cost(static: Static, q: jax.Array, cache: jax.Array) -> pl.CostEstimate:
-    """What XLA's scheduler is told: half of the page table in use."""
+    """Return the cost estimate for XLA's scheduler, with half of the page table in use."""
     rows = q.size // q.shape[-1]
     context = static.max_pages * static.layout.page_size // 2
     page_bytes = static.layout.bytes_per_page

@@ -1,21 +1,21 @@
 """The paged KV cache as the kernel stores it: 32-bit words in rows of 128 lanes.
 
-    cache [L, P, R, B, 128]         R = rows per token; page_size B tokens of one row lie together
+    cache [L, P, R, B, 128]         R = rows per token; the B tokens of a row are adjacent
 
-One page of one layer is contiguous, so one DMA fetches it. Inside it the tokens of a row are neighbours, so a head's K
-and V are read with a stride of at most two: the other order, rows inside tokens, made a read of eight tokens hit two
-memory banks and cost four loads.
+One page of one layer is contiguous, so one DMA fetches it. Within it the tokens of a row are adjacent, so a head's K
+and V are read with a stride of at most two. In the other order, rows within tokens, a read of eight tokens hits two
+memory banks and costs four loads.
 
-Words are 32 bits wide, hence a row of 128 is one sublane of the TPU's (8, 128) tile, and a DMA may start at any token
-and have any length: single-token writes need no alignment. Narrow types are packed *inside* the words, K and V of a
-head side by side, so that a few shifts give both matrices:
+Words are 32 bits wide, so a row of 128 is one sublane of the TPU's (8, 128) tile, and a DMA may start at any token and
+have any length: single-token writes need no alignment. Narrow types are packed *inside* the words, K and V of a head
+side by side, so that a few shifts give both matrices:
 
     float32            one row holds K, the next holds V
     bfloat16           word = K | V << 16
     8-bit              word = K | V << 8 | K' << 16 | V' << 24     (K', V': the next head)
 
 Heads narrower than 128 share a row: two heads of width 64 fill its lanes (head widths are padded to the next power of
-two below 128 and to a multiple of 128 above). What the kernel calls a *lane head* is one such row group.
+two below 128 and to a multiple of 128 above). A *lane head* is one such group of lanes.
 """
 
 from __future__ import annotations
@@ -32,87 +32,86 @@ CACHE_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 @dataclass(frozen=True)
 class PagedKvLayout:
-    """How K and V of `kv_heads` heads of width `head_dim` lie in a page of `page_size` tokens.
+    """The layout of K and V in a page. Raise ValueError if a field is out of range.
 
-    `dtype` is the stored type, one of `CACHE_DTYPES`. `page_size` is in tokens. ValueError: a field is out of range.
-    Under tensor parallelism give the heads of one shard: the global array is that shape with axis 2 multiplied, and
-    axis 2 is the one to shard.
+    Under tensor parallelism `kv_heads` are those of one shard: the global array has axis 2 multiplied, and is sharded
+    along it.
     """
 
     kv_heads: int
     head_dim: int
-    dtype: str
-    page_size: int
+    dtype: str  # stored dtype, one of CACHE_DTYPES
+    page_size: int  # tokens
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         if self.dtype not in CACHE_DTYPES:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(CACHE_DTYPES)}")
         if self.kv_heads < 1 or self.page_size < 1 or not 1 <= self.head_dim <= 512:
-            raise ValueError(f"kv_heads, page_size >= 1 and head_dim in 1..512 are needed: {self}")
+            raise ValueError(f"kv_heads and page_size must be >= 1, head_dim in 1..512: {self}")
         if self.page_size % 8:
             raise ValueError(f"page_size must be a multiple of 8 tokens, not {self.page_size}")
 
     @property
     def packing(self) -> int:
-        """Elements in a word: 1, 2 or 4."""
+        """Return the elements per word: 1, 2 or 4."""
         return WORD_BYTES // jnp.dtype(self.dtype).itemsize
 
     @property
     def heads_per_row(self) -> int:
-        """KV heads that share the 128 lanes of a row."""
+        """Return the number of KV heads that share the 128 lanes of a row."""
         return max(1, LANES // next_power_of_two(self.head_dim))
 
     @property
     def slot_width(self) -> int:
-        """Lanes one head owns: `head_dim` padded."""
+        """Return the lanes per head: `head_dim` padded."""
         if self.head_dim >= LANES:
             return -(-self.head_dim // LANES) * LANES
         return LANES // self.heads_per_row
 
     @property
     def width(self) -> int:
-        """Width of a lane head, a multiple of 128: the contraction size the kernel sees."""
+        """Return the width of a lane head, a multiple of 128: the kernel's contraction size."""
         return max(LANES, self.slot_width)
 
     @property
     def lane_heads(self) -> int:
-        """Lane heads, padded to an even number for 8-bit types (two of them share a word)."""
+        """Return the number of lane heads, padded to an even number for 8-bit types (two of them share a word)."""
         heads = -(-self.kv_heads // self.heads_per_row)
         return heads + heads % 2 if self.packing == 4 else heads
 
     @property
     def rows_per_token(self) -> int:
-        """R: rows of 128 words that one token of one layer takes."""
+        """Return R, the rows of 128 words per token and layer."""
         return self.lane_heads * (self.width // LANES) * 2 // self.packing
 
     @property
     def word_dtype(self) -> jnp.dtype:
-        """The cache array's dtype: float32 as it is, uint32 words for the narrower types."""
+        """Return the cache array's dtype: float32, or uint32 words for narrower types."""
         return jnp.dtype(jnp.float32 if self.packing == 1 else jnp.uint32)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """What K, V and the queries are multiplied in."""
+        """Return the dtype in which K, V and the queries are multiplied."""
         return jnp.dtype(jnp.float32 if self.packing == 1 else jnp.bfloat16)
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page of one layer, padding included."""
+        """Return the bytes of one page of one layer, padding included."""
         return self.page_size * self.rows_per_token * LANES * WORD_BYTES
 
     def shape(self, layers: int, pages: int) -> tuple[int, int, int, int, int]:
-        """Shape [L, P, R, B, 128] of the stacked cache; its dtype is `word_dtype`."""
+        """Return the shape [L, P, R, B, 128] of the stacked cache; its dtype is `word_dtype`."""
         return layers, pages, self.rows_per_token, self.page_size, LANES
 
     def init(self, layers: int, pages: int) -> jax.Array:
-        """An empty cache [L, P, R, B, 128] on the default device."""
+        """Return an empty cache [L, P, R, B, 128] on the default device."""
         return jnp.zeros(self.shape(layers, pages), self.word_dtype)
 
     def pack(self, k: jax.Array, v: jax.Array) -> jax.Array:
-        """K and V [..., K, H] of any float type as the words of their tokens [..., R, 128].
+        """Pack K and V [..., K, H] of any float dtype into words [..., R, 128].
 
-        Values are cast to `dtype` (int8: rounded and clipped); divide by the scales before.
+        Values are cast to `dtype` (int8: rounded and clipped); divide by the scales first.
         """
         k, v = (self._to_lanes(self._narrow(x)) for x in (k, v))
         lead = k.shape[:-2]
@@ -127,7 +126,7 @@ class PagedKvLayout:
         return words.reshape(*lead, self.rows_per_token, LANES)
 
     def unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """K and V [..., K, H] of type `dtype` from words [..., R, 128]: what `pack` stored."""
+        """Unpack words [..., R, 128] into K and V [..., K, H] of dtype `dtype`."""
         lead = words.shape[:-2]
         if self.packing == 1:
             both = words.reshape(*lead, self.lane_heads, 2, self.width)
@@ -149,7 +148,7 @@ class PagedKvLayout:
     def _narrow(self, x: jax.Array) -> jax.Array:
         if self.dtype == "int8":
             return jnp.clip(jnp.round(x.astype(jnp.float32)), -127, 127).astype(jnp.int8)
-        if self.packing == 4:  # a float8 has no infinity to saturate to, or one that spoils a page
+        if self.packing == 4:  # saturate: a float8 has no infinity, or one that would corrupt a page
             limit = float(jnp.finfo(self.dtype).max)
             x = jnp.clip(x.astype(jnp.float32), -limit, limit)
         return x.astype(self.dtype)
@@ -161,11 +160,11 @@ class PagedKvLayout:
         return jnp.pad(x, pad).reshape(*x.shape[:-2], self.lane_heads, self.width)
 
     def _from_lanes(self, x: jax.Array) -> jax.Array:
-        """The inverse of `_to_lanes`."""
+        """Invert `_to_lanes`."""
         x = x.reshape(*x.shape[:-2], self.lane_heads * self.heads_per_row, self.slot_width)
         return x[..., : self.kv_heads, : self.head_dim]
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is >= n >= 1."""
+    """Return the smallest power of two that is >= n >= 1."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,8 @@
-"""What a kernel call fixes, what it is told in scalar memory, and what follows: which tokens a tile holds and needs."""
+"""The plan of a kernel call: block sizes, static configuration, scalar arguments, and the tokens of each tile.
+
+Block sizes come from a measured table, else from a formula. There are two sizes for KV: pages per fetch, many because
+of the DMA latency, and tokens per pass of the arithmetic, few because of the registers.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,6 @@ import jax.numpy as jnp
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout, next_power_of_two
 
-# Block sizes of the kernel: a measured table first, a formula where the table has no entry.
-#
-# Two sizes for KV: how many pages one fetch brings to VMEM, and how many tokens one pass of the arithmetic takes. They
-# pull apart: a fetch wants to be long (DMA latency), a pass short (registers).
-
 FETCH_BYTES = 4 << 20
 MIXED_ROWS = 1024
 DECODE_ROWS_PER_TILE = 8
@@ -26,25 +25,23 @@ DECODE_ROWS_PER_TILE = 8
 
 @dataclass(frozen=True)
 class AttentionBlockSizes:
-    """queries: tokens of a mixed tile or sequences of a decode tile; pages: of one fetch; tokens: of one pass;
-    a power of two; heads: unrolled in the body of the inner loop: lane heads (decode), (pass, lane head) pairs (mixed).
-    """
+    """Block sizes of the kernel."""
 
-    queries: int
-    pages: int
-    tokens: int
-    heads: int
+    queries: int  # tokens of a mixed tile, sequences of a decode tile
+    pages: int  # per fetch
+    tokens: int  # per pass, a power of two
+    heads: int  # unrolled in the inner loop: lane heads (decode), (pass, lane head) pairs (mixed)
 
 
-def choose(
+def choose_block_sizes(
     chip: ChipInfo, layout: PagedKvLayout, group_rows: int, max_pages: int, max_tokens: int, *, decode: bool
 ) -> AttentionBlockSizes:
-    """Blocks for queries of `group_rows` rows per lane head. `max_pages`, `max_tokens` bound them from above."""
+    """Return block sizes for `group_rows` query rows per lane head, bounded by `max_pages` and `max_tokens`."""
     key = f"{chip.name}/{'decode' if decode else 'mixed'}/{layout.dtype}/w{layout.width}"
     entry = {**_formula(layout, group_rows, decode=decode), **_table().get(key, {})}
     fetch = max(1, min(max_pages, FETCH_BYTES // layout.bytes_per_page, -(-entry["fetch"] // layout.page_size)))
     if not decode and layout.lane_heads == 1:
-        fetch = max(2, 32 // layout.page_size, fetch)  # a fetch holds a pair of passes at least
+        fetch = max(2, 32 // layout.page_size, fetch)  # at least two passes per fetch
         tokens = pass_tokens(min(entry["tokens"], fetch * layout.page_size // 2), fetch, layout.page_size)
     else:
         tokens = pass_tokens(entry["tokens"], fetch, layout.page_size)
@@ -59,7 +56,7 @@ def choose(
 
 
 def pass_tokens(wanted: int, pages: int, page_size: int) -> int:
-    """The largest pass of at most `wanted` tokens that is a share of a page or some of a fetch's `pages` evenly."""
+    """Return the largest pass of at most `wanted` tokens that evenly divides a page or the `pages` of a fetch."""
     if wanted < page_size:
         return next(size for size in range(wanted, 0, -1) if page_size % size == 0 and size % 8 == 0)
     return page_size * next(n for n in range(min(wanted // page_size, pages), 0, -1) if pages % n == 0)
@@ -68,7 +65,7 @@ def pass_tokens(wanted: int, pages: int, page_size: int) -> int:
 def _formula(layout: PagedKvLayout, group_rows: int, *, decode: bool) -> dict[str, int]:
     if decode:
         return {"queries": DECODE_ROWS_PER_TILE, "fetch": 2048, "tokens": 512, "heads": 8}
-    rows = MIXED_ROWS if layout.lane_heads > 3 else 2 * MIXED_ROWS  # few heads: large passes hide what ends a group
+    rows = MIXED_ROWS if layout.lane_heads > 3 else 2 * MIXED_ROWS  # few heads: large passes hide the group's end
     queries = max(16, 1 << (rows // group_rows).bit_length() - 1)
     return {"queries": queries, "fetch": 1024, "tokens": 256, "heads": 4}
 
@@ -79,11 +76,8 @@ def _table() -> dict[str, dict[str, int]]:
     return json.loads(text)["blocks"]
 
 
-# Scalar index arithmetic inside the kernel.
-
-
 def div(a: Any, n: int) -> Any:
-    """a // n for a >= 0. Python's operator asks which chip it runs on, and a compiler for another chip cannot say."""
+    """Return a // n for a >= 0. Python's operator inspects the running chip, which fails in ahead-of-time compiling."""
     return (
         jax.lax.shift_right_logical(a, jnp.int32(n.bit_length() - 1))
         if n & (n - 1) == 0
@@ -92,18 +86,18 @@ def div(a: Any, n: int) -> Any:
 
 
 def rem(a: jax.Array, n: int) -> jax.Array:
-    """a % n for a >= 0 and a power of two n."""
+    """Return a % n for a >= 0 and a power of two n."""
     return a & (n - 1)
 
 
 def ceil_div(a: Any, n: int) -> Any:
-    """ceil(a / n) for a >= 0."""
+    """Return ceil(a / n) for a >= 0."""
     return div(a + (n - 1), n)
 
 
 @dataclass(frozen=True)
 class Static:
-    """What one compilation fixes."""
+    """The static configuration of one compiled variant."""
 
     decode: bool
     layout: PagedKvLayout
@@ -112,62 +106,58 @@ class Static:
     max_pages: int
     windowed: bool
     softcapped: bool
-    sunk: bool
-    scaled: bool
+    has_sinks: bool
+    scaled: bool  # has a v_scale
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of one fetch."""
+        """Return the tokens of one fetch."""
         return self.blocks.pages * self.layout.page_size
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """Scalar-prefetch arguments, all in SMEM.
+    """Scalar-prefetch arguments, all in SMEM."""
 
-    step int32 [6]: layer, decode sequences, sequences, first tile, tiles, window. numbers float32 [2]: softcap in base
-    2, v_scale. first_seq [tiles + 1]: first sequence of each mixed tile.
-    """
-
-    step: Any
-    numbers: Any
+    step: Any  # int32 [6]: layer, decode sequences, sequences, first tile, tiles, window
+    numbers: Any  # float32 [2]: softcap in base 2, v_scale
     query_start: Any
     kv_len: Any
-    pages: Any
-    first_seq: Any
+    pages: Any  # the page table, flattened
+    first_seq: Any  # int32 [tiles + 1]: first sequence of each mixed tile
 
 
 @dataclass(frozen=True)
 class TileSpan:
-    """One sequence seen from one tile: its tokens [low, high) in the tile, their positions, the pages they need."""
+    """The part of one sequence in one tile."""
 
-    low: Any
-    high: Any
+    low: Any  # first token
+    high: Any  # end of its tokens
     position: Any  # of token `low`
-    kv_end: Any
-    page_low: Any
-    blocks: Any
+    kv_end: Any  # end of the positions attended to
+    page_low: Any  # first page needed
+    blocks: Any  # number of fetches
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """The order of work: tiles, their sequences, the part of a sequence that a tile holds."""
+    """Maps tiles to sequences, and sequences to their tokens and pages."""
 
     static: Static
     scalars: Scalars
 
     def sequences(self, tile: Any) -> tuple[Any, Any]:
-        """Sequences [first, end) of a tile."""
+        """Return the sequences [first, end) of a tile."""
         s, n = self.scalars, self.static.blocks.queries
         if self.static.decode:
             return tile * n, jnp.minimum((tile + 1) * n, s.step[1])
         token = jnp.minimum((s.step[3] + tile + 1) * n, s.query_start[s.step[2]]) - 1
-        last = s.first_seq[tile + 1]  # the next tile may begin with the sequence that ends this one
+        last = s.first_seq[tile + 1]  # the next tile may begin with the last sequence of this one
         shared = jnp.logical_and(last < s.step[2], s.query_start[jnp.minimum(last, s.step[2] - 1)] <= token)
         return s.first_seq[tile], jnp.where(shared, last + 1, last)
 
     def span(self, tile: Any, seq: Any) -> TileSpan:
-        """What of `seq` a tile holds and needs."""
+        """Return the part of `seq` in a tile."""
         s, layout = self.scalars, self.static.layout
         kv_len = s.kv_len[seq]
         if self.static.decode:
@@ -184,9 +174,9 @@ class KernelPlan:
         return TileSpan(low, high, position, kv_end, page_low, ceil_div(pages, self.static.blocks.pages))
 
     def page(self, seq: Any, index: Any) -> Any:
-        """The page table's entry."""
+        """Return the page id at `index` in the page table of `seq`."""
         return self.scalars.pages[seq * self.static.max_pages + index]
 
     def first_token(self, tile: Any) -> Any:
-        """The first token of a mixed tile."""
+        """Return the first token of a mixed tile."""
         return (self.scalars.step[3] + tile) * self.static.blocks.queries

@@ -1,6 +1,6 @@
-"""The definition, in plain jnp: the oracle of the kernel's tests and what runs off the TPU.
+"""The definition in plain jnp; used by the kernel's tests and off the TPU.
 
-Work follows the batch (loops are bounded by `counts`), shapes stay static, the cache is updated in place when donated.
+Loops are bounded by `counts`, shapes are static, and the cache is updated in place if donated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch
+from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch, divided
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
 
 QUERY_BLOCK = 128
@@ -29,7 +29,7 @@ def reference(
     layout: PagedKvLayout,
     decode_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.ragged_paged_attention`: q [T, N, H], k and v [T, K, H], cache -> (out [T, N, H], cache)."""
+    """Compute attention. Arguments as `api.ragged_paged_attention`."""
     batch = batch.cleaned()
     cache = write(k, v, cache, layer, batch, knobs, layout)
     out = _decode(q, cache, layer, batch, knobs, layout)
@@ -47,38 +47,35 @@ def write(
     knobs: Knobs,
     layout: PagedKvLayout,
 ) -> jax.Array:
-    """Scatters k, v [T, K, H] of the real tokens to positions kv_len - q_len .. kv_len of their sequences."""
+    """Scatter k, v [T, K, H] of the real tokens to positions kv_len - q_len .. kv_len of their sequences."""
     token = jnp.arange(k.shape[0], dtype=jnp.int32)
     seq = jnp.clip(jnp.searchsorted(batch.query_start[1:], token, side="right"), 0, batch.max_seqs - 1)
     position = batch.kv_len[seq] - batch.query_start[seq + 1] + token
     page = batch.page_table[seq, position // layout.page_size]
     page = jnp.where(token < batch.query_start[-1], page, cache.shape[1])  # out of bounds: dropped
     rows = jnp.arange(layout.rows_per_token)
-    words = layout.pack(_divided(k, knobs.k_scale), _divided(v, knobs.v_scale))
+    words = layout.pack(divided(k, knobs.k_scale), divided(v, knobs.v_scale))
     return cache.at[layer, page[:, None], rows, position[:, None] % layout.page_size].set(words, mode="drop")
-
-
-def _divided(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    return x if scale is None else x.astype(jnp.float32) / scale
 
 
 def _decode(
     q: jax.Array, cache: jax.Array, layer: jax.Array, batch: RaggedBatch, knobs: Knobs, layout: PagedKvLayout
 ) -> jax.Array:
-    """Rows of the decode sequences, zero for all others: [T, N, H]."""
+    """Return the outputs of the decode sequences [T, N, H], zero for all other tokens."""
     rows = min(q.shape[0], batch.max_seqs)
-    live = jnp.arange(rows) < batch.counts[0]
+    real = jnp.arange(rows) < batch.counts[0]
 
-    def one(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def attend_row(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         row, kv_len, pages = args
         k, v = gather(cache, layer, pages, kv_len, knobs, layout)
         return attend(row[None], kv_len - 1, k, v, knobs)[0]
 
-    def some(_: Any) -> jax.Array:
-        out = jax.lax.map(one, (q[:rows], batch.kv_len[:rows], batch.page_table[:rows]), batch_size=DECODE_BATCH)
-        return jnp.zeros_like(q).at[:rows].set(jnp.where(live[:, None, None], out, 0))
+    def attend_all(_: Any) -> jax.Array:
+        arrays = q[:rows], batch.kv_len[:rows], batch.page_table[:rows]
+        out = jax.lax.map(attend_row, arrays, batch_size=DECODE_BATCH)
+        return jnp.zeros_like(q).at[:rows].set(jnp.where(real[:, None, None], out, 0))
 
-    return jax.lax.cond(batch.counts[0] > 0, some, lambda _: jnp.zeros_like(q), None)
+    return jax.lax.cond(batch.counts[0] > 0, attend_all, lambda _: jnp.zeros_like(q), None)
 
 
 def _mixed(
@@ -90,10 +87,10 @@ def _mixed(
     knobs: Knobs,
     layout: PagedKvLayout,
 ) -> jax.Array:
-    """Adds the rows of the other sequences to `out` [T, N, H], one block of queries of one sequence at a time."""
+    """Add the outputs of the other sequences to `out` [T, N, H], one block of queries of one sequence at a time."""
     size = min(QUERY_BLOCK, q.shape[0])
-    spare = ((0, size), (0, 0), (0, 0))  # a slice of `size` rows may start at the last token
-    q, out = jnp.pad(q, spare), jnp.pad(out, spare)
+    padding = ((0, size), (0, 0), (0, 0))  # a slice of `size` rows may start at the last token
+    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
 
     def sequence(s: jax.Array, out: jax.Array) -> jax.Array:
         begin, end, kv_len = batch.query_start[s], batch.query_start[s + 1], batch.kv_len[s]
@@ -102,9 +99,9 @@ def _mixed(
         def block(i: jax.Array, out: jax.Array) -> jax.Array:
             start = begin + i * size
             rows = attend(jax.lax.dynamic_slice_in_dim(q, start, size), kv_len - end + start, k, v, knobs)
-            kept = jax.lax.dynamic_slice_in_dim(out, start, size)
+            previous = jax.lax.dynamic_slice_in_dim(out, start, size)
             real = (start + jnp.arange(size) < end)[:, None, None]
-            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(real, rows, kept), start, 0)
+            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(real, rows, previous), start, 0)
 
         return jax.lax.fori_loop(0, (end - begin + size - 1) // size, block, out)
 
@@ -114,7 +111,7 @@ def _mixed(
 def gather(
     cache: jax.Array, layer: jax.Array, pages: jax.Array, kv_len: jax.Array, knobs: Knobs, layout: PagedKvLayout
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V [max_pages * B, K, H] float32 of one sequence, zero beyond `kv_len`."""
+    """Return K and V float32 [max_pages * B, K, H] of one sequence, zero beyond `kv_len`."""
     words = cache[layer, pages].swapaxes(1, 2).reshape(-1, layout.rows_per_token, LANES)
     real = (jnp.arange(words.shape[0]) < kv_len)[:, None, None]
     k, v = (jnp.where(real, x.astype(jnp.float32), 0) for x in layout.unpack(words))
@@ -122,17 +119,17 @@ def gather(
 
 
 def attend(q: jax.Array, position: jax.Array, k: jax.Array, v: jax.Array, knobs: Knobs) -> jax.Array:
-    """Attention of n consecutive tokens q [n, N, H], the first at `position`, over k, v [C, K, H]: [n, N, H]."""
+    """Attend with n consecutive tokens q [n, N, H], the first at `position`, over k, v [C, K, H] -> [n, N, H]."""
     n, heads, width = q.shape
     rows = q.astype(jnp.float32).reshape(n, k.shape[1], -1, width)
     logits = jnp.einsum("nkgh,ckh->kgnc", rows, k, precision="highest") * knobs.scale
     if knobs.softcap is not None:
         logits = knobs.softcap * jnp.tanh(logits / knobs.softcap)
     query, key = position + jnp.arange(n)[:, None], jnp.arange(k.shape[0])[None]
-    seen = key <= query
+    visible = key <= query
     if knobs.window is not None:
-        seen &= key > query - knobs.window
-    logits = jnp.where(seen, logits, -jnp.inf)
+        visible &= key > query - knobs.window
+    logits = jnp.where(visible, logits, -jnp.inf)
     top = logits.max(-1, keepdims=True)
     if knobs.sinks is not None:
         top = jnp.maximum(top, knobs.sinks.reshape(k.shape[1], -1, 1, 1))

@@ -1,4 +1,4 @@
-"""What the kernel moves: new K and V to their pages, pages to VMEM, each ahead of its use."""
+"""The kernel's DMAs: new K and V to their pages, and pages to VMEM, each started ahead of its use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, TileSp
 
 @dataclass(frozen=True)
 class Transfers:
-    """The kernel's own DMAs and the buffer they fill."""
+    """DMAs and the buffers they fill."""
 
     plan: KernelPlan
     new: Any  # [R, T, 128] HBM
@@ -26,7 +26,7 @@ class Transfers:
     written: Any  # DMA semaphore
 
     def write(self, tile: Any) -> None:
-        """Starts the copies of a tile's new K and V to their pages."""
+        """Start the copies of a tile's new K and V to their pages."""
         layer, size = self.plan.scalars.step[0], self.plan.static.layout.page_size
 
         def sequence(seq: Any, _: Any) -> None:
@@ -48,7 +48,7 @@ class Transfers:
         jax.lax.fori_loop(first, end, sequence, None)
 
     def wait_written(self, tile: Any) -> None:
-        """Waits for all copies of `write(tile)` at once: a semaphore counts bytes."""
+        """Wait for all copies of `write(tile)` at once: the semaphore counts bytes."""
         first, end = self.plan.sequences(tile)
         tokens = (
             end - first
@@ -59,7 +59,7 @@ class Transfers:
         pltpu.make_async_copy(rows, rows, self.written).wait()
 
     def fetch(self, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
-        """Starts the copies of one block of pages, of the last page only the tokens that exist."""
+        """Start the copies of one block of pages; of the last page only the real tokens."""
         size, layer = self.plan.static.layout.page_size, self.plan.scalars.step[0]
         start = span.page_low + block * self.plan.static.blocks.pages
         tokens = jnp.minimum(span.kv_end - start * size, self.plan.static.block_tokens)
@@ -72,7 +72,7 @@ class Transfers:
         jax.lax.fori_loop(0, ceil_div(tokens, size), page, None)
 
     def fetch_next(self, tile: Any, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
-        """Starts the fetch of whatever block comes after this one, in this sequence, this tile or the next."""
+        """Start the fetch of the block after this one: of this sequence, the next one, or the next tile."""
         _, end = self.plan.sequences(tile)
         tiles = self.plan.scalars.step[4]
 
@@ -90,26 +90,26 @@ class Transfers:
         pl.when(jnp.logical_and(ends, tile + 1 < tiles))(next_tile)
 
     def wait_fetched(self, tokens: Any, slot: Any) -> None:
-        """Waits for a block of `tokens` tokens: its whole pages, then the last part."""
+        """Wait for a block of `tokens` tokens: its full pages, then the last partial page."""
         size = self.plan.static.layout.page_size
-        whole = div(tokens, size)
-        rest = tokens - whole * size
+        full_pages = div(tokens, size)
+        remainder = tokens - full_pages * size
 
         def wait(rows: Any) -> None:
             pltpu.make_async_copy(rows, rows, self.fetched.at[slot]).wait()
 
-        pl.when(whole > 0)(lambda: wait(self.kv.at[slot, pl.ds(0, whole)]))
-        pl.when(rest > 0)(lambda: wait(self.kv.at[slot, 0, :, pl.ds(0, rest)]))
+        pl.when(full_pages > 0)(lambda: wait(self.kv.at[slot, pl.ds(0, full_pages)]))
+        pl.when(remainder > 0)(lambda: wait(self.kv.at[slot, 0, :, pl.ds(0, remainder)]))
 
     def clear_tail(self, tokens: Any, slot: Any) -> None:
-        """Zeroes the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
+        """Zero the buffer from the last real token to the end of its pass: 0 * NaN would be NaN."""
         size, unit = self.plan.static.layout.page_size, self.plan.static.blocks.tokens
 
         def clear(i: Any, _: Any) -> None:
             page = div(i * SUBLANES, size)
-            here = pl.ds(pl.multiple_of(i * SUBLANES - page * size, SUBLANES), SUBLANES)
-            rows = self.kv[slot, page, :, here, :]
+            tokens_slice = pl.ds(pl.multiple_of(i * SUBLANES - page * size, SUBLANES), SUBLANES)
+            rows = self.kv[slot, page, :, tokens_slice, :]
             token = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1) + i * SUBLANES
-            self.kv[slot, page, :, here, :] = jnp.where(token < tokens, rows, jnp.zeros_like(rows))
+            self.kv[slot, page, :, tokens_slice, :] = jnp.where(token < tokens, rows, jnp.zeros_like(rows))
 
         jax.lax.fori_loop(div(tokens, SUBLANES), ceil_div(tokens, unit) * (unit // SUBLANES), clear, None)

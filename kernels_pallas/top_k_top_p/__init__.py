@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p as one threshold per row, found without a sort."""
+"""Top-k, top-p and min-p as one logit threshold per row, computed without a sort."""
 
 from pagoda.kernels_pallas.top_k_top_p.api import top_k_top_p
 

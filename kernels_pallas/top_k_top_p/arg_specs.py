@@ -1,4 +1,4 @@
-"""Static shapes of a call, by name: what compile tests and schedules are written in."""
+"""Named static shapes of a call, for compile tests and schedules."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class TopKTopPArgs:
     vocab: int
 
     def function(self, chip: ChipInfo) -> Callable[..., Any]:
-        """The call as a jitted function of `arguments`."""
+        """Return the call as a jitted function of `arguments`."""
         return jax.jit(lambda *arrays: top_k_top_p(*arrays, chip=chip))
 
     def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
-        """ShapeDtypeStructs for `function`."""
+        """Return the ShapeDtypeStructs for `function`."""
         rows = (self.rows,)
         shapes = (((self.rows, self.vocab), jnp.float32), *((rows, t) for t in _RULES))
         return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes)

@@ -1,4 +1,4 @@
-"""The kernels need jax; where it is not installed there is nothing to collect here."""
+"""Skip these tests if jax is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real TPU compiler, on this machine: every shape compiles, in place, within the chip."""
+"""The TPU compiler on this machine: every shape compiles, updates the cache in place and fits the chip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MATRIX = [f"{chip}/{name}" for chip in ("v5e", "v5p", "v6e") for name in SPECS]
 
 
 def compile_all(pairs: list[str]) -> None:
-    """In a process of its own: libtpu reads the environment when it is loaded."""
+    """Run in a subprocess: libtpu reads the environment when it is loaded."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *pairs], env=environment, capture_output=True, text=True, timeout=1800
@@ -45,7 +45,7 @@ def test_shapes_compile_in_place() -> None:
 
 
 def test_every_tuned_entry_is_compiled() -> None:
-    """The key of each line of tuning.json is that of a shape of the matrix, and it changes something."""
+    """Each key of tuning.json belongs to a shape of the matrix, and its entry changes the block sizes."""
     cases = {f"{chip}/{kind(spec(name))}/{key(spec(name).layout)}": spec(name) for chip, name in pairs(MATRIX)}
     for line, entry in plan._table().items():
         assert line in cases, f"no shape of arg_specs compiles {line}"

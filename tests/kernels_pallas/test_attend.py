@@ -1,4 +1,4 @@
-"""Parts of the kernel's arithmetic, alone."""
+"""Parts of the attention kernel's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped products: the kernel in TPU interpret mode, its reference, the definition one group at a time."""
+"""Grouped matmul: the kernel in TPU interpret mode, its reference, and the definition one group at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.small_kernels import compile_for_tpu
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul, kernel
 from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
-from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose, visits
+from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose_block_sizes, visits
 
 ROWS, GROUPS, PARTS, INNER, OUTER = 70, 6, 2, 64, 256
 LAYER = 1
@@ -27,7 +27,9 @@ PLANNED = jax.jit(lambda sizes: visits(sizes, 240, 16))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "choose", lambda *_: MatmulBlockSizes(rows=16, columns=128, unit=128, depth=32))
+    monkeypatch.setattr(
+        kernel, "choose_block_sizes", lambda *_: MatmulBlockSizes(rows=16, columns=128, unit=128, depth=32)
+    )
 
 
 def case(sizes: list[int], dtype: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -46,7 +48,7 @@ def case(sizes: list[int], dtype: str, seed: int) -> tuple[np.ndarray, np.ndarra
 
 
 def product(rows: np.ndarray, stack: np.ndarray, sizes: list[int], dtype: str, transposed: bool) -> np.ndarray:
-    """By the kernel; traced once per type."""
+    """Run the kernel; traced once per dtype."""
     key = dtype, transposed
     if key not in CALLS:
         static = {"transposed": transposed, "out_dtype": jnp.float32, "interpret": STRICT}
@@ -139,8 +141,11 @@ def test_shapes_that_do_not_fit_are_named(name: str) -> None:
 
 def test_a_matrix_without_a_part_that_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="VMEM"):
-        choose(CHIPS["v5p"], 8, 1, 1 << 18, 100, 2)
-    assert choose(CHIPS["v5p"], 4096, 8, 4096, 14336, 2).columns < choose(CHIPS["v6e"], 4096, 8, 4096, 14336, 2).columns
+        choose_block_sizes(CHIPS["v5p"], 8, 1, 1 << 18, 100, 2)
+    assert (
+        choose_block_sizes(CHIPS["v5p"], 4096, 8, 4096, 14336, 2).columns
+        < choose_block_sizes(CHIPS["v6e"], 4096, 8, 4096, 14336, 2).columns
+    )
 
 
 DEFAULT = ["v6e/grouped_matmul/8x7b-in-t64", "v5e/grouped_matmul/128x0.2b-out-t8", "v5p/grouped_matmul/fp32"]

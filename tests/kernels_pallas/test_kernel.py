@@ -1,4 +1,4 @@
-"""The kernel in TPU interpret mode: the right numbers, the right pages, no race, nothing read that was not written."""
+"""The attention kernel in TPU interpret mode: outputs, pages, no races, no reads of uninitialised memory."""
 
 from __future__ import annotations
 

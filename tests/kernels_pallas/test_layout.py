@@ -1,4 +1,4 @@
-"""Words hold what was packed into them; the reference is the definition."""
+"""Packing of K and V into words; the reference against the definition."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_page_takes_what_its_elements_take() -> None:
     ("fields", "message"),
     [((1, 128, "float16", 16), "float16"), ((0, 128, "int8", 16), "kv_heads"), ((1, 128, "int8", 12), "multiple of 8")],
 )
-def test_a_layout_that_cannot_be(fields: tuple, message: str) -> None:
+def test_invalid_layouts(fields: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PagedKvLayout(*fields)
 
@@ -57,7 +57,7 @@ def test_the_reference_is_the_definition(knobs: dict) -> None:
     np.testing.assert_allclose(np.asarray(out), case.expected, atol=1e-5)
 
 
-def test_a_scale_is_undone() -> None:
+def test_scales_are_applied() -> None:
     layout = PagedKvLayout(2, 128, "int8", 16)
     case = make_case(layout, 2, [(4, 0)], limits=LIMITS, seed=0)
     arrays = case.arrays | {"k": case.arrays["k"] * 0.5, "v": case.arrays["v"] * 0.25}

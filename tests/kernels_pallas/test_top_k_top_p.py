@@ -39,7 +39,7 @@ def kept(logits: np.ndarray, rules: list[Rule], how: str) -> np.ndarray:
 
 
 def floors(logits: np.ndarray, rules: list[Rule], how: str) -> np.ndarray:
-    """float32 [R] of a call that is traced once per shape."""
+    """Return the thresholds float32 [R]; traced once per shape."""
     arrays = [jnp.asarray(x, t) for x, t in zip(zip(*rules), ("float32", "int32", "float32", "float32"))]
     if how not in CALLS:
         static = {"use_kernel": False} if how == "reference" else {"interpret": STRICT}
@@ -114,8 +114,8 @@ def test_the_kernel_is_the_reference(kind: str, rules: list, seed: int) -> None:
     np.testing.assert_array_equal(found, kept(logits, rules, "reference"))
 
 
-def test_rows_without_limits_may_hold_anything() -> None:
-    """They keep all, NaN or not, and leave the others alone; a row of NaN with limits ends."""
+def test_rows_without_limits_may_be_nan() -> None:
+    """They keep all logits and do not affect other rows; the search of a NaN row with limits terminates."""
     rules: list[Rule] = [(1.0, 0, 1.0, 0.0)] * ROWS
     rules[2], rules[9] = (1.0, 3, 0.5, 0.1), (0.7, 5, 0.9, 0.0)
     logits = np.full((ROWS, VOCAB), np.nan, np.float32)

@@ -76,6 +76,6 @@ class JaxModel:
 
     def _run(self, shape: JaxStepShape, leaves, caches, packed):
         history = jnp.zeros((2, 1), jnp.int32)
-        with self.model.exact:
+        with self.model.matmul_precision:
             caches, hidden, _ = self.model.forward(shape, leaves, caches, history, packed)
             return self.model.score(leaves, hidden, jnp.arange(shape.tokens)), caches

@@ -1,1 +1,1 @@
-"""`pagoda compile`: programs compiled for TPUs on a machine without one, with their cost."""
+"""`pagoda compile`: compile programs for a TPU on a machine without one, and estimate their cost."""

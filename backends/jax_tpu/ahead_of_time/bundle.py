@@ -1,19 +1,19 @@
-"""Compiled programs on disk: what `pagoda compile --output` writes and `pagoda serve --compiled-bundle` starts from.
+"""Compiled programs on disk: written by `pagoda compile --output`, loaded by `pagoda serve --compiled-bundle`.
 
-    manifest.json    what the programs were compiled for, and the SHA-256 of every file
+    manifest.json    the configuration the programs were compiled for, and the SHA-256 of every file
     000.xla ...      one executable each, as jax.experimental.serialize_executable and pickle write it
 
-A bundle is taken only where every fact of its manifest holds. The hashes show damage, not malice.
+A bundle is loaded only if every fact in its manifest matches. The hashes detect corruption, not tampering.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 
@@ -22,109 +22,111 @@ from pagoda.backends.jax_tpu.execution.executable import from_bytes, model_facts
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pagoda.backends.jax_tpu.ahead_of_time.report import Report
-
 FLAG: Final = "--compiled-bundle"
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
 _SHAPES: Final = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size")
+_RECOMPILE: Final = "run pagoda compile --output again"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle's manifest, read and in its format; whether it suits is asked when the model is known."""
+    """A parsed manifest. `check` compares it with the model once that is known."""
 
     folder: Path
     facts: Mapping[str, Any]
-    programs: Mapping[str, Mapping[str, str]]
+    programs: Mapping[str, Mapping[str, str]]  # repr of the program key -> its manifest entry
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache that the programs take; none of a model that pools."""
+        """KV cache blocks the programs were compiled for; 0 for a pooling model."""
         return int(self.facts["num_blocks"])
 
-    def load(self, catalogue: ProgramSet[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
-        """Every program of the catalogue, which was checked. Raises ConfigError naming the damaged file."""
-        keys = {repr(key): key for key in catalogue}
+    def load(self, program_set: ProgramSet[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
+        """Load every program of `program_set`; call `check` first. Raise ConfigError naming a damaged file."""
+        keys = {repr(key): key for key in program_set}
         payloads = {keys[name]: self._read(self.programs[name]) for name in keys}
-        devices = list(catalogue.model.mesh.devices.flat)
+        devices = list(program_set.model.mesh.devices.flat)
         return {key: from_bytes(payload, devices) for key, payload in payloads.items()}
 
-    def check(self, catalogue: ProgramSet[Any], limits: Limits) -> None:
-        """Raises ConfigError naming the first thing that differs between the bundle and what will run."""
-        for name, value in make_facts(catalogue, limits).items():
+    def check(self, program_set: ProgramSet[Any], limits: Limits) -> None:
+        """Raise ConfigError naming the first fact in which the bundle differs from this engine."""
+        for name, value in make_facts(program_set, limits).items():
             if self.facts.get(name) != value:
-                there = self.facts.get(name)
                 raise ConfigError(
                     FLAG,
-                    f"{self.folder} was compiled for {name} {_said(there)}, here it is {_said(value)}; "
-                    "compile it anew, or start with what it was compiled for",
+                    f"{self.folder} was compiled for {name} {_display(self.facts.get(name))}, but this engine has "
+                    f"{_display(value)}; {_RECOMPILE}, or start with the settings it was compiled for",
                 )
-        absent = [name for name in map(repr, catalogue) if name not in self.programs]
-        if absent:
-            raise ConfigError(FLAG, f"{self.folder} lacks {len(absent)} programs, first {absent[0]}; compile it anew")
+        missing = [name for name in map(repr, program_set) if name not in self.programs]
+        if missing:
+            raise ConfigError(FLAG, f"{self.folder} lacks {len(missing)} programs, first {missing[0]}; {_RECOMPILE}")
 
     def _read(self, program: Mapping[str, str]) -> bytes:
         path = self.folder / program["file"]
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise ConfigError(FLAG, f"{path}: {error.strerror}; compile it anew") from None
+            raise ConfigError(FLAG, f"{path}: {error.strerror}; {_RECOMPILE}") from None
         if hashlib.sha256(data).hexdigest() != program["sha256"]:
-            raise ConfigError(FLAG, f"{path} is not the file that was compiled: its SHA-256 differs; copy it anew")
+            raise ConfigError(FLAG, f"{path} is damaged: its SHA-256 differs from the manifest; copy it again")
         return data
 
 
 def open_bundle(folder: Path) -> Bundle:
-    """Read a bundle's manifest, nothing else. Raises ConfigError."""
+    """Read a bundle's manifest only. Raise ConfigError if it is missing or invalid."""
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
             raise ConfigError(
-                FLAG, f"{path} has format {found['format']}, this version reads {FORMAT}; compile it anew"
+                FLAG, f"{path} has format {manifest['format']}, this version reads {FORMAT}; {_RECOMPILE}"
             )
-        bundle = Bundle(folder, found["facts"], {each["key"]: each for each in found["programs"]})
-        if bundle.num_blocks < 0 or any(_outside(each["file"]) for each in found["programs"]):
+        bundle = Bundle(folder, manifest["facts"], {each["key"]: each for each in manifest["programs"]})
+        if bundle.num_blocks < 0 or any(_outside(each["file"]) for each in manifest["programs"]):
             raise ValueError
     except OSError as error:
         raise ConfigError(FLAG, f"{path}: {error.strerror}; make one with pagoda compile --output") from None
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(FLAG, f"{path} is no manifest of compiled programs; compile it anew") from None
+        raise ConfigError(FLAG, f"{path} is not a valid manifest; {_RECOMPILE}") from None
     return bundle
 
 
-def save_bundle(report: Report, folder: Path) -> str:
-    """Write every program of a report; one line about it. The manifest comes last, so that half a bundle is none.
+def save_bundle(
+    program_set: ProgramSet[KeyT],
+    limits: Limits,
+    programs: Iterable[tuple[KeyT, jax.stages.Compiled]],
+    folder: Path,
+) -> str:
+    """Write the programs and return a one-line summary. Raise ConfigError if the folder cannot be written.
 
-    Raises ConfigError when the folder cannot be written.
+    The manifest is written last, so an incomplete bundle is never loaded.
     """
-    programs, size = [], 0
+    entries, size = [], 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
-        for number, program in enumerate(report.programs):
-            data = to_bytes(program.executable)
+        for number, (key, executable) in enumerate(programs):
+            data = to_bytes(executable)
             name = f"{number:03}.xla"
             (folder / name).write_bytes(data)
-            programs.append({"key": repr(program.key), "file": name, "sha256": hashlib.sha256(data).hexdigest()})
+            entries.append({"key": repr(key), "file": name, "sha256": hashlib.sha256(data).hexdigest()})
             size += len(data)
-        manifest = {"format": FORMAT, "facts": make_facts(report.catalogue, report.limits), "programs": programs}
+        manifest = {"format": FORMAT, "facts": make_facts(program_set, limits), "programs": entries}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError("--output", f"{folder}: {error.strerror}; name a folder that can be written") from None
-    return f"{len(programs)} programs, {size / (1 << 20):.1f} MiB, in {folder}"
+        raise ConfigError("--output", f"{folder}: {error.strerror}; choose a writable folder") from None
+    return f"{len(entries)} programs, {size / (1 << 20):.1f} MiB, in {folder}"
 
 
-def make_facts(catalogue: ProgramSet[Any], limits: Limits) -> dict[str, Any]:
-    """Everything that compiled programs depend on, as JSON has it."""
+def make_facts(program_set: ProgramSet[Any], limits: Limits) -> dict[str, Any]:
+    """Return everything compiled programs depend on, JSON-serialisable."""
     return {
-        **model_facts(catalogue.model),
+        **model_facts(program_set.model),
         **{name: asdict(limits)[name] for name in _SHAPES},
-        **catalogue.facts,
+        **program_set.facts,
     }
 
 
@@ -132,5 +134,5 @@ def _outside(name: str) -> bool:
     return Path(name).name != name
 
 
-def _said(value: Any) -> str:
+def _display(value: Any) -> str:
     return "nothing" if value in (None, "") else str(value)

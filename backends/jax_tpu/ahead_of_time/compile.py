@@ -1,4 +1,4 @@
-"""Compiling every program of a model for chips that need not be there, and what that tells about it."""
+"""Compile every program of a model for a topology, without the hardware, and report memory and estimated cycles."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.ahead_of_time.report import Compiled, Report
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, load_of, need
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
 from pagoda.backends.jax_tpu.execution.compile_cache import ProgramSet
-from pagoda.backends.jax_tpu.execution.executable import writable
+from pagoda.backends.jax_tpu.execution.executable import serialisable
 from pagoda.backends.jax_tpu.execution.packed_input import PackedShape
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.program_keys import (
-    Catalogue,
-    Choose,
     Forward,
-    ForwardRows,
-    OnLogits,
-    Remember,
-    Score,
+    ForwardEmbeds,
+    LogitsProgram,
+    Sample,
+    ScorePrompt,
+    SetHistoryRow,
+    StepProgramSet,
 )
 from pagoda.backends.jax_tpu.execution.programs import compile_all
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes, check_tables
@@ -45,7 +45,7 @@ from pagoda.kernels_pallas.chips import CHIPS
 
 __all__ = ["compile_ahead", "find_target"]
 
-_USUAL: Final = CacheConfig()
+_DEFAULT_CACHE: Final = CacheConfig()
 _SCHEDULES: Final = "*.jit_*.after_codegen.txt"
 
 
@@ -64,28 +64,28 @@ def compile_ahead(
     stated: bool = True,
     quantization: str | None = None,
 ) -> Report:
-    """Compile the programs of `data` copies of a model, each on `tensor` of the target's devices; needs no weights.
+    """Compile the programs of `data` model replicas, each on `tensor` devices of the target. Needs no weights.
 
-    `largest`: only the program of each kind that takes most memory, which is enough for the budget. `stated`: somebody
-    asked for this max_model_len, or, of a model that pools, for this batch.
+    `largest`: compile only the largest program of each kind, which is enough for the memory budget. `stated`: the user
+    set max_model_len (generation) or max_num_batched_tokens (pooling), so it must not be lowered to fit.
 
-    Raises ConfigError when the mesh does not suit the heads or the model does not fit.
+    Raise ConfigError if the heads cannot be sharded that way or the model does not fit.
     """
     begin = time.perf_counter()
     model = model_for(target, spec, limits, layout, dtype, tensor, data, cache, quantization)
-    catalogue: ProgramSet[Any]
+    program_set: ProgramSet[Any]
     if spec.pooler is not None:
         limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.gpu_memory_utilization), stated=stated)
-        catalogue, num_blocks, history = PoolCatalogue(model, limits), 0, 0
+        program_set, num_blocks, history = PoolProgramSet(model, limits), 0, 0
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
         shapes = StepShapes.of(limits, len(layout.groups), factor=4 if target.chip is None else 2)
-        catalogue = Catalogue(model, shapes, num_blocks, limits.max_num_seqs, mode)
-        history = catalogue.history.size * catalogue.history.dtype.itemsize
-    keys = _largest(catalogue) if largest else list(catalogue)
-    found = compile_programs(catalogue, keys)
-    budget = make_budget(model, target, cache, num_blocks, history, (each.memory for each in found))
-    return Report(target, catalogue, limits, found, budget, time.perf_counter() - begin)
+        program_set = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, mode)
+        history = program_set.history.size * program_set.history.dtype.itemsize
+    keys = _largest(program_set) if largest else list(program_set)
+    programs = compile_programs(program_set, keys)
+    budget = make_budget(model, target, cache, num_blocks, history, (each.memory for each in programs))
+    return Report(target, program_set, limits, programs, budget, time.perf_counter() - begin)
 
 
 def model_for(
@@ -96,21 +96,24 @@ def model_for(
     dtype: str,
     tensor: int,
     data: int = 1,
-    cache: CacheConfig = _USUAL,
+    cache: CacheConfig = _DEFAULT_CACHE,
     quantization: str | None = None,
 ) -> Model:
-    """The model on the first `tensor` x `data` devices, with the kernel where they are TPUs. Raises ConfigError."""
-    mesh, number = make_mesh(tensor, data, target.devices), dtype_of(dtype)
-    stored, on_tpu = cache_dtype(cache, number, target.chip), target.chip is not None
+    """Return the model on the first `tensor` x `data` devices of the target, using Pallas kernels on TPUs.
+
+    Raise ConfigError as `compile_ahead` does.
+    """
+    mesh, model_dtype = make_mesh(tensor, data, target.devices), dtype_of(dtype)
+    kv_dtype, on_tpu = cache_dtype(cache, model_dtype, target.chip), target.chip is not None
     if on_tpu:
         check_tables(limits)
-    kernel = KernelChoice(limits.block_size, stored, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
-    matrices = matrix_dtype(quantization, spec, kernel.chip)
-    return build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
+    kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=on_tpu, chip=target.chip or CHIPS["v6e"])
+    quantized = matrix_dtype(quantization, spec, kernel.chip)
+    return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
 
 
-def compile_programs(catalogue: ProgramSet[Any], keys: Sequence[Key]) -> tuple[Compiled, ...]:
-    """Compile these programs, by several threads. In the order of `keys`."""
+def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple[CompiledProgram, ...]:
+    """Compile these programs in a thread pool and return them in the order of `keys`."""
     with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
         numbers = iter(range(len(keys)))
 
@@ -122,55 +125,52 @@ def compile_programs(catalogue: ProgramSet[Any], keys: Sequence[Key]) -> tuple[C
             seconds = time.perf_counter() - begin
             return seconds, executable, _schedule(dump)
 
-        on_tpu = catalogue.model.kernel.use_kernel
-        with writable():
-            done = dict(compile_all(catalogue, keys, compile))
-    return tuple(_compiled(catalogue, key, *done[key]) for key in keys)
+        on_tpu = program_set.model.kernel.use_kernel
+        with serialisable():
+            results = dict(compile_all(program_set, keys, compile))
+    return tuple(_compiled(program_set, key, *results[key]) for key in keys)
 
 
 def _compiled(
-    catalogue: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
-) -> Compiled:
-    needed = need(catalogue.model, key, load_of(catalogue.model, key, catalogue.facts["num_blocks"]))
-    return Compiled(key, seconds, ProgramMemory.of(executable), needed, schedule, executable)
+    program_set: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
+) -> CompiledProgram:
+    batch = full_batch(program_set.model, key, program_set.facts["num_blocks"])
+    cost = roofline_cost(program_set.model, key, batch)
+    return CompiledProgram(key, seconds, ProgramMemory.of(executable), cost, schedule, executable)
 
 
 def _schedule(dump: Path) -> Schedule | None:
-    """The compiler's schedule, if it wrote one; the rest of its dump is large and goes at once."""
-    found = next(dump.glob(_SCHEDULES), None)
-    schedule = None if found is None else read_schedule(found.read_text())
+    """Return the compiler's schedule, None if it wrote none, and delete the dump, which is large."""
+    path = next(dump.glob(_SCHEDULES), None)
+    schedule = None if path is None else read_schedule(path.read_text())
     for file in dump.glob("*"):
         if file.is_file():
             file.unlink()
     return schedule
 
 
-def _largest(catalogue: ProgramSet[Any]) -> list[Key]:
-    """The largest program of each kind."""
-    found: dict[object, Key] = {}
-    for key in catalogue:
+def _largest(program_set: ProgramSet[Any]) -> list[Key]:
+    """Return the largest program of each kind."""
+    largest: dict[object, Key] = {}
+    for key in program_set:
         kind = (
             type(key),
             getattr(key, "kind", None),
             getattr(key, "name", None),
-            _decodes(key),
+            isinstance(key, Forward) and key.shape.decode_only,
             getattr(key, "of_tokens", None),
         )
-        found[kind] = max(found.get(kind, key), key, key=_size)
-    return list(found.values())
-
-
-def _decodes(key: Key) -> bool:
-    return isinstance(key, Forward) and key.shape.decode_only
+        largest[kind] = max(largest.get(kind, key), key, key=_size)
+    return list(largest.values())
 
 
 def _size(key: Key) -> tuple[int, ...]:
     match key:
-        case Forward(shape) | ForwardRows(shape):
+        case Forward(shape) | ForwardEmbeds(shape):
             return shape.tokens, shape.seqs, shape.pages
-        case Score(tokens) | PackedShape(tokens):
+        case ScorePrompt(tokens) | PackedShape(tokens):
             return (tokens,)
-        case Choose(seqs, _) | OnLogits(_, seqs):
+        case Sample(seqs, _) | LogitsProgram(_, seqs):
             return (seqs,)
-        case Remember():
+        case SetHistoryRow():
             return (0,)

@@ -1,7 +1,7 @@
-"""What a step must at least move and compute, from spec and shape alone: the roofline a program is held against.
+"""Lower bounds on the bytes and FLOP of a program, from model spec and shape alone, for roofline comparisons.
 
-Per device. Every weight that a step uses is read once, K and V of the context once, new K and V and the logits are
-written once. What the program reads and writes besides is the compiler's doing, not the model's need.
+Per device. Every weight a step uses is read once, K and V of the context are read once, new K and V and the logits are
+written once. Any further traffic is overhead of the compiled program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Final, TypeAlias
 
 from pagoda.backends.jax_tpu.execution import program_keys
 from pagoda.backends.jax_tpu.execution.packed_input import TILE, PackedShape
-from pagoda.backends.jax_tpu.execution.program_keys import Choose, Forward, ForwardRows, OnLogits, Remember, Score
+from pagoda.backends.jax_tpu.execution.program_keys import (
+    Forward,
+    ForwardEmbeds,
+    LogitsProgram,
+    Sample,
+    ScorePrompt,
+    SetHistoryRow,
+)
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model.model import Model
@@ -23,126 +30,126 @@ from pagoda.kernels_pallas.chips import ChipInfo
 Key: TypeAlias = program_keys.Key | PackedShape
 
 PROMPT: Final = TILE
-"""Tokens of the prompts that a full batch of a model that pools consists of: a tile of queries sees one of keys."""
+"""Prompt length assumed for a full pooling batch, in tokens: each tile of queries attends to one tile of keys."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """A step's batch: `kv_tokens` in the contexts that are read, `pairs` of a query and a key that it may see."""
+class BatchLoad:
+    """The attention work of a batch."""
 
-    kv_tokens: int
-    pairs: int
+    kv_tokens: int  # context tokens whose K and V are read
+    pairs: int  # unmasked (query, key) pairs
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes of HBM and FLOP, of the attention kernel and of everything else."""
+class RooflineCost:
+    """Minimum HBM bytes and FLOP of a program on one device."""
 
-    bytes: int
-    flops: int
+    bytes: int  # without the attention kernel
+    flops: int  # without the attention kernel
     kernel_bytes: int = 0
     kernel_flops: int = 0
 
     def seconds(self, chip: ChipInfo) -> float:
-        """The least time on one device."""
+        """Return the minimum time on one device, in seconds."""
         return max(self.memory_seconds(chip), self.compute_seconds(chip))
 
     def memory_seconds(self, chip: ChipInfo) -> float:
-        """The time that the bytes take."""
+        """Return the time to move the bytes at full HBM bandwidth."""
         return (self.bytes + self.kernel_bytes) / (chip.hbm_bandwidth * chip.cores)
 
     def compute_seconds(self, chip: ChipInfo) -> float:
-        """The time that the FLOP take."""
+        """Return the time to compute the FLOP at peak rate."""
         return (self.flops + self.kernel_flops) / (chip.peak_flops * chip.cores)
 
     def kernel_seconds(self, chip: ChipInfo) -> float:
-        """The least time of the attention kernel, which runs on one core."""
+        """Return the minimum time of the attention kernel, which runs on one core."""
         return max(self.kernel_bytes / (chip.hbm_bandwidth * chip.cores), self.kernel_flops / chip.peak_flops)
 
 
-def load_of(model: Model, key: Key, num_blocks: int) -> Load:
-    """A batch that fills the program; of no matter to those that are no forward pass."""
+def full_batch(model: Model, key: Key, num_blocks: int) -> BatchLoad:
+    """Return a batch that fills the program's shape; empty for programs other than the forward pass."""
     match key:
-        case Forward(shape) | ForwardRows(shape):
-            return full_load(shape, model.kernel.page_size, num_blocks)
+        case Forward(shape) | ForwardEmbeds(shape):
+            return full_step(shape, model.kernel.page_size, num_blocks)
         case PackedShape(tokens):
             return _prompts(tokens, PROMPT)
         case _:
-            return Load(0, 0)
+            return BatchLoad(0, 0)
 
 
-def full_load(shape: JaxStepShape, page_size: int, num_blocks: int) -> Load:
-    """A batch that fills the shape: contexts as long as tables and cache allow, or new prompts without any."""
+def full_step(shape: JaxStepShape, page_size: int, num_blocks: int) -> BatchLoad:
+    """Return a batch that fills the shape: for decode, contexts as long as tables and cache allow; else new prompts."""
     longest = shape.pages * page_size
     if shape.decode_only:
         tokens = min(shape.seqs * longest, num_blocks * page_size)
-        return Load(tokens, tokens)
+        return BatchLoad(tokens, tokens)
     return _prompts(shape.tokens, longest)
 
 
-def _prompts(tokens: int, length: int) -> Load:
-    """So many tokens in prompts of that length, each of which sees those before it."""
-    whole, rest = divmod(tokens, length)
-    return Load(tokens, whole * _triangle(length) + _triangle(rest))
+def _prompts(tokens: int, length: int) -> BatchLoad:
+    """Return the load of `tokens` new tokens in prompts of `length`, with causal attention."""
+    count, remainder = divmod(tokens, length)
+    return BatchLoad(tokens, count * _causal_pairs(length) + _causal_pairs(remainder))
 
 
-def _triangle(tokens: int) -> int:
+def _causal_pairs(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def need(model: Model, key: Key, load: Load) -> Need:
-    """What one program needs. `load` matters to a forward pass only."""
+def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
+    """Return the minimum cost of one program. `load` matters to forward passes only."""
     vocab = padded(model.spec.vocab, model.tensor)
     match key:
-        case Forward(shape) | ForwardRows(shape):
+        case Forward(shape) | ForwardEmbeds(shape):
             return _forward(model, shape, load)
-        case Score(_):
+        case ScorePrompt(_):
             head = _head_size(model)
-            return Need(head * model.dtype.itemsize, 2 * head)
-        case Choose(seqs, _) | OnLogits(_, seqs):
-            return Need(seqs * vocab * 4, 0)
+            return RooflineCost(head * model.dtype.itemsize, 2 * head)
+        case Sample(seqs, _) | LogitsProgram(_, seqs):
+            return RooflineCost(seqs * vocab * 4, 0)
         case PackedShape():
             return _pool(model, key, load)
-        case Remember():
-            return Need(2 * (model.max_len + 1) * 4, 0)
+        case SetHistoryRow():
+            return RooflineCost(2 * (model.max_len + 1) * 4, 0)
 
 
-def _forward(model: Model, shape: JaxStepShape, load: Load) -> Need:
+def _forward(model: Model, shape: JaxStepShape, load: BatchLoad) -> RooflineCost:
     moved, flops = _layers(model, shape.tokens)
     head = _head_size(model)
     moved += head * model.dtype.itemsize + shape.seqs * padded(model.spec.vocab, model.tensor) * 4
     flops += 2 * shape.seqs * head
     kernel_bytes, kernel_flops = _attention(model, shape, load)
-    return Need(moved, flops, kernel_bytes, kernel_flops)
+    return RooflineCost(moved, flops, kernel_bytes, kernel_flops)
 
 
-def _pool(model: Model, shape: PackedShape, load: Load) -> Need:
-    """Attention both ways is XLA's own: what it reads and makes need not leave the chip."""
+def _pool(model: Model, shape: PackedShape, load: BatchLoad) -> RooflineCost:
+    """Return the cost of a pooling program. Bidirectional attention is plain XLA, whose operands may stay on chip."""
     moved, flops = _layers(model, shape.tokens)
     if all(layer.mixer.causal for layer in model.spec.layers):
-        return Need(moved, flops, *_attention(model, shape, load))
+        return RooflineCost(moved, flops, *_attention(model, shape, load))
     for layer in model.spec.layers:
         pairs = load.pairs if layer.mixer.causal else 2 * load.pairs
         heads = HeadLayout.of(layer.mixer, model.tensor)
         flops += 4 * pairs * heads.slots * heads.group * layer.mixer.head_dim // model.tensor
-    return Need(moved, flops)
+    return RooflineCost(moved, flops)
 
 
 def _layers(model: Model, tokens: int) -> tuple[int, int]:
-    """Bytes and FLOP of the embeddings of so many tokens, and of all layers but their attention."""
+    """Return bytes and FLOP of the embedding of `tokens` tokens and of all layers without attention."""
     moved, flops = tokens * model.spec.width * model.dtype.itemsize, 0
     for leaf, path in zip(model.leaves, model.paths):
         if path[0] != "segments":
             continue
         size = _local_size(leaf)
-        used, computed = _share(model, path, tokens)
-        moved += int(size * leaf.dtype.itemsize * used)
+        read, computed = _fractions(model, path, tokens)
+        moved += int(size * leaf.dtype.itemsize * read)
         flops += int(2 * tokens * size * computed)
     return moved, flops
 
 
-def _attention(model: Model, shape: JaxStepShape | PackedShape, load: Load) -> tuple[int, int]:
-    """Bytes and FLOP of all layers' attention; a window shortens what is read."""
+def _attention(model: Model, shape: JaxStepShape | PackedShape, load: BatchLoad) -> tuple[int, int]:
+    """Return bytes and FLOP of all layers' attention, sliding windows considered."""
     moved = flops = 0
     for layer in model.spec.layers:
         mixer = layer.mixer
@@ -158,8 +165,8 @@ def _attention(model: Model, shape: JaxStepShape | PackedShape, load: Load) -> t
     return moved, flops
 
 
-def _share(model: Model, path: Path, tokens: int) -> tuple[float, float]:
-    """Which part of a parameter a step reads, and with which part of it a token computes: experts, else all."""
+def _fractions(model: Model, path: Path, tokens: int) -> tuple[float, float]:
+    """Return the fractions of a parameter that a step reads and that one token computes with: below 1 for experts."""
     segment = segments(model.spec.layers)[int(path[1])]
     ffn = segment.block[int(path[3])].ffn
     if not isinstance(ffn, Moe) or path[4] != "ffn" or path[5] == "router":

@@ -1,7 +1,7 @@
-"""What the TPU compiler says a program will cost: the cycles it estimates for each scheduled operation.
+"""Parse the TPU compiler's cycle estimates from scheduled HLO text.
 
-Read from the scheduled HLO, whose fusions carry `estimated_cycles` in their backend_config. Loops count as often as
-they run. Pallas kernels have no estimate there; their calls are counted, by name, for whoever knows their cost.
+Fusions carry `estimated_cycles` in their backend_config. Loop bodies are multiplied by their trip count. Pallas kernels
+have no estimate; their calls are counted by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _UNKNOWN: Final = 1 << 62
-"""Estimates from here on mean that the compiler has none."""
+"""Estimates of at least this value mean that the compiler has no estimate."""
 
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%(\S+) \(")
 _CYCLES: Final = re.compile(r'"estimated_cycles":"?(\d+)')
@@ -30,21 +30,18 @@ _EXCHANGE: Final = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-al
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Cycles of all operations with an estimate; how often each kernel is called and devices exchange; how many
-    operations the compiler has no estimate for; bytes of VMEM of the kernel that takes most.
-    """
+    """Totals over one execution of a program."""
 
-    cycles: int
-    kernels: Counter[str]
-    exchanges: int
-    unknown: int
-    vmem: int
+    cycles: int  # of all operations with an estimate
+    kernels: Counter[str]  # calls of each Pallas kernel
+    exchanges: int  # collective operations
+    unknown: int  # operations without an estimate
+    vmem: int  # bytes of VMEM of the kernel that uses the most
 
 
 @dataclass(slots=True)
 class _Computation:
-    """One computation of the module, itself only."""
-
+    # one HLO computation, without those it calls
     cycles: int = 0
     unknown: int = 0
     exchanges: int = 0
@@ -57,16 +54,16 @@ class _Computation:
 
 
 def read_schedule(hlo: str) -> Schedule:
-    """The schedule of a module's text, its entry computation executed once."""
+    """Return the totals of a module's text, with the entry computation executed once."""
     computations, entry = _parse(hlo)
     vmem = max((each.vmem for each in computations.values()), default=0)
     return _executed(computations, entry, vmem)
 
 
 def _executed(computations: dict[str, _Computation], name: str, vmem: int = 0) -> Schedule:
-    one = computations[name]
-    cycles, unknown, exchanges, kernels = one.cycles, one.unknown, one.exchanges, Counter(one.kernels)
-    for times, inner in _inner(computations, one):
+    own = computations[name]
+    cycles, unknown, exchanges, kernels = own.cycles, own.unknown, own.exchanges, Counter(own.kernels)
+    for times, inner in _called(computations, own):
         cycles += times * inner.cycles
         unknown += inner.unknown
         exchanges += times * inner.exchanges
@@ -74,45 +71,45 @@ def _executed(computations: dict[str, _Computation], name: str, vmem: int = 0) -
     return Schedule(cycles, kernels, exchanges, unknown, vmem)
 
 
-def _inner(computations: dict[str, _Computation], one: _Computation) -> Iterator[tuple[int, Schedule]]:
-    """What a computation executes besides its own operations, and how often."""
-    for condition, body in one.whiles:
+def _called(computations: dict[str, _Computation], caller: _Computation) -> Iterator[tuple[int, Schedule]]:
+    """Yield (trip count, schedule) of each loop, branch and call; of a conditional, its most expensive branch."""
+    for condition, body in caller.whiles:
         limits = computations[condition].constants
         yield max(limits, default=1), _executed(computations, body)
-    for names in one.branches:
+    for names in caller.branches:
         yield 1, max((_executed(computations, name) for name in names), key=lambda branch: branch.cycles)
-    for name in one.calls:
+    for name in caller.calls:
         yield 1, _executed(computations, name)
 
 
 def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
     computations: dict[str, _Computation] = {}
-    entry, now = "", _Computation()
+    entry, current = "", _Computation()
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
-            now = computations[header[2]] = _Computation()
+            current = computations[header[2]] = _Computation()
             entry = header[2] if header[1] else entry
         elif line.startswith("  "):
-            _add(now, line)
+            _add(current, line)
     return computations, entry
 
 
-def _add(now: _Computation, line: str) -> None:
+def _add(current: _Computation, line: str) -> None:
     if cycles := _CYCLES.search(line):
         known = int(cycles[1]) < _UNKNOWN
-        now.cycles += int(cycles[1]) if known else 0
-        now.unknown += not known
+        current.cycles += int(cycles[1]) if known else 0
+        current.unknown += not known
     if loop := _WHILE.search(line):
-        now.whiles.append((loop[1], loop[2]))
+        current.whiles.append((loop[1], loop[2]))
     elif branches := _BRANCHES.search(line):
         names = branches[1].split(",") if branches[1] else [branches[2], branches[3]]
-        now.branches.append([name.strip().lstrip("%") for name in names])
+        current.branches.append([name.strip().lstrip("%") for name in names])
     elif call := _CALL.search(line):
-        now.calls.append(call[1])
+        current.calls.append(call[1])
     elif kernel := _KERNEL.search(line):
-        now.kernels[re.sub(r"[.\d]+$", "", kernel[1])] += 1
-        now.vmem = max(now.vmem, *map(int, _VMEM.findall(line)), 0)
+        current.kernels[re.sub(r"[.\d]+$", "", kernel[1])] += 1
+        current.vmem = max(current.vmem, *map(int, _VMEM.findall(line)), 0)
     elif _EXCHANGE.search(line):
-        now.exchanges += 1
+        current.exchanges += 1
     elif constant := _TIMES.search(line):
-        now.constants.append(int(constant[2]))
+        current.constants.append(int(constant[2]))

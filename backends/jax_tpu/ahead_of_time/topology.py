@@ -1,7 +1,4 @@
-"""The chips that programs are compiled for, described without one being there.
-
-libtpu compiles for any topology it has a name for; a machine without a TPU, or with another one, does as well.
-"""
+"""TPU topologies to compile for. libtpu compiles for any topology it knows by name, with or without a TPU."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,45 +22,41 @@ from pagoda.kernels_pallas.chips import CHIPS, ChipInfo, chip_of
 _FLAT: Final = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBE: Final = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 KNOWN: Final = {"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBE, "v7x": _CUBE}
-"""Chip -> layouts that are offered for it; others that libtpu accepts are taken too."""
+"""Chip -> layouts named in help and errors; any other that libtpu accepts works too."""
 
-_ASKED_AS: Final = {"v7x": "tpu7x"}
-_ONE_HOST: Final = 8
-"""Chips that a flat layout may have on a single host."""
+_LIBTPU_NAMES: Final = {"v7x": "tpu7x"}
+_MAX_CHIPS_PER_HOST: Final = 8  # in a flat layout
 
-_OUTSIDE: Final = {
+_NO_TPU_ENVIRONMENT: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-"""What libtpu would otherwise ask a metadata server for, in vain and with complaints."""
+"""Set on machines without a TPU, where libtpu would otherwise query a metadata server and log errors."""
 
 _PROBE: Final = 1 << 28  # rows of 4 KiB, 1 TiB: more than any chip holds
-_ROOM: Final = re.compile(r"exceeds available HBM \(([\d.]+)G\)")
+_AVAILABLE_HBM: Final = re.compile(r"exceeds available HBM \(([\d.]+)G\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Devices to compile for. `name`: `v6e:2x4`, or `cpu:2`; `hbm_bytes`: what the compiler lets programs have of each.
+    """Devices to compile for."""
 
-    `chip` None: the CPU of this machine, on which programs use the kernels' references.
-    """
-
-    name: str
+    name: str  # such as `v6e:2x4` or `cpu:2`
     devices: tuple[jax.Device, ...]
-    chip: ChipInfo | None
-    hbm_bytes: int
+    chip: ChipInfo | None  # None: this machine's CPU, where programs use the kernels' jnp references
+    hbm_bytes: int  # per device, as limited by the compiler
 
     @property
     def device_name(self) -> str:
-        """V6E and the like, as the table of defaults calls it; empty for a CPU."""
+        """Return the chip's name in the table of defaults, such as `V6E`; empty for a CPU."""
         return "" if self.chip is None else self.chip.name.upper()
 
 
 def find_target(name: str) -> Target:
-    """The devices of a topology. Raises ConfigError when there is none of that name, or no libtpu."""
+    """Return the devices of a topology. Raise ConfigError if the name is unknown or libtpu is not installed."""
     chip, _, layout = name.partition(":")
     if chip == "cpu":
         return _host(name, layout)
@@ -74,17 +65,17 @@ def find_target(name: str) -> Target:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("--topology", "compiling for a TPU needs libtpu, not a TPU; pip install 'pagoda[tpu]'")
     try:
-        with _outside():
-            devices = _describe(chip, layout)
+        _prepare_libtpu()
+        devices = _describe(chip, layout)
     except (RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-        raise ConfigError("--topology", f"{name} is no layout that libtpu knows ({why}); {known()}") from None
+        raise ConfigError("--topology", f"libtpu does not know {name} ({why}); {known()}") from None
     info = chip_of(devices[0].device_kind)
     return Target(name, devices, info, _hbm_bytes(devices[0], info))
 
 
 def known() -> str:
-    """Every topology in a line."""
+    """Return the known topologies, as one phrase for error messages."""
     return "use one of " + ", ".join(f"{chip}:{layout}" for chip in CHIPS for layout in KNOWN[chip])
 
 
@@ -92,41 +83,40 @@ def _describe(chip: str, layout: str) -> tuple[jax.Device, ...]:
     sizes = tuple(map(int, layout.split("x")))
     options: dict[str, object] = {}
     chips = math.prod(sizes)
-    if chips == 1 or (len(sizes) == 2 and 4 < chips <= _ONE_HOST):  # libtpu's own hosts have 2x2 chips
+    if chips == 1 or (len(sizes) == 2 and 4 < chips <= _MAX_CHIPS_PER_HOST):  # libtpu's default host has 2x2 chips
         options["chips_per_host_bounds"] = (*sizes, 1)[:3]
-    wanted = f"{_ASKED_AS.get(chip, chip)}:{layout}"
-    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=wanted, **options).devices)
+    topology = f"{_LIBTPU_NAMES.get(chip, chip)}:{layout}"
+    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
 
 
 def _host(name: str, count: str) -> Target:
-    """This machine's CPU, as XLA divides it into devices: what tests of bundles compile for."""
-    here = tuple(jax.devices("cpu"))
-    if count and (not count.isdecimal() or not 1 <= int(count) <= len(here)):
+    # This machine's CPU, split into devices by XLA; tests of bundles compile for it.
+    available = tuple(jax.devices("cpu"))
+    if count and (not count.isdecimal() or not 1 <= int(count) <= len(available)):
+        number = len(available)
         raise ConfigError(
-            "--topology", f"{name}: here are {len(here)} CPU devices; use cpu or cpu:1 to cpu:{len(here)}"
+            "--topology", f"{name}: this machine has {number} CPU devices; use cpu or cpu:1 to cpu:{number}"
         )
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    devices = here[: int(count or 1)]
+    devices = available[: int(count or 1)]
     return Target(name, devices, None, total // len(devices))
 
 
-@contextmanager
-def _outside() -> Iterator[None]:
-    """libtpu is loaded as on a machine without a TPU, where there is none."""
+def _prepare_libtpu() -> None:
+    """Initialise the platform and, on a machine without a TPU, set the environment libtpu needs there."""
     platform()
     on_a_tpu = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-    for key, value in () if on_a_tpu else _OUTSIDE.items():
+    for key, value in () if on_a_tpu else _NO_TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    yield
 
 
 def _hbm_bytes(device: jax.Device, chip: ChipInfo) -> int:
-    """What programs may use of a device: the compiler says so when it is asked for too much."""
-    much = jax.ShapeDtypeStruct((_PROBE, 1024), jnp.float32, sharding=SingleDeviceSharding(device))
+    """Return the HBM available to programs, read from the compiler's error for an array that is too large."""
+    too_large = jax.ShapeDtypeStruct((_PROBE, 1024), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
-        jax.jit(lambda x: x + 1).lower(much).compile()
+        jax.jit(lambda x: x + 1).lower(too_large).compile()
     except RuntimeError as error:
-        found = _ROOM.search(str(error))
-        if found is not None:
-            return int(float(found[1]) * (1 << 30))
+        match = _AVAILABLE_HBM.search(str(error))
+        if match is not None:
+            return int(float(match[1]) * (1 << 30))
     return chip.hbm_bytes * chip.cores

@@ -1,1 +1,1 @@
-"""From a StepPlan to compiled programs and results."""
+"""Execute a StepPlan: pack it, run compiled programs, fetch results."""

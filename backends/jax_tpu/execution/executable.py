@@ -1,7 +1,7 @@
-"""One compiled program as bytes, and what its bytes depend on.
+"""Serialise compiled programs, and collect the facts that a serialised program depends on.
 
-An executable answers wrongly, and silently, under another compiler, model or mesh, so whoever keeps one keeps the facts
-beside it. Reading one back runs what is in it (it is pickle underneath).
+Under another compiler, model or mesh an executable silently computes wrong results, so the facts must be stored with
+it. Deserialising uses pickle: load trusted files only.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _SOURCES: Final = ("backends/jax_tpu", "kernels_pallas", "common")
 
 
 def to_bytes(compiled: jax.stages.Compiled) -> bytes:
-    """The executable, and the trees of its arguments and results."""
+    """Serialise the executable with the pytree structure of its arguments and results."""
     return pickle.dumps(serialize_executable.serialize(compiled))
 
 
 def from_bytes(data: bytes, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    """The program, loaded on the devices it was compiled for. Raises whatever unpickling and XLA raise."""
+    """Load a program on the devices it was compiled for. Raises whatever pickle and XLA raise."""
     payload, arguments, results = pickle.loads(data)
     return serialize_executable.deserialize_and_load(payload, arguments, results, execution_devices=devices)
 
 
 @contextmanager
-def writable() -> Iterator[None]:
-    """Programs compiled in here can be written: XLA's own cache, if it is in use, is not asked.
+def serialisable() -> Iterator[None]:
+    """Disable XLA's own compilation cache, so that programs compiled inside can be serialised.
 
-    What XLA:CPU read from that cache it writes without its functions, so that it fails when it is run (jax 0.10.2).
+    An XLA:CPU program that came from that cache is serialised without its functions and fails when run (jax 0.10.2).
     """
     before = jax.config.values["jax_enable_compilation_cache"]
     _use_xla_cache(False)
@@ -57,11 +57,11 @@ def writable() -> Iterator[None]:
 
 def _use_xla_cache(use: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", use)
-    compilation_cache.reset_cache()  # it remembers whether it is in use
+    compilation_cache.reset_cache()  # the setting is cached
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """What every program of a model depends on, as JSON has it: versions, sources, flags, devices, model, types."""
+    """Return what every program of a model depends on, JSON-serialisable: versions, sources, flags, devices, model."""
     device = model.mesh.devices.flat[0]
     return {
         "pagoda": __version__,
@@ -83,13 +83,13 @@ def model_facts(model: Model) -> dict[str, Any]:
 
 
 def fingerprint(spec: ModelSpec) -> str:
-    """The beginning of the SHA-256 of a model's architecture, sizes included; its weights do not matter."""
+    """Return a 16-digit SHA-256 prefix of the model spec. Weights are not included."""
     return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
 
 
 @cache
 def sources() -> str:
-    """The beginning of the SHA-256 of the code that programs are traced from: it may change without a new version."""
+    """Return a 16-digit SHA-256 prefix of the source files that programs are traced from."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*")):
@@ -103,7 +103,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """A digest of what this processor can execute."""
+    """Return a digest of the CPU's instruction set features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

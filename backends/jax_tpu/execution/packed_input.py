@@ -1,4 +1,4 @@
-"""What a pooling program reads about its batch: whole prompts end to end, cut out of one packed int32 array."""
+"""The batch of a pooling program: whole prompts concatenated, in one packed int32 array."""
 
 from __future__ import annotations
 
@@ -18,66 +18,63 @@ from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
 
 Int32 = npt.NDArray[np.int32]
 
-SMALLEST: Final = 64
-"""Tokens of the smallest program; all are multiples of it."""
+MIN_TOKENS: Final = 64
+"""Tokens of the smallest program; all sizes are multiples of it."""
 TILE: Final = 256
-"""Queries, and keys, whose scores are in memory at a time."""
+"""Tile size of bidirectional attention, in queries and in keys."""
 
-_LOW: Final = -1e30  # below every score, and finite: exp(-inf - _LOW) is 0 where a query has seen no key yet
+_LOW: Final = -1e30  # initial running maximum: finite, so that exp(-inf - _LOW) is 0 instead of NaN
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PackedShape:
-    """The padded shape of a step: T tokens of at most S prompts, with an answer for each prompt or for each token.
+    """The padded shape of a step."""
 
-    `pages`: of the longest prompt, where K and V lie in pages.
-    """
-
-    tokens: int
-    seqs: int
-    pages: int
-    of_tokens: bool
+    tokens: int  # T
+    seqs: int  # S
+    pages: int  # of the longest prompt, for causal layers
+    of_tokens: bool  # one output per token instead of per prompt
 
     @property
     def size(self) -> int:
-        """Length of the packed array."""
+        """Return the length of the packed array."""
         return 4 * self.tokens + self.seqs + 1
 
     @property
     def tile(self) -> int:
-        """Queries, and keys, at a time; they divide the tokens."""
-        return TILE if self.tokens % TILE == 0 else SMALLEST
+        """Return the attention tile size in tokens; it divides T."""
+        return TILE if self.tokens % TILE == 0 else MIN_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """One step on the device. `starts`, `ends`: of each token's prompt; padding tokens are prompts of one token."""
+    """One step on the device. Each padding token counts as a prompt of one token."""
 
     token_ids: jax.Array  # int32 [T]
-    starts: jax.Array  # int32 [T]
-    ends: jax.Array  # int32 [T]
+    starts: jax.Array  # int32 [T]: first token of each token's prompt
+    ends: jax.Array  # int32 [T]: end (exclusive) of each token's prompt
     token_types: jax.Array  # int32 [T]
-    query_start: jax.Array  # int32 [S+1]: where each prompt begins; the last: how many tokens are real
-    page_tables: jax.Array  # int32 [S, pages]: for K and V of one layer
+    query_start: jax.Array  # int32 [S+1]: first token of each prompt; last entry: number of real tokens
+    page_tables: jax.Array  # int32 [S, pages]: of the scratch cache of one layer
     kernel: KernelChoice
     shape: PackedShape
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: PackedShape, kernel: KernelChoice) -> PackedInput:
-        """Slice int32 [shape.size]; the order is that of `pack_prompts`."""
+        """Split int32 [shape.size] in the order of `pack_prompts`."""
         ids, starts, ends, types, query_start = jnp.split(packed, np.cumsum([shape.tokens] * 4))
         pages = -(-jnp.diff(query_start) // kernel.page_size)
         page_tables = (1 + jnp.cumsum(pages) - pages)[:, None] + jnp.arange(shape.pages)
         return cls(ids, starts, ends, types, query_start, page_tables, kernel, shape)
 
     def scratch(self, kv_heads: int, head_dim: int) -> jax.Array:
-        """A cache for one layer, with a page to spare for each prompt's last tokens and one for the null block."""
+        """Return a cache for one layer: pages for T tokens, one partial page per prompt, and the null block."""
         layout = self.kernel.kv_layout(kv_heads, head_dim)
         return layout.init(1, 1 + self.shape.seqs + -(-self.shape.tokens // layout.page_size))
 
     @property
     def positions(self) -> jax.Array:
-        """int32 [T]: each token's position in its prompt."""
+        """Return each token's position in its prompt, int32 [T]."""
         return jnp.arange(self.shape.tokens, dtype=jnp.int32) - self.starts
 
     def attend(
@@ -86,16 +83,17 @@ class PackedInput:
         k: jax.Array,
         v: jax.Array,
         cache: jax.Array,
-        place: jax.Array,
+        cache_index: jax.Array,
         spec: Attention,
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """q [T, N, H] over k and v [T, K, H] of the same prompt -> [T, N, H], and the cache.
+        """Attend within each prompt: q [T, N, H], k and v [T, K, H] -> [T, N, H], and the scratch cache.
 
-        One way: by the kernel of models that generate, over pages that every layer writes anew. Both ways: without.
+        Causal layers use the paged attention kernel; every layer overwrites the same pages. Bidirectional layers use
+        no cache.
         """
         if not spec.causal:
-            return self._attend_both_ways(q, k, v, spec), cache
+            return self._attend_bidirectional(q, k, v, spec), cache
         lengths = jnp.diff(self.query_start)
         return ragged_paged_attention(
             q,
@@ -114,51 +112,54 @@ class PackedInput:
             **self.kernel.options,
         )
 
-    def _attend_both_ways(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention) -> jax.Array:
-        """Tiles of queries go over those tiles of keys that one of them may see.
+    def _attend_bidirectional(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention) -> jax.Array:
+        """Tiled attention with online softmax. Key tiles that no query of a tile may attend to are skipped.
 
-        What a prompt costs does not depend on those beside it, and neither does the memory for scores.
+        The cost of a prompt and the memory for scores do not depend on the other prompts.
         """
         tile = self.shape.tile
-        first, end = self._seen(spec)
-        sums = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)  # the weights' sum is a product too
+        key_begin, key_end = self._key_range(spec)
+        values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)  # the column of ones sums the weights
 
-        def attend_tile(at: jax.Array) -> jax.Array:
-            queries = _cut(q, at, tile).reshape(tile, k.shape[1], -1, k.shape[2])
-            begins, stops = _cut(first, at, tile)[:, None], _cut(end, at, tile)[:, None]
+        def attend_tile(start: jax.Array) -> jax.Array:
+            queries = _rows(q, start, tile).reshape(tile, k.shape[1], -1, k.shape[2])
+            begins, ends = _rows(key_begin, start, tile)[:, None], _rows(key_end, start, tile)[:, None]
 
-            def add_keys(index: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                highest, mixed = so_far
-                here = index * tile
-                scores = jnp.einsum("tkgh,skh->kgts", queries, _cut(k, here, tile), preferred_element_type=jnp.float32)
+            def add_keys(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                old_max, acc = state
+                first = index * tile
+                scores = jnp.einsum(
+                    "tkgh,skh->kgts", queries, _rows(k, first, tile), preferred_element_type=jnp.float32
+                )
                 scores = scores * spec.scale
                 if spec.softcap is not None:
                     scores = jnp.tanh(scores / spec.softcap) * spec.softcap
-                key = here + jnp.arange(tile)
-                scores = jnp.where((key >= begins) & (key < stops), scores, -jnp.inf)
-                higher = jnp.maximum(highest, scores.max(-1, keepdims=True))
-                weights = jnp.exp(scores - higher).astype(v.dtype)
-                new = jnp.einsum("kgts,skh->kgth", weights, _cut(sums, here, tile), preferred_element_type=jnp.float32)
-                return higher, mixed * jnp.exp(highest - higher) + new
+                key = first + jnp.arange(tile)
+                scores = jnp.where((key >= begins) & (key < ends), scores, -jnp.inf)
+                new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
+                weights = jnp.exp(scores - new_max).astype(v.dtype)
+                tile_values = _rows(values, first, tile)
+                new = jnp.einsum("kgts,skh->kgth", weights, tile_values, preferred_element_type=jnp.float32)
+                return new_max, acc * jnp.exp(old_max - new_max) + new
 
             groups = queries.shape[1:3]
-            nothing = jnp.full((*groups, tile, 1), _LOW), jnp.zeros((*groups, tile, sums.shape[-1]), jnp.float32)
-            last = (stops[-1, 0] + tile - 1) // tile
-            _, mixed = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, nothing)
-            return (mixed[..., :-1] / mixed[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
+            initial = jnp.full((*groups, tile, 1), _LOW), jnp.zeros((*groups, tile, values.shape[-1]), jnp.float32)
+            last = (ends[-1, 0] + tile - 1) // tile
+            _, acc = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, initial)
+            return (acc[..., :-1] / acc[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
 
         return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(q.shape)
 
-    def _seen(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
-        """Of each token the first that it sees, and the first after those; neither ever falls."""
+    def _key_range(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
+        """Return the range of keys [begin, end) each token attends to; both are non-decreasing."""
         token = jnp.arange(self.shape.tokens, dtype=jnp.int32)
-        first, end = self.starts, self.ends
+        begin, end = self.starts, self.ends
         if spec.window is not None:
-            first, end = jnp.maximum(first, token - spec.window + 1), jnp.minimum(end, token + spec.window)
-        return first, end
+            begin, end = jnp.maximum(begin, token - spec.window + 1), jnp.minimum(end, token + spec.window)
+        return begin, end
 
-    def answers(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
-        """Hidden [T, D] -> what is pooled, float32 [S, D]; with an answer for each token [T, D]."""
+    def pool(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
+        """Pool hidden states [T, D] -> float32 [S, D]; unpooled float32 [T, D] for outputs per token."""
         begins, ends = self.query_start[:-1], self.query_start[1:]
         if self.shape.of_tokens:
             return hidden.astype(jnp.float32)
@@ -166,16 +167,16 @@ class PackedInput:
             return hidden[begins if kind == "first" else jnp.maximum(ends - 1, 0)].astype(jnp.float32)
         token = jnp.arange(len(hidden))[None]
         inside = (token >= begins[:, None]) & (token < ends[:, None])
-        share = inside / jnp.maximum(ends - begins, 1)[:, None]
-        return jnp.matmul(share.astype(jnp.float32), hidden.astype(jnp.float32), precision="highest")
+        weights = inside / jnp.maximum(ends - begins, 1)[:, None]
+        return jnp.matmul(weights.astype(jnp.float32), hidden.astype(jnp.float32), precision="highest")
 
 
-def _cut(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, at, size)
+def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
 def pack_prompts(shape: PackedShape, plan: PoolPlan) -> Int32:
-    """One array for the device."""
+    """Pack a plan into int32 [shape.size]."""
     real, lengths = plan.num_tokens, np.diff(plan.query_start)
     tokens = np.zeros((4, shape.tokens), np.int32)
     tokens[0, :real] = plan.token_ids

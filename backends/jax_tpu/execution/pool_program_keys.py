@@ -1,4 +1,4 @@
-"""Every program of a pooling model, by its shape: a ladder of tokens, and an answer for each prompt or each token."""
+"""The programs of a pooling model: one per bucket of tokens, with outputs per prompt or per token."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagoda.backends.jax_tpu.execution.packed_input import SMALLEST, PackedInput, PackedShape
+from pagoda.backends.jax_tpu.execution.packed_input import MIN_TOKENS, PackedInput, PackedShape
 from pagoda.backends.jax_tpu.execution.program_keys import compiler_options
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
-from pagoda.backends.jax_tpu.parallel.sharding import partition, whole
+from pagoda.backends.jax_tpu.parallel.sharding import partition, replicated
 from pagoda.common.config.engine import Limits
 
 
 @dataclass(frozen=True, slots=True)
-class PoolCatalogue:
-    """The programs (leaves, packed step) -> raw answers float32 [S or T, n] of one model within these limits."""
+class PoolProgramSet:
+    """Programs (leaves, packed batch) -> pooled outputs float32 [S or T, n], keyed by padded shape."""
 
     model: Model
     limits: Limits
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Nothing is cached."""
+        """Return what bundled programs depend on besides model and limits. There is no persistent KV cache."""
         return {"num_blocks": 0}
 
     def __iter__(self) -> Iterator[PackedShape]:
-        """The largest first: they take longest to compile."""
+        """Yield every shape, the largest first."""
         assert self.model.spec.pooler is not None, "the model pools"
-        whole_prompts = () if self.model.spec.pooler.kind == "all" else (False,)
-        for tokens in sorted(sizes(self.limits), reverse=True):
-            yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *whole_prompts))
+        per_prompt = () if self.model.spec.pooler.kind == "all" else (False,)
+        for tokens in sorted(token_ladder(self.limits), reverse=True):
+            yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *per_prompt))
 
     def shape_for(self, tokens: int, of_tokens: bool) -> PackedShape:
-        """The smallest shape that holds such a step."""
-        size = next(size for size in sizes(self.limits) if size >= tokens)
+        """Return the smallest shape that fits `tokens`. `of_tokens`: one output per token instead of per prompt."""
+        size = next(size for size in token_ladder(self.limits) if size >= tokens)
         pages = -(-min(self.limits.max_model_len, size) // self.limits.block_size)
         return PackedShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
 
     def lower(self, key: PackedShape) -> jax.stages.Lowered:
-        """The program of that shape, traced. Call from one thread."""
-        with self.model.exact:
-            options, everywhere = compiler_options(self.model.kernel), whole(self.model.mesh)
-            jitted = jax.jit(partial(self._answers, key), out_shardings=everywhere, compiler_options=options)
+        """Trace and lower a program. Not thread-safe."""
+        with self.model.matmul_precision:
+            options, outputs = compiler_options(self.model.kernel), replicated(self.model.mesh)
+            jitted = jax.jit(partial(self._pool, key), out_shardings=outputs, compiler_options=options)
             return jitted.lower(self.model.leaves, self._packed(key))
 
     def signature(self, key: PackedShape) -> str:
-        """Kernel choice, and the shapes, types and places of everything that program takes."""
+        """Return the kernel choice and the shapes, dtypes and shardings of all arguments."""
         arguments = (*self.model.leaves, self._packed(key))
         return repr([self.model.kernel, *((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)])
 
     def _packed(self, key: PackedShape) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((key.size,), jnp.dtype(jnp.int32), sharding=whole(self.model.mesh))
+        return jax.ShapeDtypeStruct((key.size,), jnp.dtype(jnp.int32), sharding=replicated(self.model.mesh))
 
-    def _answers(self, key: PackedShape, leaves: Leaves, packed: jax.Array) -> jax.Array:
+    def _pool(self, key: PackedShape, leaves: Leaves, packed: jax.Array) -> jax.Array:
         def run(leaves: Leaves, packed: jax.Array) -> jax.Array:
             return self.model.decoder(leaves).pooled(PackedInput.unpack(packed, key, self.model.kernel))
 
         specs = tuple(map(partition, self.model.axes)), partition("")
-        # not checked: the devices all hold the same answers
+        # check_vma=False: every device computes the same outputs
         mapped = jax.shard_map(run, mesh=self.model.mesh, in_specs=specs, out_specs=partition(""), check_vma=False)
         return mapped(leaves, packed)
 
 
-def sizes(limits: Limits) -> tuple[int, ...]:
-    """The ladder of tokens, smallest first: doubled up to the longest step."""
-    longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // SMALLEST) * SMALLEST
-    found, size = [], SMALLEST
+def token_ladder(limits: Limits) -> tuple[int, ...]:
+    """Return the token bucket sizes in ascending order: doubling up to the longest step."""
+    longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // MIN_TOKENS) * MIN_TOKENS
+    buckets, size = [], MIN_TOKENS
     while size < longest:
-        found.append(size)
+        buckets.append(size)
         size *= 2
-    return (*found, longest)
+    return (*buckets, longest)

@@ -1,7 +1,7 @@
-"""Every program an engine runs, by key, and how each is lowered: from shapes alone, so with or without weights.
+"""The programs of a generating engine, by key, and how each is lowered. Needs shapes only, no weights.
 
-The step's forward pass stands for itself; what follows it (edits, choice, logprobs) are small programs on its logits,
-so that what few requests ask for does not multiply the large ones.
+The forward pass is one program; penalties, sampling and logprobs are small programs on its logits, so that rarely used
+features do not multiply the number of large programs.
 """
 
 from __future__ import annotations
@@ -20,34 +20,20 @@ from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, KernelChoice
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.model import Model
-from pagoda.backends.jax_tpu.parallel.sharding import DATA, partition, placed, whole
+from pagoda.backends.jax_tpu.parallel.sharding import DATA, named_sharding, partition, replicated
 from pagoda.backends.jax_tpu.sampling import device
-from pagoda.backends.jax_tpu.sampling.device import choose, logprobs
+from pagoda.backends.jax_tpu.sampling.device import logprobs, sample
 from pagoda.common.engine import logit_edits
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import KINDS, Kind
 
-# What XLA is told beside a program: the same wherever it is compiled, to run here or ahead of time.
+SCORE_TOKENS: Final = 64
+"""Prompt tokens per call of the `ScorePrompt` program."""
 
-_VMEM: Final = "xla_tpu_scoped_vmem_limit_kib"
+_VMEM_LIMIT: Final = "xla_tpu_scoped_vmem_limit_kib"
 
-
-def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
-    """Options of every program; None off the TPU.
-
-    Half of VMEM, in KiB, is for the windows of one operation, where XLA takes an eighth to a quarter: larger tiles let
-    the matrix units of a v6e work at 92 % of their peak instead of 65 to 80 %, and three quarters would leave too
-    little for what XLA keeps in VMEM between operations (benchmarks/LOG.md). A limit in LIBTPU_INIT_ARGS stands.
-    """
-    if not kernel.use_kernel or kernel.interpret or _VMEM in os.environ.get("LIBTPU_INIT_ARGS", ""):
-        return None
-    return {_VMEM: str(kernel.chip.vmem_bytes // 2 // 1024)}
-
-
-SCORED: Final = 64
-"""Prompt tokens per call of the program that scores prompts."""
-
-Small = Literal["penalise", "adjust", "ban_words", "mask", "logprobs"]
+LogitsFunction = Literal["penalise", "adjust", "ban_words", "mask", "logprobs"]
+LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = ("penalise", "adjust", "ban_words", "mask", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +44,20 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardRows:
-    """Forward with one argument more: rows [T, D], those of tokens that are EMBEDDED. Only with --enable-prompt-embeds,
-    and for shapes of which no sequence must have one token.
+class ForwardEmbeds:
+    """`Forward` with a fifth argument: embeddings [T, D] for the tokens marked EMBEDDED.
+
+    Compiled with --enable-prompt-embeds only, and not for decode-only shapes.
     """
 
     shape: JaxStepShape
 
 
 @dataclass(frozen=True, slots=True)
-class Choose:
-    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, logits drawn from); the history is donated.
+class Sample:
+    """(logits [R, V], history, rules [7, R]) -> (tokens [R], history, processed logits); the history is donated.
 
-    R counts `seqs` once per shard, here and below.
+    R is `seqs` times the number of shards, here and below.
     """
 
     seqs: int
@@ -78,124 +65,134 @@ class Choose:
 
 
 @dataclass(frozen=True, slots=True)
-class OnLogits:
-    """One of the edits, or logprobs, of logits [R, V]."""
+class LogitsProgram:
+    """One logits edit, or the logprobs, of logits [R, V]."""
 
-    name: Small
+    name: LogitsFunction
     seqs: int
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """(leaves, hidden [T, D], wanted [SCORED]) -> logits [SCORED, V]."""
+class ScorePrompt:
+    """(leaves, hidden [T, D], token indices [SCORE_TOKENS]) -> logits [SCORE_TOKENS, V]."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
-    """(history, row, tokens [length]) -> history with that row replaced; donated."""
+class SetHistoryRow:
+    """(history, row, tokens [length]) -> history with that row replaced; the history is donated."""
 
 
-Key = Forward | ForwardRows | Choose | OnLogits | Score | Remember
+Key = Forward | ForwardEmbeds | Sample | LogitsProgram | ScorePrompt | SetHistoryRow
+
+
+def compiler_options(kernel: KernelChoice) -> dict[str, str] | None:
+    """Return the XLA options of every program; None off the TPU. They are the same for serving and ahead of time.
+
+    XLA gives the windows of one operation an eighth to a quarter of VMEM; half (in KiB) allows larger tiles, which
+    raises the matrix units of a v6e from 65-80 % to 92 % of peak. Three quarters leave too little for what XLA keeps in
+    VMEM between operations (benchmarks/LOG.md). A limit set in LIBTPU_INIT_ARGS takes precedence.
+    """
+    if not kernel.use_kernel or kernel.interpret or _VMEM_LIMIT in os.environ.get("LIBTPU_INIT_ARGS", ""):
+        return None
+    return {_VMEM_LIMIT: str(kernel.chip.vmem_bytes // 2 // 1024)}
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
-    """The programs of one model with these shapes.
-
-    `num_blocks`: of each shard's KV cache; `rows`: that requests can hold in each shard. `embeds`: steps may have
-    embeddings in place of tokens.
-    """
+class StepProgramSet:
+    """The programs of one generating model with these shapes."""
 
     model: Model
     shapes: StepShapes
-    num_blocks: int
-    rows: int
+    num_blocks: int  # KV cache blocks per shard
+    rows: int  # request rows per shard
     mode: LogprobsMode = "raw_logprobs"
-    embeds: bool = False
+    embeds: bool = False  # steps may take embeddings in place of tokens
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What bundled programs depend on besides the model and the limits."""
+        """Return what bundled programs depend on besides model and limits."""
         return {"logprobs_mode": self.mode, "num_blocks": self.num_blocks}
 
     @property
     def history(self) -> jax.ShapeDtypeStruct:
-        """int32 [shards*rows+1, max_len+1]: tokens by position; the last row is for padding."""
+        """int32 [shards*rows+1, max_len+1]: token ids by row and position; the last row is padding."""
         return self._array((self.model.shards * self.rows + 1, self.model.max_len + 1), jnp.int32)
 
     def __iter__(self) -> Iterator[Key]:
-        """The key of every program, the largest first: they take longest to compile."""
+        """Yield the key of every program, the largest first."""
         shapes = sorted(self.shapes, reverse=True)
         yield from map(Forward, shapes)
-        yield from (ForwardRows(shape) for shape in shapes if self.embeds and not shape.decode_only)
-        yield from map(Score, sorted({*self.shapes.tokens.sizes, *self.shapes.decode.sizes}))
-        yield Remember()
+        yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
+        yield from map(ScorePrompt, sorted({*self.shapes.tokens.sizes, *self.shapes.decode.sizes}))
+        yield SetHistoryRow()
         for seqs in self.shapes.seqs:
-            yield from (Choose(seqs, kind) for kind in KINDS)
-            yield from (OnLogits(name, seqs) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs"))
-        yield OnLogits("logprobs", SCORED)
+            yield from (Sample(seqs, kind) for kind in KINDS)
+            yield from (LogitsProgram(name, seqs) for name in LOGITS_FUNCTIONS)
+        yield LogitsProgram("logprobs", SCORE_TOKENS)
 
     def lower(self, key: Key) -> jax.stages.Lowered:
-        """The program, ready to be compiled. Call from one thread."""
+        """Trace and lower a program. Not thread-safe."""
         function, donated, arguments = self._program(key)
-        with self.model.exact:
-            options, results = compiler_options(self.model.kernel), self._results(key)
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=results, compiler_options=options)
+        with self.model.matmul_precision:
+            options, outputs = compiler_options(self.model.kernel), self._out_shardings(key)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
             return jitted.lower(*arguments)
 
-    def _results(self, key: Key) -> Any:
-        """Where the results lie: logits and hidden states with their shard; what the host reads, everywhere."""
-        logits, everywhere = placed(self.model.mesh, "R."), whole(self.model.mesh)
+    def _out_shardings(self, key: Key) -> Any:
+        """Logits and hidden states stay with their shard; what the host reads is replicated."""
+        logits, everywhere = named_sharding(self.model.mesh, "R."), replicated(self.model.mesh)
         match key:
-            case Forward() | ForwardRows():
+            case Forward() | ForwardEmbeds():
                 return tuple(cache.sharding for cache in self.model.caches(self.num_blocks)), logits, logits
-            case Choose():
+            case Sample():
                 return everywhere, everywhere, logits
-            case Remember() | OnLogits("logprobs", _):
+            case SetHistoryRow() | LogitsProgram("logprobs", _):
                 return everywhere
-            case Score() | OnLogits():
+            case ScorePrompt() | LogitsProgram():
                 return logits
 
     def signature(self, key: Key) -> str:
-        """Logprobs mode, kernel choice, and the shapes, types and places of everything that program takes."""
+        """Return logprobs mode, kernel choice, and the shapes, dtypes and shardings of all arguments."""
         arguments = jax.tree.leaves(self._program(key)[2])
         parts = ((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)
         return repr([self.mode, self.model.kernel, *parts])
 
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        """The function, which arguments it may overwrite, and the shapes of all."""
+        """Return the function, the indices of its donated arguments, and the shapes of all arguments."""
         model, array, history, shards = self.model, self._array, self.history, self.model.shards
         match key:
             case Forward(shape):
                 packed = array((shards, shape.size), jnp.int32, "R.")
                 arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
                 return partial(model.forward, shape), (1,), arguments
-            case ForwardRows(shape):
+            case ForwardEmbeds(shape):
                 function, donated, arguments = self._program(Forward(shape))
-                rows = array((shards * shape.tokens, model.spec.hidden_width), model.dtype, "R.")
-                return function, donated, (*arguments, rows)
-            case Score(tokens):
+                embeds = array((shards * shape.tokens, model.spec.hidden_width), model.dtype, "R.")
+                return function, donated, (*arguments, embeds)
+            case ScorePrompt(tokens):
                 hidden = array((shards * tokens, model.spec.width), model.dtype, "R.")
-                return model.score, (), (model.leaves, hidden, array((shards * SCORED,), jnp.int32, "R"))
-            case Remember():
+                return model.score, (), (model.leaves, hidden, array((shards * SCORE_TOKENS,), jnp.int32, "R"))
+            case SetHistoryRow():
                 row = array(history.shape[1:], jnp.int32)
-                return _remember, (0,), (history, array((), jnp.int32), row)
-            case Choose(seqs, kind):
+                return _set_history_row, (0,), (history, array((), jnp.int32), row)
+            case Sample(seqs, kind):
                 rules = array((7, shards * seqs), jnp.int32)
-                shown = self.mode.startswith("processed")
-                function = partial(choose, kind, shown, model.kernel, model.mesh)
+                return_logits = self.mode.startswith("processed")
+                function = partial(sample, kind, return_logits, model.kernel, model.mesh)
                 return function, (1,), (self._logits(seqs), history, rules)
-            case OnLogits(name, seqs):
-                return self._on_logits(name, seqs)
+            case LogitsProgram(name, seqs):
+                return self._logits_program(name, seqs)
 
-    def _on_logits(self, name: Small, seqs: int) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
+    def _logits_program(
+        self, name: LogitsFunction, seqs: int
+    ) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         array, logits, history = self._array, self._logits(seqs), self.history
         rows = logits.shape[0]
         match name:
             case "penalise":
-                function = self._by_shard(_penalise, ("R.", "", ""), "R.")
+                function = self._per_shard(_penalise, ("R.", "", ""), "R.")
                 return function, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
                 return device.adjust, (), (logits, array((3, logit_edits.ENTRIES), jnp.int32))
@@ -205,13 +202,13 @@ class Catalogue:
             case "mask":
                 return device.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
-                function = self._by_shard(partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
+                function = self._per_shard(partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
 
-    def _by_shard(self, function: Callable[..., Any], takes: tuple[str, ...], gives: Any) -> Callable[..., Any]:
-        """The function on each shard's rows: what the compiler would gather all logits for."""
-        specs = jax.tree.map(partition, (takes, gives))
-        # not checked: the devices of a shard all hold the same
+    def _per_shard(self, function: Callable[..., Any], in_axes: tuple[str, ...], out_axes: Any) -> Callable[..., Any]:
+        """Map the function over the shards' rows; the compiler alone would gather all logits."""
+        specs = jax.tree.map(partition, (in_axes, out_axes))
+        # check_vma=False: the devices of a shard hold the same values
         return jax.shard_map(function, mesh=self.model.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
     def _logits(self, seqs: int) -> jax.ShapeDtypeStruct:
@@ -219,16 +216,16 @@ class Catalogue:
         return self._array((rows, padded(self.model.spec.vocab, self.model.tensor)), jnp.float32, "R.")
 
     def _array(self, shape: tuple[int, ...], dtype: Any, axes: str = "") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=placed(self.model.mesh, axes))
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=named_sharding(self.model.mesh, axes))
 
 
 def _penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
-    """`device.penalise` of a shard's rows [S, V], with the columns of all shards."""
+    """Apply `device.penalise` to a shard's rows [S, V]; `packed` has the columns of all shards."""
     rows = logits.shape[0]
     index = packed[0] - jax.lax.axis_index(DATA) * rows
-    mine = (index >= 0) & (index < rows)
-    return device.penalise(logits, history, packed.at[0].set(jnp.where(mine, index, rows)))
+    local = (index >= 0) & (index < rows)
+    return device.penalise(logits, history, packed.at[0].set(jnp.where(local, index, rows)))
 
 
-def _remember(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
+def _set_history_row(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
     return history.at[row].set(tokens)

@@ -1,7 +1,7 @@
-"""Programs compiled before serving, by several threads, and never after.
+"""Compile all programs before serving, in a thread pool.
 
-Lowering happens in the calling thread (tracing is not thread-safe), compiling in a pool. A program that is asked for
-although it was not prepared is a fault of the shapes: an error when `strict`, else counted, logged and compiled late.
+Lowering happens in the calling thread because tracing is not thread-safe. A program missing while serving is a bug in
+the bucket shapes: an error if `strict`, else it is logged, counted and compiled then.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import jax
 from tqdm import tqdm
 
 from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache, KeyT, ProgramSet
-from pagoda.backends.jax_tpu.execution.executable import writable
+from pagoda.backends.jax_tpu.execution.executable import serialisable
 
 logger = logging.getLogger(__name__)
 
-_STACK: Final = 64 << 20  # the compiler recurses deeper than a thread's usual stack
+_STACK_BYTES: Final = 64 << 20  # the compiler's recursion exceeds the default thread stack
 
 
 class RecompileError(RuntimeError):
@@ -34,12 +34,12 @@ class RecompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class JaxCompileReport:
-    """What preparing cost. `cached`: programs from the compile cache; `bundled`: from a bundle."""
+    """Result of `CompiledPrograms.prepare`."""
 
     programs: int
-    cached: int
+    cached: int  # of them from the compile cache
     seconds: float
-    bundled: int = 0
+    bundled: int = 0  # of them from a bundle
 
     def __str__(self) -> str:
         if self.bundled:
@@ -52,63 +52,63 @@ SetT = TypeVar("SetT", bound=ProgramSet[Any])
 
 
 def compile_all(
-    catalogue: ProgramSet[KeyT], keys: Iterable[KeyT], compile: Callable[[jax.stages.Lowered], CompiledT]
+    program_set: ProgramSet[KeyT], keys: Iterable[KeyT], compile: Callable[[jax.stages.Lowered], CompiledT]
 ) -> Iterator[tuple[KeyT, CompiledT]]:
-    """Lower here, compile in as many threads as there are cores; programs in the order in which they are done."""
+    """Lower in this thread and compile in one thread per core; yield programs as they complete."""
     wanted = list(keys)
-    previous = threading.stack_size(_STACK)
+    previous = threading.stack_size(_STACK_BYTES)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "pagoda-compile") as pool:
-            jobs = {pool.submit(compile, catalogue.lower(key)): key for key in wanted}
-            done = as_completed(jobs)
-            for job in tqdm(done, "Compiling", len(jobs), disable=not sys.stderr.isatty(), file=sys.stderr):
+            jobs = {pool.submit(compile, program_set.lower(key)): key for key in wanted}
+            completed = as_completed(jobs)
+            for job in tqdm(completed, "Compiling", len(jobs), disable=not sys.stderr.isatty(), file=sys.stderr):
                 yield jobs[job], job.result()
     finally:
         threading.stack_size(previous)
 
 
 class CompiledPrograms(Generic[SetT, KeyT]):
-    """The compiled programs of one engine. `recompiles` counts those compiled after `prepare`."""
+    """The compiled programs of one engine, by key."""
 
-    def __init__(self, catalogue: SetT, *, strict: bool = False, cache: CompileCache | None = None) -> None:
-        self.catalogue, self.strict, self._cache = catalogue, strict, cache
-        self.recompiles = 0
+    def __init__(self, program_set: SetT, *, strict: bool = False, cache: CompileCache | None = None) -> None:
+        self.program_set, self.strict, self._cache = program_set, strict, cache
+        self.recompiles = 0  # programs compiled after `prepare`
         self._compiled: dict[KeyT, jax.stages.Compiled] = {}
 
     def __getitem__(self, key: KeyT) -> jax.stages.Compiled:
-        """The program of that key. Raises RecompileError when it is missing and `strict`."""
-        found = self._compiled.get(key)
-        return self._late(key) if found is None else found
+        """Return a program. Raise RecompileError if it is missing and `strict`."""
+        program = self._compiled.get(key)
+        return self._recompile(key) if program is None else program
 
     def prepare(self, keys: Iterable[KeyT] | None = None) -> JaxCompileReport:
-        """Compile these programs, by default all of the catalogue, with a bar where stderr is a terminal."""
+        """Compile these programs, by default the whole program set, with a progress bar on a terminal."""
         begin, cache = time.perf_counter(), self._cache
-        wanted = list(self.catalogue if keys is None else keys)
-        cached = {} if cache is None else cache.load(self.catalogue, wanted)
+        wanted = list(self.program_set if keys is None else keys)
+        cached = {} if cache is None else cache.load(self.program_set, wanted)
         self._compiled.update(cached)
         missing = [key for key in wanted if key not in cached]
-        with nullcontext() if cache is None else writable():
-            for key, compiled in compile_all(self.catalogue, missing, jax.stages.Lowered.compile):
+        with nullcontext() if cache is None else serialisable():
+            for key, compiled in compile_all(self.program_set, missing, jax.stages.Lowered.compile):
                 self._compiled[key] = compiled
                 if cache is not None:
-                    cache.keep(self.catalogue, key, compiled)
+                    cache.store(self.program_set, key, compiled)
         if missing and cache is not None:
             cache.trim()
         return JaxCompileReport(len(wanted), len(cached), time.perf_counter() - begin)
 
     def adopt(self, programs: Mapping[KeyT, jax.stages.Compiled]) -> JaxCompileReport:
-        """Take programs that were compiled elsewhere."""
+        """Add programs loaded from a bundle."""
         self._compiled.update(programs)
         return JaxCompileReport(len(programs), 0, 0.0, len(programs))
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Release all programs."""
         self._compiled.clear()
 
-    def _late(self, key: KeyT) -> jax.stages.Compiled:
+    def _recompile(self, key: KeyT) -> jax.stages.Compiled:
         if self.strict:
             raise RecompileError(f"{key} was not compiled before serving")
         self.recompiles += 1
         logger.error("compiling %s while serving: it was not prepared; please report this", key)
-        self._compiled[key] = self.catalogue.lower(key).compile()
+        self._compiled[key] = self.program_set.lower(key).compile()
         return self._compiled[key]

@@ -74,7 +74,7 @@ class StepShapes:
 
 
 def check_tables(limits: Limits) -> None:
-    """Raises ConfigError when the tables of the longest sequences together exceed a TPU's scalar memory."""
+    """Raise ConfigError if the block tables of `max_num_seqs` sequences of maximum length exceed scalar memory."""
     seqs, longest = limits.max_num_seqs, limits.max_model_len
     size = limits.block_size
     while seqs * -(-longest // size) > TPU_TABLE_ENTRIES:
@@ -84,8 +84,8 @@ def check_tables(limits: Limits) -> None:
         fewer = f", or --max-num-seqs {fits}" if fits else ""
         raise ConfigError(
             "--block-size",
-            f"with {limits.block_size} tokens to a block, the tables of {seqs} sequences of {longest} tokens exceed "
-            f"the {TPU_TABLE_ENTRIES} entries that a TPU's scalar memory holds; use --block-size {size}{fewer}",
+            f"with {limits.block_size} tokens per block, the block tables of {seqs} sequences of {longest} tokens "
+            f"exceed the {TPU_TABLE_ENTRIES} entries of a TPU's scalar memory; use --block-size {size}{fewer}",
         )
 
 
@@ -95,16 +95,14 @@ def _thinned(ladder: ShapeLadder, factor: int) -> ShapeLadder:
     return ShapeLadder((*ladder.sizes[:-1][::every], ladder.sizes[-1]))
 
 
-# Plans of the shards -> the padded shape and the packed array of one step.
-
 Plans = Mapping[int, StepPlan]
-"""Shard -> what it computes in a step, rows as the device numbers them; at least one."""
+"""Shard -> its plan for one step, with global row numbers. Not empty; idle shards are absent."""
 
 
 def make_batch(
     plans: Plans, shards: int, shapes: StepShapes, block_size: int, empty_row: int
 ) -> tuple[JaxStepShape, Int32]:
-    """The shape that holds every shard's plan, and int32 [shards, shape.size]."""
+    """Return the smallest shape that fits every shard's plan, and the packed step int32 [shards, shape.size]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
     longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
@@ -112,50 +110,50 @@ def make_batch(
     return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
 
 
-def make_rows(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """[shards * tokens, width] the embeddings of every shard's plan where its tokens are EMBEDDED, else zeros."""
-    rows = np.zeros((shards, tokens, width), dtype)
+def make_embeds(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return [shards * tokens, width]: the plans' embeddings for tokens marked EMBEDDED, zeros elsewhere."""
+    embeds = np.zeros((shards, tokens, width), dtype)
     for shard, plan in plans.items():
         if plan.embeds is not None:
-            rows[shard, plan.embedded] = plan.embeds.view(rows.dtype)
-    return rows.reshape(-1, width)
+            embeds[shard, plan.embedded] = plan.embeds.view(embeds.dtype)
+    return embeds.reshape(-1, width)
 
 
 def _packed(plan: StepPlan | None, shape: JaxStepShape, empty_row: int) -> Int32:
     if plan is None:
-        return pack(shape, _NONE, _ZERO, _NONE, _NONE, (0, 0), (), empty_row)
+        return pack(shape, _EMPTY, _ZERO, _EMPTY, _EMPTY, (0, 0), (), empty_row)
     lengths = np.diff(plan.query_start)
-    longer = np.flatnonzero(lengths != 1)
-    counts = (int(longer[0]) if len(longer) else plan.num_seqs, plan.num_seqs)
+    prefills = np.flatnonzero(lengths != 1)
+    counts = (int(prefills[0]) if len(prefills) else plan.num_seqs, plan.num_seqs)
     tables = tuple(table[:, : shape.pages] for table in plan.block_tables)
     return pack(shape, plan.token_ids, plan.query_start, plan.context + lengths, plan.rows, counts, tables, empty_row)
 
 
-_NONE: Final[Int32] = np.zeros(0, np.int32)
+_EMPTY: Final[Int32] = np.zeros(0, np.int32)
 _ZERO: Final[Int32] = np.zeros(1, np.int32)
 
 
-def in_shard(plan: StepPlan, first: int) -> StepPlan:
-    """The plan with its rows counted from `first` on, as the device numbers the rows of all shards."""
-    if not first:
+def with_row_offset(plan: StepPlan, offset: int) -> StepPlan:
+    """Return the plan with `offset` added to its row numbers, to make them global across shards."""
+    if not offset:
         return plan
-    starts = tuple(replace(start, row=first + start.row) for start in plan.starts)
-    return replace(plan, rows=first + plan.rows, starts=starts)
+    starts = tuple(replace(start, row=offset + start.row) for start in plan.starts)
+    return replace(plan, rows=offset + plan.rows, starts=starts)
 
 
 def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
-    """The plan with its sequences in an order that the kernel can take, and the old number of each sequence.
+    """Order sequences so that KV pages are written before they are read; return the plan and each old index.
 
-    A new request may read pages that a longer sequence fills in this very step. The kernel writes a sequence's K and V
-    when its turn comes, and sequences of one token have theirs first: new ones that read a cache go last instead.
+    A new request with a cached prefix may read pages that a prefill in the same step writes. The kernel processes
+    sequences of one token first, so new requests with one token and a cached prefix are moved to the end.
     """
     lengths = np.diff(plan.query_start)
-    late = np.isin(plan.rows, [start.row for start in plan.starts]) & (lengths == 1) & (plan.context > 0)
-    if not late.any() or lengths.max() == 1:
+    readers = np.isin(plan.rows, [start.row for start in plan.starts]) & (lengths == 1) & (plan.context > 0)
+    if not readers.any() or lengths.max() == 1:
         return plan, np.arange(plan.num_seqs)
-    order = np.concatenate([np.flatnonzero(~late), np.flatnonzero(late)])
+    order = np.concatenate([np.flatnonzero(~readers), np.flatnonzero(readers)])
     tokens = np.concatenate([np.arange(*plan.query_start[index : index + 2]) for index in order])
-    moved = replace(
+    reordered = replace(
         plan,
         rows=plan.rows[order],
         query_start=np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int32),
@@ -163,14 +161,13 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
         token_ids=plan.token_ids[tokens],
         block_tables=tuple(table[order] for table in plan.block_tables),
         samples=plan.samples[order],
-        masks=plan.masks and _in_order(plan.masks, order),
+        masks=plan.masks and _reorder_masks(plan.masks, order),
         embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],
     )
-    return moved, order
+    return reordered, order
 
 
-def _in_order(masks: TokenMasks, order: npt.NDArray[np.intp]) -> TokenMasks:
-    """The masks of sequences that stand in another order now."""
-    place = np.argsort(order)[masks.sequences]
-    ascending = np.argsort(place)
-    return TokenMasks(place[ascending].astype(np.int32), masks.bits[ascending])
+def _reorder_masks(masks: TokenMasks, order: npt.NDArray[np.intp]) -> TokenMasks:
+    new_index = np.argsort(order)[masks.sequences]
+    ascending = np.argsort(new_index)
+    return TokenMasks(new_index[ascending].astype(np.int32), masks.bits[ascending])

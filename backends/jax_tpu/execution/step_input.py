@@ -1,4 +1,4 @@
-"""What a step program reads about its batch, cut out of one packed int32 array inside the program."""
+"""The batch of a generation step: packed into one int32 array on the host, split inside the program."""
 
 from __future__ import annotations
 
@@ -17,45 +17,42 @@ from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_p
 
 @dataclass(frozen=True, slots=True, order=True)
 class JaxStepShape:
-    """The padded shape of a step: T tokens, S sequences, P pages of the longest sequence, G block tables.
+    """The padded shape of a step."""
 
-    `decode_only`: every sequence has one token, so T equals S.
-    """
-
-    tokens: int
-    seqs: int
-    pages: int
-    groups: int
-    decode_only: bool
+    tokens: int  # T
+    seqs: int  # S
+    pages: int  # P: of the longest sequence
+    groups: int  # G: block tables per sequence
+    decode_only: bool  # every sequence has one token, so T equals S
 
     @property
     def size(self) -> int:
-        """Length of the packed array."""
+        """Return the length of the packed array."""
         return self.tokens + 3 * self.seqs + 1 + 2 + self.groups * self.seqs * self.pages
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Whether a program uses the kernels for a chip or their references; and how the cache stores K and V."""
+    """Which kernels a program uses, and the layout of its KV cache."""
 
-    page_size: int
+    page_size: int  # tokens
     cache_dtype: str
-    use_kernel: bool = False
+    use_kernel: bool = False  # False: the jnp references
     chip: ChipInfo = CHIPS["v6e"]
     interpret: bool = False
 
     def kv_layout(self, kv_heads: int, head_dim: int) -> PagedKvLayout:
-        """The cache of so many local heads."""
+        """Return the cache layout for `kv_heads` heads on one device."""
         return PagedKvLayout(kv_heads, head_dim, self.cache_dtype, self.page_size)
 
     @property
     def scaled(self) -> bool:
-        """Whether K and V are divided by a scale before they are stored: 8-bit numbers have little range."""
+        """True if K and V are divided by a scale before they are stored (8-bit caches)."""
         return jnp.dtype(self.cache_dtype).itemsize == 1
 
     @property
     def options(self) -> dict[str, Any]:
-        """Static arguments that every kernel takes."""
+        """Return the static arguments of every kernel."""
         return {"use_kernel": self.use_kernel, "interpret": self.interpret, "chip": self.chip}
 
 
@@ -63,40 +60,40 @@ class KernelChoice:
 class StepInput:
     """One step on the device. Sequences beyond `counts[1]` and tokens beyond `query_start[-1]` are padding."""
 
-    token_ids: jax.Array  # int32 [T], PREVIOUS where only the history knows
-    query_start: jax.Array  # int32 [S+1]
-    kv_len: jax.Array  # int32 [S] tokens of the sequence after this step
-    rows: jax.Array  # int32 [S]
-    counts: jax.Array  # int32 [2]: decode sequences, sequences
+    token_ids: jax.Array  # int32 [T]; PREVIOUS: the token sampled in the previous step, read from the history
+    query_start: jax.Array  # int32 [S+1]: first token of each sequence
+    kv_len: jax.Array  # int32 [S]: tokens of the sequence after this step
+    rows: jax.Array  # int32 [S]: row of the history
+    counts: jax.Array  # int32 [2]: decode sequences, all sequences
     page_tables: jax.Array  # int32 [G, S, P]
     kernel: KernelChoice
     decode_only: bool
 
     @classmethod
     def unpack(cls, packed: jax.Array, shape: JaxStepShape, kernel: KernelChoice) -> StepInput:
-        """Slice int32 [shape.size]; the order is that of `pack`."""
+        """Split int32 [shape.size] in the order of `pack`."""
         sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2)
         token_ids, query_start, kv_len, rows, counts, tables = jnp.split(packed, np.cumsum(sizes))
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
         return cls(token_ids, query_start, kv_len, rows, counts, tables, kernel, shape.decode_only)
 
     @property
-    def owners(self) -> jax.Array:
-        """int32 [T]: the sequence of each token; padding counts to the last."""
+    def seq_ids(self) -> jax.Array:
+        """Return the sequence of each token, int32 [T]; padding tokens map to the last."""
         before = jnp.arange(self.token_ids.shape[0])[:, None] >= self.query_start[None, 1:]
         return jnp.minimum(before.sum(1), self.kv_len.shape[0] - 1)
 
     @property
     def positions(self) -> jax.Array:
-        """int32 [T]: each token's position in its sequence; 0 for padding."""
-        owners = self.owners
-        ends = self.kv_len[owners] - self.query_start[owners + 1]
+        """Return each token's position in its sequence, int32 [T]; 0 for padding."""
+        seq_ids = self.seq_ids
+        offsets = self.kv_len[seq_ids] - self.query_start[seq_ids + 1]
         tokens = jnp.arange(self.token_ids.shape[0])
-        return jnp.where(tokens < self.query_start[-1], tokens + ends, 0)
+        return jnp.where(tokens < self.query_start[-1], tokens + offsets, 0)
 
     @property
     def token_types(self) -> None:
-        """All are 0."""
+        """Return None: all token types are 0."""
 
     def attend(
         self,
@@ -104,13 +101,13 @@ class StepInput:
         k: jax.Array,
         v: jax.Array,
         cache: jax.Array,
-        place: jax.Array,
+        cache_index: jax.Array,
         spec: Attention,
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Write K and V [T, K, H] into the stacked cache, then attend: q [T, N, H] -> [T, N, H], and the cache.
 
-        `place` int32 [2]: block table and layer of the cache. `scales` [2]: of K and of V, where they are stored so.
+        `cache_index` int32 [2]: block table, layer of the stacked cache. `scales` [2]: of K and V in a scaled cache.
         """
         k_scale, v_scale = (None, None) if scales is None else scales
         return ragged_paged_attention(
@@ -119,10 +116,10 @@ class StepInput:
             v,
             cache,
             layout=self.kernel.kv_layout(*k.shape[1:]),
-            layer=place[1],
+            layer=cache_index[1],
             query_start=self.query_start,
             kv_len=self.kv_len,
-            page_table=self.page_tables[place[0]],
+            page_table=self.page_tables[cache_index[0]],
             counts=self.counts,
             scale=spec.scale,
             softcap=spec.softcap,
@@ -133,9 +130,9 @@ class StepInput:
             **self.kernel.options,
         )
 
-    def known_ids(self, history: jax.Array) -> jax.Array:
-        """int32 [T]: token ids, those the host did not know taken from the history [rows+1, length]."""
-        sampled = history[self.rows[self.owners], self.positions]
+    def resolve_ids(self, history: jax.Array) -> jax.Array:
+        """Return token ids int32 [T] with PREVIOUS replaced from the history [rows+1, length]."""
+        sampled = history[self.rows[self.seq_ids], self.positions]
         return jnp.where(self.token_ids == PREVIOUS, sampled, self.token_ids)
 
 
@@ -149,21 +146,20 @@ def pack(
     page_tables: tuple[Int32, ...],
     empty_row: int,
 ) -> Int32:
-    """One array for the device. Padding sequences have no tokens, hold `empty_row` and see the null block."""
+    """Pack a step into int32 [shape.size]. Padding sequences have no tokens, row `empty_row` and the null block."""
     packed = np.zeros(shape.size, np.int32)
-    seqs, at = len(rows), 0
+    seqs, start = len(rows), shape.tokens
     packed[: len(token_ids)] = token_ids
-    at = shape.tokens
-    packed[at : at + seqs + 1] = query_start
-    packed[at + seqs + 1 : at + shape.seqs + 1] = query_start[-1]
-    at += shape.seqs + 1
-    packed[at : at + seqs] = kv_len
-    at += shape.seqs
-    packed[at : at + shape.seqs] = empty_row
-    packed[at : at + seqs] = rows
-    at += shape.seqs
-    packed[at : at + 2] = counts
-    tables = packed[at + 2 :].reshape(shape.groups, shape.seqs, shape.pages)
+    packed[start : start + seqs + 1] = query_start
+    packed[start + seqs + 1 : start + shape.seqs + 1] = query_start[-1]
+    start += shape.seqs + 1
+    packed[start : start + seqs] = kv_len
+    start += shape.seqs
+    packed[start : start + shape.seqs] = empty_row
+    packed[start : start + seqs] = rows
+    start += shape.seqs
+    packed[start : start + 2] = counts
+    tables = packed[start + 2 :].reshape(shape.groups, shape.seqs, shape.pages)
     for table, pages in zip(tables, page_tables):
         table[:seqs, : pages.shape[1]] = pages
     return packed

@@ -1,4 +1,4 @@
-"""What a model takes of a device's memory, byte for byte, and what fits beside it."""
+"""The exact memory budget of compiled programs on one device, and the limits that fit in it."""
 
 from __future__ import annotations
 
@@ -19,79 +19,77 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.errors import ConfigError
 
 _STEPS: Final = 2
-"""Steps whose results are held at a time: one runs while the next is queued."""
+"""Steps whose outputs are alive at a time: one running, one queued."""
 
-_WIDEST: Final = 256
-"""Devices beyond which nobody is told to go."""
+_MAX_DEVICES: Final = 256
+"""Largest tensor parallel size an error message suggests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """Bytes of one compiled program on a device: temporaries, results that overwrite no argument, its code."""
+    """Bytes of one compiled program on one device."""
 
     temporary: int
-    result: int
+    result: int  # outputs that do not alias a donated argument
     code: int
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> ProgramMemory:
-        """As the compiler states it."""
-        found = compiled.memory_analysis()
-        if found is None:
+        """Read the compiler's memory analysis; zeros if it has none."""
+        analysis = compiled.memory_analysis()
+        if analysis is None:
             return cls(0, 0, 0)
-        result = found.output_size_in_bytes - found.alias_size_in_bytes
-        return cls(found.temp_size_in_bytes, max(result, 0), found.generated_code_size_in_bytes)
+        result = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return cls(analysis.temp_size_in_bytes, max(result, 0), analysis.generated_code_size_in_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes on one device. `usable`: the share of the device that may be used, of `total` that the compiler allows.
+    """The memory of one device, in bytes."""
 
-    `block`: of one KV block; `groups`: block tables per sequence.
-    """
-
-    total: int
-    usable: int
+    total: int  # available to programs according to the compiler
+    usable: int  # total * gpu_memory_utilization
     weights: int
     kv_cache: int
     history: int
     temporaries: int
     results: int
     code: int
-    block: int
-    block_size: int
-    groups: int
+    block: int  # one KV block over all layers
+    block_size: int  # tokens
+    groups: int  # block tables per sequence
 
     @property
     def used(self) -> int:
-        """Everything."""
+        """Return the bytes in use."""
         return self.weights + self.kv_cache + self.history + self.temporaries + self.results + self.code
 
     @property
     def spare(self) -> int:
-        """What is left; negative: what is missing."""
+        """Return the free bytes; negative if the programs do not fit."""
         return self.usable - self.used
 
     @property
     def max_blocks(self) -> int:
-        """KV blocks that fit beside everything else, the null block included."""
+        """Return the number of KV blocks that fit, the null block included."""
         return max((self.spare + self.kv_cache) // self.block, 0)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence that fits, alone."""
+        """Return the length in tokens of the longest single sequence that fits."""
         return max(self.max_blocks - 1, 0) // self.groups * self.block_size
 
     def max_num_seqs(self, max_model_len: int) -> int:
-        """Sequences of that length that fit together."""
+        """Return how many sequences of `max_model_len` tokens fit."""
         pages = -(-max_model_len // self.block_size)
         return max(self.max_blocks - 1, 0) // (self.groups * pages)
 
 
 def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig, *, stated: bool) -> int:
-    """KV blocks to compile for. Raises ConfigError when not one sequence fits: by how much, and what would.
+    """Return the number of KV blocks to compile for.
 
-    `stated`: max_model_len was asked for; else a shorter one will do.
+    Raise ConfigError naming the missing memory and remedies if not even one sequence fits: of max_model_len tokens if
+    `stated` (the user set it), else of one block.
     """
     room = int(target.hbm_bytes * cache.gpu_memory_utilization) - weight_bytes(model) - CODE_BYTES
     pages = -(-limits.max_model_len // limits.block_size) if stated else 1
@@ -111,42 +109,39 @@ def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig,
         int(target.hbm_bytes * cache.gpu_memory_utilization) - weights - CODE_BYTES - activation_bytes(model, shorter)
     )
     fits = max(room // model.block_bytes - 1, 0) // len(model.layout.groups) * limits.block_size
-    wider = _enough_devices(model, target, limits, cache, missing, tokens)
-    remedies = [
-        f"--max-model-len {fits}" if 0 < fits < tokens else "",
-        f"--tensor-parallel-size {wider}" + (" and a topology with as many" if wider > len(target.devices) else "")
-        if wider
-        else "",
-    ]
-    best = " or ".join(filter(None, remedies)) or "a smaller model, or a chip with more memory"
+    tensor = _fitting_tensor_size(model, target, limits, cache, tokens)
+    remedies = []
+    if 0 < fits < tokens:
+        remedies.append(f"--max-model-len {fits}")
+    if tensor is not None:
+        topology = " and a topology with as many devices" if tensor > len(target.devices) else ""
+        remedies.append(f"--tensor-parallel-size {tensor}{topology}")
     return (
         f"{target.name} lacks {missing / GIB:.2f} GiB per device: of {target.hbm_bytes / GIB:.2f} GiB, "
         f"{cache.gpu_memory_utilization:.0%} may be used; weights take {weights / GIB:.2f} GiB, activations "
-        f"{activation_bytes(model, limits) / GIB:.2f}, programs {CODE_BYTES / GIB:.2f} and {tokens} tokens of KV cache "
-        f"the rest; use {best}"
+        f"{activation_bytes(model, limits) / GIB:.2f}, programs {CODE_BYTES / GIB:.2f}, the remainder is the KV cache "
+        f"of {tokens} tokens; use {' or '.join(remedies) or 'a smaller model, or a chip with more memory'}"
     )
 
 
-def _enough_devices(
-    model: Model, target: Target, limits: Limits, cache: CacheConfig, missing: int, tokens: int
-) -> int | None:
-    """The least degree of tensor parallelism, a power of two, that the model fits with; None where there is none."""
+def _fitting_tensor_size(model: Model, target: Target, limits: Limits, cache: CacheConfig, tokens: int) -> int | None:
+    """Return the smallest larger tensor parallel size, doubling, at which the model fits; None if there is none."""
     pages = -(-tokens // limits.block_size)
     tensor = model.tensor * 2
-    while tensor <= _WIDEST:
+    while tensor <= _MAX_DEVICES:
         try:
-            wide = with_devices(model, tensor)
+            sharded = with_devices(model, tensor)
         except ConfigError:
             return None
-        need = weight_bytes(wide) + (1 + len(model.layout.groups) * pages) * wide.block_bytes
-        if need + activation_bytes(wide, limits) + CODE_BYTES <= target.hbm_bytes * cache.gpu_memory_utilization:
+        size = weight_bytes(sharded) + (1 + len(model.layout.groups) * pages) * sharded.block_bytes
+        if size + activation_bytes(sharded, limits) + CODE_BYTES <= target.hbm_bytes * cache.gpu_memory_utilization:
             return tensor
         tensor *= 2
     return None
 
 
 def with_devices(model: Model, tensor: int) -> Model:
-    """The model shared by so many devices, none of them there: for its sizes. Raises ConfigError."""
+    """Return the model sharded over `tensor` abstract devices, to compute its sizes. Raise ConfigError if invalid."""
     mesh = cast(Mesh, AbstractMesh((1, tensor), (DATA, MODEL)))
     return build_model(
         model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.quantized
@@ -161,17 +156,17 @@ def make_budget(
     history: int,
     programs: Iterable[ProgramMemory],
 ) -> Budget:
-    """The budget of compiled programs; temporaries and results are those of the largest. `history`: bytes of it."""
-    listed = list(programs)
+    """Return the budget of compiled programs: temporaries and results of the largest. `history`: in bytes."""
+    memories = list(programs)
     return Budget(
         total=target.hbm_bytes,
         usable=int(target.hbm_bytes * cache.gpu_memory_utilization),
         weights=weight_bytes(model),
         kv_cache=num_blocks * model.block_bytes,
         history=history,
-        temporaries=max(each.temporary for each in listed),
-        results=_STEPS * max(each.result for each in listed),
-        code=sum(each.code for each in listed),
+        temporaries=max(each.temporary for each in memories),
+        results=_STEPS * max(each.result for each in memories),
+        code=sum(each.code for each in memories),
         block=model.block_bytes,
         block_size=model.kernel.page_size,
         groups=len(model.layout.groups),

@@ -1,6 +1,6 @@
-"""How a model is laid out on the devices: heads in slots, layers in repeating segments.
+"""The layout of a model on the devices: heads in slots, layers in repeating segments, caches in stacks.
 
-Pure arithmetic over the spec and the degree of tensor parallelism. Knows no jax arrays.
+Computed from the spec and the tensor parallel size, without jax arrays.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Heads on `slots`, a multiple of the devices: each slot has one KV head and room for `group` query heads.
+    """Assignment of heads to slots. A slot has one KV head and `group` query head positions.
 
-    With more devices than KV heads a KV head gets several slots (`copies`) that share out its query heads; places left
-    over hold zeros. `kv_of` int [slots]: KV head of each slot; `heads_of` int [slots, group]; -1 where empty.
+    With more devices than KV heads a KV head is copied to several slots, which divide its query heads. Empty positions
+    hold zeros.
     """
 
-    slots: int
+    slots: int  # a multiple of the tensor parallel size
     group: int
-    copies: int
+    copies: int  # slots per KV head
     heads: int
     kv_heads: int
 
     @classmethod
     def of(cls, mixer: Attention, tensor: int) -> HeadLayout:
-        """The layout that computes and stores least. Raises ConfigError when there are more devices than heads."""
+        """Return the layout with the least compute and storage. Raise ConfigError with more devices than heads."""
         if tensor > mixer.heads:
             raise ConfigError(
                 "--tensor-parallel-size",
@@ -50,13 +50,13 @@ class HeadLayout:
 
     @property
     def kv_of(self) -> npt.NDArray[np.int64]:
-        """KV head of each slot, -1 for an empty one."""
+        """Return the KV head of each slot, int [slots]; -1 if empty."""
         slot = np.arange(self.slots)
         return np.where(slot < self.kv_heads * self.copies, slot // self.copies, -1)
 
     @property
     def heads_of(self) -> npt.NDArray[np.int64]:
-        """Query head of each place, -1 for an empty one."""
+        """Return the query head of each position, int [slots, group]; -1 if empty."""
         per_head = self.heads // self.kv_heads
         within = (np.arange(self.slots) % self.copies)[:, None] * self.group + np.arange(self.group)
         head = self.kv_of[:, None] * per_head + within
@@ -64,21 +64,21 @@ class HeadLayout:
 
     @property
     def first_copy(self) -> npt.NDArray[np.float32]:
-        """float32 [slots]: 1 where a slot is the first of its KV head, else 0; sums over slots count a head once."""
+        """Return float32 [slots]: 1 for the first slot of each KV head, else 0, so that sums count a head once."""
         slot = np.arange(self.slots)
         return ((slot % self.copies == 0) & (self.kv_of >= 0)).astype(np.float32)
 
     def queries(self, rows: npt.NDArray[np.generic], head_dim: int) -> npt.NDArray[np.generic]:
-        """[N*H, ...] -> [slots, group, H, ...]."""
-        return _spread(rows.reshape(self.heads, head_dim, *rows.shape[1:]), self.heads_of)
+        """Arrange query heads: [N*H, ...] -> [slots, group, H, ...]."""
+        return _gather(rows.reshape(self.heads, head_dim, *rows.shape[1:]), self.heads_of)
 
     def keys(self, rows: npt.NDArray[np.generic], head_dim: int) -> npt.NDArray[np.generic]:
-        """[K*H, ...] -> [slots, H, ...]."""
-        return _spread(rows.reshape(self.kv_heads, head_dim, *rows.shape[1:]), self.kv_of)
+        """Arrange KV heads: [K*H, ...] -> [slots, H, ...]."""
+        return _gather(rows.reshape(self.kv_heads, head_dim, *rows.shape[1:]), self.kv_of)
 
 
-def _spread(rows: npt.NDArray[np.generic], index: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
-    """rows[index] with zeros where the index is -1; a view where nothing moves."""
+def _gather(rows: npt.NDArray[np.generic], index: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
+    """Return rows[index] with zeros where the index is -1; a view if the order does not change."""
     if np.array_equal(index.ravel(), np.arange(len(rows))):
         return rows.reshape(*index.shape, *rows.shape[1:])
     taken = rows[index]
@@ -88,75 +88,71 @@ def _spread(rows: npt.NDArray[np.generic], index: npt.NDArray[np.int64]) -> npt.
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`repeats` runs of the same `block` of layers, from layer number `first` on."""
+    """A block of layers that repeats."""
 
-    first: int
+    first: int  # number of its first layer
     block: tuple[Layer, ...]
     repeats: int
 
     @property
     def numbers(self) -> Int32:
-        """Layer numbers, [repeats, len(block)]."""
+        """Return the layer numbers, [repeats, len(block)]."""
         count = self.repeats * len(self.block)
         return (self.first + np.arange(count, dtype=np.int32)).reshape(self.repeats, len(self.block))
 
 
 def segments(layers: tuple[Layer, ...]) -> tuple[Segment, ...]:
-    """The layers cut into repeating blocks; each cut covers as many layers as it can with the shortest block."""
-    found, at = [], 0
-    while at < len(layers):
+    """Split the layers into repeating blocks: greedily the longest run, with the shortest block."""
+    result, start = [], 0
+    while start < len(layers):
         period, repeats = max(
-            ((period, _repeats(layers, at, period)) for period in range(1, (len(layers) - at) // 2 + 1)),
+            ((period, _repeats(layers, start, period)) for period in range(1, (len(layers) - start) // 2 + 1)),
             key=lambda cut: (cut[0] * cut[1] if cut[1] > 1 else 0, -cut[0]),
             default=(1, 1),
         )
         if repeats == 1:
             period = 1
-        found.append(Segment(at, layers[at : at + period], repeats))
-        at += period * repeats
-    return tuple(found)
+        result.append(Segment(start, layers[start : start + period], repeats))
+        start += period * repeats
+    return tuple(result)
 
 
-def _repeats(layers: tuple[Layer, ...], at: int, period: int) -> int:
-    """How often the block of `period` layers at `at` follows itself, the first included."""
+def _repeats(layers: tuple[Layer, ...], start: int, period: int) -> int:
+    """Count the consecutive repeats of the block of `period` layers at `start`, at least 1."""
     count = 1
-    block = layers[at : at + period]
-    while layers[at + count * period : at + (count + 1) * period] == block:
+    block = layers[start : start + period]
+    while layers[start + count * period : start + (count + 1) * period] == block:
         count += 1
     return count
 
 
 @dataclass(frozen=True, slots=True)
-class CachePlaces:
-    """Where each layer's K and V are: its KV group, its index in the stacked cache, and which stack that is.
+class CacheIndex:
+    """Each layer's index into the stacked caches. Layers of the same shape share a stack and its pool of blocks."""
 
-    One entry per layer. `shapes`: (KV head slots, head dim) of each stack; `depths`: how many layers it holds. Groups
-    whose layers have the same shape share a stack, as they share the pool of blocks.
-    """
-
-    group: tuple[int, ...]
-    index: tuple[int, ...]
-    stack: tuple[int, ...]
-    shapes: tuple[tuple[int, int], ...]
-    depths: tuple[int, ...]
+    group: tuple[int, ...]  # per layer: KV group, which selects the block table
+    index: tuple[int, ...]  # per layer: index within its stack
+    stack: tuple[int, ...]  # per layer: which stack
+    shapes: tuple[tuple[int, int], ...]  # per stack: (KV head slots, head dim)
+    depths: tuple[int, ...]  # per stack: layers
 
 
-def cache_places(spec: ModelSpec, layout: KvLayout, tensor: int) -> CachePlaces:
-    """Places of every layer. Raises ModelError for a cache this backend does not have."""
-    places = np.zeros((3, len(spec.layers)), np.int32)
+def build_cache_index(spec: ModelSpec, layout: KvLayout, tensor: int) -> CacheIndex:
+    """Assign every layer to a stack. Raise ModelError for an unsupported kind of cache."""
+    entries = np.zeros((3, len(spec.layers)), np.int32)
     depths: dict[tuple[int, int], int] = {}
     for number, group in enumerate(layout.groups):
         if not isinstance(group.spec, FullCache | WindowCache):
-            raise ModelError(f"the jax_tpu backend has no cache for {type(group.spec).__name__}")
+            raise ModelError(f"the jax_tpu backend does not support caches of kind {type(group.spec).__name__}")
         for index, layer in enumerate(group.layers):
             mixer = spec.layers[layer].mixer
             shape = (HeadLayout.of(mixer, tensor).slots, mixer.head_dim)
             depths[shape] = max(depths.get(shape, 0), index + 1)
-            places[:, layer] = number, index, list(depths).index(shape)
-    groups, indices, stacks = (tuple(row) for row in places.tolist())
-    return CachePlaces(groups, indices, stacks, tuple(depths), tuple(depths.values()))
+            entries[:, layer] = number, index, list(depths).index(shape)
+    groups, indices, stacks = (tuple(row) for row in entries.tolist())
+    return CacheIndex(groups, indices, stacks, tuple(depths), tuple(depths.values()))
 
 
 def padded(size: int, tensor: int) -> int:
-    """`size` rounded up to a multiple of the devices that share it."""
+    """Return `size` rounded up to a multiple of `tensor`."""
     return -(-size // tensor) * tensor

@@ -1,7 +1,7 @@
-"""A model as a function over flat arrays: what programs are compiled from, with or without weights.
+"""A model as functions over a flat tuple of arrays, from which programs are compiled, with or without weights.
 
-The NNX decoder is built abstractly and split once; a step hands over a tuple of arrays, which costs the host a fraction
-of what traversing modules would.
+The NNX decoder is built abstractly and split once. Passing a flat tuple per step costs the host far less than
+traversing modules.
 """
 
 from __future__ import annotations
@@ -18,81 +18,79 @@ from jax.sharding import Mesh, PartitionSpec
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import Caches, JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import JaxBuildContext
-from pagoda.backends.jax_tpu.model.layout import CachePlaces, cache_places
-from pagoda.backends.jax_tpu.parallel.sharding import DATA, MODEL, partition, placed
+from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
+from pagoda.backends.jax_tpu.parallel.sharding import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.models.spec import ModelSpec
-from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout as KvPages
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout
 
 Leaves = tuple[jax.Array, ...]
 CACHE_AXES = ".PK.."
-"""Logical axes of a stacked cache [L, P, R, B, 128]: rows of different KV heads are on different devices, and the pages
-of a shard with it.
-"""
+"""Logical axes of a stacked cache [L, P, R, B, 128]: pages are sharded over data, KV head rows over tensor devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model on one mesh. `leaves`: shapes, dtypes and shardings of the parameters, at `paths` of the decoder."""
+    """One model on one mesh."""
 
     spec: ModelSpec
     mesh: Mesh
     layout: KvLayout
-    places: CachePlaces
+    cache_index: CacheIndex
     kernel: KernelChoice
     max_len: int
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    paths: tuple[Path, ...]
-    axes: tuple[str, ...]
-    split: tuple[Any, Any]  # the decoder's graph and the tree of its state
-    quantized: str | None = None  # the 8-bit type of the layers' matrices
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes, dtypes and shardings of the parameters
+    paths: tuple[Path, ...]  # per leaf: its path in the decoder
+    axes: tuple[str, ...]  # per leaf: its logical axes
+    split: tuple[Any, Any]  # the decoder's graph definition and the tree of its state
+    quantized: str | None = None  # 8-bit dtype of the layers' matrices
 
     @property
     def tensor(self) -> int:
-        """Devices that share each layer."""
+        """Return the tensor parallel size."""
         return self.mesh.shape[MODEL]
 
     @property
     def shards(self) -> int:
-        """Copies of the model, each with a part of every step."""
+        """Return the number of model replicas (data parallel size)."""
         return self.mesh.shape[DATA]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights and activations."""
+        """Return the dtype of weights and activations."""
         return self.leaves[0].dtype
 
     @property
-    def exact(self) -> Any:
-        """A context in which float32 products are float32 on every platform."""
+    def matmul_precision(self) -> Any:
+        """Return a context in which float32 matmuls have full precision on every platform."""
         return jax.default_matmul_precision("highest" if self.dtype == jnp.float32 else "default")
 
     def decoder(self, leaves: Leaves) -> JaxDecoder:
-        """The decoder over these arrays; for use while tracing."""
+        """Return the decoder over these arrays, while tracing."""
         graph, tree = self.split
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
     def caches(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The stacked caches for so many blocks of each shard."""
-        found = []
-        for (slots, head_dim), depth in zip(self.places.shapes, self.places.depths):
-            local = self.kernel.kv_layout(slots // self.tensor, head_dim)
+        """Return the global shapes of the stacked caches with `num_blocks` blocks per shard."""
+        shapes = []
+        for local, depth in zip(self.kv_layouts, self.cache_index.depths):
             layers, pages, rows, size, lanes = local.shape(depth, num_blocks)
-            sharding = placed(self.mesh, CACHE_AXES)
+            sharding = named_sharding(self.mesh, CACHE_AXES)
             shape = (layers, pages * self.shards, rows * self.tensor, size, lanes)
-            found.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
-        return tuple(found)
+            shapes.append(jax.ShapeDtypeStruct(shape, local.word_dtype, sharding=sharding))
+        return tuple(shapes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block id over all layers, on one device."""
-        return sum(kv.bytes_per_page * depth for kv, depth in zip(self.kv_layouts, self.places.depths))
+        """Return the bytes of one block over all layers, on one device."""
+        return sum(kv.bytes_per_page * depth for kv, depth in zip(self.kv_layouts, self.cache_index.depths))
 
     @property
-    def kv_layouts(self) -> tuple[KvPages, ...]:
-        """How the layers of each stack keep K and V, on one device."""
-        return tuple(self.kernel.kv_layout(slots // self.tensor, head_dim) for slots, head_dim in self.places.shapes)
+    def kv_layouts(self) -> tuple[PagedKvLayout, ...]:
+        """Return the page layout of each stack on one device."""
+        shapes = self.cache_index.shapes
+        return tuple(self.kernel.kv_layout(slots // self.tensor, head_dim) for slots, head_dim in shapes)
 
     def forward(
         self,
@@ -101,24 +99,24 @@ class Model:
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
-        *rows: jax.Array,
+        *embeds: jax.Array,
     ) -> tuple[Caches, jax.Array, jax.Array]:
-        """The step as a function: caches with the new K and V, hidden [T, D], float32 logits [S, V] of the newest.
+        """Run one step: updated caches, hidden [T, D], float32 logits [S, V] of each sequence's last token.
 
-        `packed` int32 [shards, shape.size]; T and S count the shape's once per shard, in the order of the shards.
-        `rows`: [T, D], the embeddings of tokens that are EMBEDDED, in steps that may have such.
+        `packed` int32 [shards, shape.size]. T and S are the shape's times the number of shards, shard by shard.
+        `embeds`: empty, or [T, D] with the embeddings of tokens marked EMBEDDED.
         """
         specs = tuple(map(partition, self.axes))
         cache_specs = tuple(partition(CACHE_AXES) for _ in caches)
-        each = partition("R.")
+        by_shard = partition("R.")
         mapped = jax.shard_map(
             partial(self._forward, shape),
             mesh=self.mesh,
-            in_specs=(specs, cache_specs, PartitionSpec(), each, *(each for _ in rows)),
-            out_specs=(cache_specs, each, each),
+            in_specs=(specs, cache_specs, PartitionSpec(), by_shard, *(by_shard for _ in embeds)),
+            out_specs=(cache_specs, by_shard, by_shard),
             check_vma=False,
         )
-        return mapped(leaves, caches, history, packed, *rows)
+        return mapped(leaves, caches, history, packed, *embeds)
 
     def _forward(
         self,
@@ -127,16 +125,16 @@ class Model:
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
-        *rows: jax.Array,
+        *embeds: jax.Array,
     ) -> tuple[Caches, jax.Array, jax.Array]:
         step = StepInput.unpack(packed[0], shape, self.kernel)
         decoder = self.decoder(leaves)
-        hidden, caches = decoder.hidden(step.known_ids(history), step, caches, *rows)
-        newest = jnp.maximum(step.query_start[1:] - 1, 0)
-        return caches, hidden, decoder.logits(hidden[newest])
+        hidden, caches = decoder.hidden(step.resolve_ids(history), step, caches, *embeds)
+        last = jnp.maximum(step.query_start[1:] - 1, 0)
+        return caches, hidden, decoder.logits(hidden[last])
 
-    def score(self, leaves: Leaves, hidden: jax.Array, wanted: jax.Array) -> jax.Array:
-        """float32 logits [n, V] of the tokens `wanted` int32 [n] of hidden [T, D], both once per shard."""
+    def score(self, leaves: Leaves, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return float32 logits [n, V] for the token indices int32 [n] of hidden [T, D], both once per shard."""
         mapped = jax.shard_map(
             lambda parts, rows, index: self.decoder(parts).logits(rows[index]),
             mesh=self.mesh,
@@ -144,7 +142,7 @@ class Model:
             out_specs=partition("R."),
             check_vma=False,
         )
-        return mapped(leaves, hidden, wanted)
+        return mapped(leaves, hidden, tokens)
 
 
 def build_model(
@@ -156,18 +154,18 @@ def build_model(
     kernel: KernelChoice,
     quantized: str | None = None,
 ) -> Model:
-    """A model without weights; makes no array. Raises ConfigError when the mesh does not suit the heads."""
+    """Build a model without weights or arrays. Raise ConfigError if the heads cannot be sharded over the mesh."""
     tensor = mesh.shape[MODEL]
-    places = cache_places(spec, layout, tensor)
+    cache_index = build_cache_index(spec, layout, tensor)
     build = JaxBuildContext(jnp.dtype(dtype), tensor, scaled_cache=kernel.scaled, quantized=quantized)
-    module = nnx.eval_shape(lambda: JaxDecoder(spec, places, max_len, build))
+    module = nnx.eval_shape(lambda: JaxDecoder(spec, cache_index, max_len, build))
     graph, state = nnx.split(module)
     flat = list(nnx.to_flat_state(state))
     values, tree = jax.tree.flatten(state)
     axes = tuple(variable.get_metadata("axes") for _, variable in flat)
     leaves = tuple(
-        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=placed(mesh, names))
+        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=named_sharding(mesh, names))
         for value, names in zip(values, axes)
     )
     paths = tuple(tuple(part if isinstance(part, int) else str(part) for part in path) for path, _ in flat)
-    return Model(spec, mesh, layout, places, kernel, max_len, leaves, paths, axes, (graph, tree), quantized)
+    return Model(spec, mesh, layout, cache_index, kernel, max_len, leaves, paths, axes, (graph, tree), quantized)

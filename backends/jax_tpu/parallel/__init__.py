@@ -1,1 +1,1 @@
-"""Meshes, shardings, hosts and the platform."""
+"""Devices: meshes, shardings, several hosts, and the platform."""

@@ -1,6 +1,6 @@
-"""What this backend needs of several hosts: facts that must be alike, and JAX's own meeting.
+"""Multi-host start-up: facts that must match on all hosts, and `jax.distributed`.
 
-Nothing here touches a device before `start`: JAX wants to meet first.
+Nothing here touches a device before `start`, because jax.distributed must be initialised first.
 """
 
 from __future__ import annotations
@@ -21,24 +21,21 @@ from pagoda.common.errors import ConfigError, EngineDeadError
 
 _PACKAGES: Final = ("jax", "jaxlib", "libtpu", "flax", "numpy")
 _VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
-"""They change what a program compiles to."""
-
-_MEETING_SECONDS: Final = 60
-"""Every host is known to be there."""
+_TIMEOUT_SECONDS: Final = 60  # the handshake before `start` has established that every host is running
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of what makes programs."""
+    """Return the versions of the packages that determine compiled programs."""
     return {name: _version(name) for name in _PACKAGES}
 
 
 def environment() -> dict[str, str]:
-    """Variable -> value, of those that change what a program compiles to."""
+    """Return the environment variables that determine compiled programs."""
     return {name: os.environ.get(name, "") for name in _VARIABLES}
 
 
 def devices() -> tuple[int, str]:
-    """How many devices this host has, and their kind, as far as that shows without asking them; 0: it does not."""
+    """Return this host's number of devices (0 if unknown) and their kind, without initialising JAX."""
     if platform() == "cpu":
         forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
         return max(int(forced.group(1)) if forced else 1, jax.config.values["jax_num_cpu_devices"]), "cpu"
@@ -48,23 +45,24 @@ def devices() -> tuple[int, str]:
 
 
 def start(parallel: ParallelConfig) -> None:
-    """Meet the other hosts' JAX, after the pre-flight. Raises ConfigError or EngineDeadError."""
+    """Initialise jax.distributed, after the handshake. Raise ConfigError or EngineDeadError."""
     if platform() == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"[{parallel.master_addr}]" if ":" in parallel.master_addr else parallel.master_addr
-    place = f"{address}:{parallel.master_port + RUNTIME_PORT}"
+    coordinator = f"{address}:{parallel.master_port + RUNTIME_PORT}"
     try:
         jax.distributed.initialize(
-            place,
+            coordinator,
             parallel.nnodes,
             parallel.node_rank,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=place,
-            initialization_timeout=_MEETING_SECONDS,
-            shutdown_timeout_seconds=_MEETING_SECONDS,
+            coordinator_bind_address=coordinator,
+            initialization_timeout=_TIMEOUT_SECONDS,
+            shutdown_timeout_seconds=_TIMEOUT_SECONDS,
         )
     except RuntimeError as error:
-        raise EngineDeadError(f"JAX did not meet at {place}: {error}; let the network pass that port too") from None
+        why = f"jax.distributed could not initialise at {coordinator}: {error}; open that port between the hosts too"
+        raise EngineDeadError(why) from None
     if jax.process_index() != parallel.node_rank:
         raise ConfigError(
             "--node-rank",
@@ -74,7 +72,7 @@ def start(parallel: ParallelConfig) -> None:
 
 
 def stop() -> None:
-    """Leave the meeting; waits for the other hosts to do so too."""
+    """Shut jax.distributed down; waits for the other hosts to do the same."""
     jax.distributed.shutdown()
 
 

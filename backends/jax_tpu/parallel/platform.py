@@ -1,4 +1,4 @@
-"""What runs the programs: TPUs, or the CPU where there are none; and how much memory that has."""
+"""The platform (TPU or CPU), its dtypes and its memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _DTYPES: Final = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def platform() -> str:
-    """`tpu` or `cpu`; JAX_PLATFORMS decides if it is set. Raises ConfigError on a TPU host without the TPU's library.
+    """Return `tpu` or `cpu`; JAX_PLATFORMS takes precedence. Raise ConfigError on a TPU host without libtpu.
 
-    Without a chip in sight that library is not even asked: it would complain for a while. No device is touched: where
-    there are several hosts, they meet first.
+    No device is touched, because jax.distributed must be initialised first. Without a TPU chip libtpu is not loaded: it
+    would log errors and retry for a while.
     """
-    if stated := os.environ.get("JAX_PLATFORMS"):
-        return stated.split(",")[0]
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms.split(",")[0]
     chips = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
     if chips and importlib.util.find_spec("libtpu") is None:
         raise ConfigError("--backend", "this host has a TPU but not libtpu; pip install 'pagoda[tpu]'")
@@ -31,14 +31,14 @@ def platform() -> str:
 
 
 def dtype(name: str) -> jnp.dtype:
-    """The dtype of weights and activations. Raises ConfigError for one that TPUs do not compute in."""
+    """Return the dtype of weights and activations. Raise ConfigError if TPUs do not support it."""
     if name not in _DTYPES:
-        raise ConfigError("--dtype", f"{name} is not computed here; use bfloat16 or float32")
+        raise ConfigError("--dtype", f"jax_tpu does not support {name}; use bfloat16 or float32")
     return jnp.dtype(_DTYPES[name])
 
 
 def device_memory(device: jax.Device) -> tuple[int, int]:
-    """Bytes a device has and bytes in use; of the machine's memory, when the device is its CPU."""
+    """Return a device's total and used bytes; for a CPU, those of the machine."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None:
         return int(stats["bytes_limit"]), int(stats["bytes_in_use"])
@@ -47,7 +47,7 @@ def device_memory(device: jax.Device) -> tuple[int, int]:
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: what the system has free, or what its control group leaves."""
+    """Return the memory available to this process: the system's, or what its cgroup limit leaves."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:

@@ -1,1 +1,1 @@
-"""Sampling: its device half, and the host half that packs what it reads."""
+"""Sampling: device functions (`device`) and the host code that packs their inputs and runs them (`sampler`)."""

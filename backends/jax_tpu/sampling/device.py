@@ -1,4 +1,8 @@
-"""Edited logits -> tokens, on the device and without a sort: top-k, top-p and min-p are one threshold per row."""
+"""Sampling on the device: logits edits, token sampling without a sort, and logprobs.
+
+Each function is compiled once per number of rows. `common.engine.logit_edits` packs the inputs of the edits,
+`SampledRows.pack` the sampling rules.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +23,42 @@ from pagoda.common.engine.sampling_state import Kind
 from pagoda.common.engine.step import Float32, Int32, TokenLogprobs
 from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
 
-# What requests do to logits before temperature: penalties, bias and bans, on the device.
-#
-# Each edit is a program of one shape per number of rows; `common.engine.logit_edits` packs what they read.
+MAX_LOGPROBS: Final = 20
+"""Top logprobs computed on the device; for more, the logits are sorted on the host."""
 
 
 def penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
-    """Logits [R, V] with penalties; a row after another, so that only rows that asked for it cost time.
+    """Apply repetition, frequency and presence penalties to logits [R, V], one row after another.
 
-    packed: of `penalties`; a number of R or more: that sequence is not here.
+    packed int32 [8, n]: of `logit_edits.penalties`. Only its rows cost time; row indices of R or more are ignored.
     """
-    places = jnp.arange(history.shape[1])
-    real = jax.lax.bitcast_convert_type(packed, jnp.float32)
+    positions = jnp.arange(history.shape[1])
+    floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
 
-    def one(column: jax.Array, logits: jax.Array) -> jax.Array:
+    def penalise_row(column: jax.Array, logits: jax.Array) -> jax.Array:
         index, row, prompt, known = (packed[field, column] for field in range(4))
-        repetition, frequency, presence = (real[field, column] for field in range(4, 7))
+        repetition, frequency, presence = (floats[field, column] for field in range(4, 7))
         tokens, values = history[row], logits[index]
-        empty = jnp.zeros(logits.shape[1], jnp.int32)
-        seen = empty.at[tokens].add((places < known).astype(jnp.int32)) > 0
-        generated = empty.at[tokens].add(((places >= prompt) & (places < known)).astype(jnp.int32))
+        zeros = jnp.zeros(logits.shape[1], jnp.int32)
+        seen = zeros.at[tokens].add((positions < known).astype(jnp.int32)) > 0
+        generated = zeros.at[tokens].add(((positions >= prompt) & (positions < known)).astype(jnp.int32))
         values = jnp.where(seen, jnp.where(values > 0, values / repetition, values * repetition), values)
         values = values - (frequency * generated + presence * (generated > 0))
         return logits.at[index].set(values, mode="drop")
 
-    return jax.lax.fori_loop(0, packed[7, 0], one, logits)
+    return jax.lax.fori_loop(0, packed[7, 0], penalise_row, logits)
 
 
 def adjust(logits: jax.Array, packed: jax.Array) -> jax.Array:
-    """Logits [R, V] with values added. packed: of `additions`."""
+    """Add values to logits [R, V]. packed int32 [3, n]: of `logit_edits.additions`."""
     values = jax.lax.bitcast_convert_type(packed[2], jnp.float32)
     return logits.at[packed[0], packed[1]].add(values, mode="drop")
 
 
 def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: jax.Array) -> jax.Array:
-    """Logits [R, V] without the last token of every word whose tokens before it were just generated.
+    """Set logits [R, V] to -inf for the last token of every banned word whose other tokens were just generated.
 
-    words, heads: of `banned_words`.
+    words, heads: of `logit_edits.banned_words`.
     """
     same = history[heads[1], heads[2]] == heads[3]
     matched = jnp.ones(words.shape[1], jnp.bool_).at[heads[0]].min(same, mode="drop")
@@ -63,108 +66,62 @@ def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: ja
 
 
 def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
-    """Logits [R, V], -inf where a bit is 0. bits: of `allowed_bits`."""
+    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `logit_edits.allowed_bits`."""
     tokens = jnp.arange(logits.shape[1])
     allowed = bits[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32) & 1
     return jnp.where(allowed == 1, logits, -jnp.inf)
 
 
-# Log-probabilities (or the logits themselves) of the chosen token, its rank, and the best few.
-
-BEST: Final = 20
-"""How many of the best the device finds; a request for more has its logits sorted on the host."""
-
-
-def logprobs(mode: LogprobsMode, logits: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits [n, V], chosen int32 [n] -> ids int32 [n, 1+BEST], values float32 [n, 1+BEST], ranks int32 [n]."""
-    values = logits if mode.endswith("logits") else jax.nn.log_softmax(logits)
-    own = jnp.take_along_axis(values, chosen[:, None], 1)
-    ranks = (values > own).sum(-1).astype(jnp.int32) + 1
-    best, ids = jax.lax.top_k(values, min(BEST, logits.shape[1]))
-    return jnp.concatenate([chosen[:, None], ids], 1), jnp.concatenate([own, best], 1), ranks
-
-
-def sorted_logprobs(mode: LogprobsMode, logits: Float32, chosen: Int32, best: int) -> TokenLogprobs:
-    """The same on the host for any `best` (-1: all). logits float32 [n, V], chosen int32 [n]."""
-    top = logits.max(-1, keepdims=True)
-    total = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    values = logits if mode.endswith("logits") else logits - total
-    own = np.take_along_axis(values, chosen[:, None], 1)
-    ids = np.argsort(-values, axis=-1, kind="stable")[:, : logits.shape[1] if best < 0 else best]
-    return TokenLogprobs(
-        np.concatenate([chosen[:, None], ids], 1).astype(np.int32),
-        np.concatenate([own, np.take_along_axis(values, ids, 1)], 1).astype(np.float32),
-        ((values > own).sum(-1) + 1).astype(np.int32),
-    )
-
-
-# The design's sampling noise in jnp: the same integers as `common.engine.sampling`, tested for equality.
-
-
-def mix(x: jax.Array) -> jax.Array:
-    """lowbias32 of uint32 values."""
-    x = (x ^ (x >> 16)) * np.uint32(MIX_1)
-    x = (x ^ (x >> 15)) * np.uint32(MIX_2)
-    return x ^ (x >> 16)
-
-
-def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """float32 [R, n]: noise of tokens uint32 [n] under row keys uint32 [R]."""
-    bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
-
-
 @dataclass(frozen=True, slots=True)
 class JaxSamplingRules:
-    """Per sequence, cut from what `Chosen.pack` makes. `rows`, `positions`: where in the history the token goes."""
+    """Per-row sampling parameters [R], from `SampledRows.pack`."""
 
-    rows: jax.Array
-    positions: jax.Array
+    rows: jax.Array  # int32: history row that receives the sampled token
+    positions: jax.Array  # int32: its position in that row
     keys: jax.Array  # uint32
-    temperature: jax.Array
-    top_k: jax.Array  # 0 keeps all
-    top_p: jax.Array
-    min_p: jax.Array
+    temperature: jax.Array  # float32; 0: greedy
+    top_k: jax.Array  # int32; 0: no limit
+    top_p: jax.Array  # float32
+    min_p: jax.Array  # float32
 
     @classmethod
     def unpack(cls, packed: jax.Array) -> JaxSamplingRules:
-        """The columns of int32 [7, R]."""
-        real = jax.lax.bitcast_convert_type(packed, jnp.float32)
+        """Split int32 [7, R]."""
+        floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
         keys = jax.lax.bitcast_convert_type(packed[2], jnp.uint32)
-        return cls(packed[0], packed[1], keys, real[3], packed[4], real[5], real[6])
+        return cls(packed[0], packed[1], keys, floats[3], packed[4], floats[5], floats[6])
 
 
-def choose(
+def sample(
     kind: Kind,
-    shown: bool,
+    return_logits: bool,
     kernel: KernelChoice,
     mesh: Mesh,
     logits: jax.Array,
     history: jax.Array,
     packed: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Logits float32 [R, V], history int32 [rows+1, length] -> tokens int32 [R] and the history with them.
+    """Sample from logits float32 [R, V]: return tokens int32 [R] and the history [rows+1, length] including them.
 
-    `shown`: also the logits [R, V] that the tokens were drawn from, after temperature and filters. The devices of
-    a shard hold its rows of the logits; history and packed are whole everywhere.
+    `return_logits`: also return the processed logits [R, V], after temperature and filters. Logits are sharded by rows;
+    history and packed are replicated.
     """
     rules = JaxSamplingRules.unpack(packed)
-    tokens, drawn = jnp.argmax(logits, -1).astype(jnp.int32), logits
+    tokens, processed = jnp.argmax(logits, -1).astype(jnp.int32), logits
     if kind != "greedy":
         greedy = rules.temperature <= 0
         scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]
         if kind == "filtered":
-            floor = lowest_kept(kernel, mesh, logits, rules)
-            scaled = jnp.where(logits >= floor[:, None], scaled, -jnp.inf)
+            threshold = keep_threshold(kernel, mesh, logits, rules)
+            scaled = jnp.where(logits >= threshold[:, None], scaled, -jnp.inf)
         noisy = scaled + gumbel(rules.keys, jnp.arange(logits.shape[1], dtype=jnp.uint32))
         tokens = jnp.where(greedy, tokens, jnp.argmax(noisy, -1).astype(jnp.int32))
-        drawn = jnp.where(greedy[:, None], logits, scaled)
-    return tokens, history.at[rules.rows, rules.positions].set(tokens), drawn if shown else None
+        processed = jnp.where(greedy[:, None], logits, scaled)
+    return tokens, history.at[rules.rows, rules.positions].set(tokens), processed if return_logits else None
 
 
-def lowest_kept(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: JaxSamplingRules) -> jax.Array:
-    """float32 [R]: the smallest of the logits [R, V] inside top-k, top-p and min-p; greedy rows have no limits."""
+def keep_threshold(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: JaxSamplingRules) -> jax.Array:
+    """Return float32 [R]: the smallest logit inside top-k, top-p and min-p; greedy rows have no limits."""
     random = rules.temperature > 0
     arrays = (
         logits,
@@ -173,7 +130,50 @@ def lowest_kept(kernel: KernelChoice, mesh: Mesh, logits: jax.Array, rules: JaxS
         jnp.where(random, rules.top_p, 1.0),
         jnp.where(random, rules.min_p, 0.0),
     )
-    # XLA cannot spread a kernel over a mesh by itself: every device does the rows of its shard.
-    found: Callable[..., jax.Array] = partial(top_k_top_p, **kernel.options)
+    # XLA cannot shard a kernel over a mesh by itself: every device computes the rows of its shard.
+    function: Callable[..., jax.Array] = partial(top_k_top_p, **kernel.options)
     specs = (partition("R."), *[partition("R")] * 4)
-    return jax.shard_map(found, mesh=mesh, in_specs=specs, out_specs=partition("R"), check_vma=False)(*arrays)
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=partition("R"), check_vma=False)(*arrays)
+
+
+def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Return Gumbel noise float32 [R, n] for tokens uint32 [n] under row keys uint32 [R].
+
+    Bit-identical to `common.engine.sampling`.
+    """
+    bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """Hash uint32 values with lowbias32."""
+    x = (x ^ (x >> 16)) * np.uint32(MIX_1)
+    x = (x ^ (x >> 15)) * np.uint32(MIX_2)
+    return x ^ (x >> 16)
+
+
+def logprobs(mode: LogprobsMode, logits: jax.Array, sampled: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return logprobs (or logits, by `mode`) of the sampled and the top tokens, and the sampled tokens' ranks.
+
+    Logits [n, V], sampled int32 [n] -> ids int32 and values float32 [n, 1+MAX_LOGPROBS], ranks int32 [n].
+    """
+    values = logits if mode.endswith("logits") else jax.nn.log_softmax(logits)
+    own = jnp.take_along_axis(values, sampled[:, None], 1)
+    ranks = (values > own).sum(-1).astype(jnp.int32) + 1
+    top, ids = jax.lax.top_k(values, min(MAX_LOGPROBS, logits.shape[1]))
+    return jnp.concatenate([sampled[:, None], ids], 1), jnp.concatenate([own, top], 1), ranks
+
+
+def sorted_logprobs(mode: LogprobsMode, logits: Float32, sampled: Int32, num_logprobs: int) -> TokenLogprobs:
+    """`logprobs` on the host, for any `num_logprobs` (-1: all). logits float32 [n, V], sampled int32 [n]."""
+    top = logits.max(-1, keepdims=True)
+    log_sum = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    values = logits if mode.endswith("logits") else logits - log_sum
+    own = np.take_along_axis(values, sampled[:, None], 1)
+    ids = np.argsort(-values, axis=-1, kind="stable")[:, : logits.shape[1] if num_logprobs < 0 else num_logprobs]
+    return TokenLogprobs(
+        np.concatenate([sampled[:, None], ids], 1).astype(np.int32),
+        np.concatenate([own, np.take_along_axis(values, ids, 1)], 1).astype(np.float32),
+        ((values > own).sum(-1) + 1).astype(np.int32),
+    )

@@ -1,4 +1,4 @@
-"""A stream of weights -> the arrays that a number of devices will hold, on disk. The devices need not be there."""
+"""Convert weights into a checkpoint that is pre-sharded for a number of devices, on a machine without them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.sharded import ARRAYS, Manifest
 
-_OF_XLA: Final = "xla_force_host_platform_device_count"
+_XLA_DEVICE_COUNT: Final = "xla_force_host_platform_device_count"
 
 
 def convert(
     spec: ModelSpec, weights: Iterable[Weight], *, dtype: str, tensor: int, folder: Path, architectures: Sequence[str]
 ) -> Manifest:
-    """Write the arrays of a model, laid out for `tensor` devices, into `folder`; what its manifest shall say.
+    """Write a model's arrays, sharded over `tensor` devices, into `folder`; return the manifest.
 
-    They are made on CPU devices, so the machine's memory must hold the model. Raises ConfigError, WeightError, OSError.
+    The arrays are built on CPU devices, so the model must fit the machine's memory. Raise ConfigError, WeightError or
+    OSError.
     """
     import_orbax()
-    number, block = dtype_of(dtype), BLOCK_SIZES["jax_tpu"]
-    mesh = make_mesh(tensor, devices=_devices(tensor))
-    model = build_model(spec, kv_layout(spec, block), mesh, number, block, KernelChoice(block, number.name))
+    model_dtype, block = dtype_of(dtype), BLOCK_SIZES["jax_tpu"]
+    mesh = make_mesh(tensor, devices=_cpu_devices(tensor))
+    model = build_model(spec, kv_layout(spec, block), mesh, model_dtype, block, KernelChoice(block, model_dtype.name))
     size, free = sum(leaf.size * leaf.dtype.itemsize for leaf in model.leaves), shutil.disk_usage(folder).free
     if size > free:
         gib = 1 << 30
@@ -44,9 +45,9 @@ def convert(
     return save(model, load(model, weights), folder / ARRAYS, architectures)
 
 
-def _devices(count: int) -> list[jax.Device]:
-    """At least `count` devices of this machine's CPU, when none was asked for before."""
+def _cpu_devices(count: int) -> list[jax.Device]:
+    """Return at least `count` CPU devices, unless JAX is already initialised with fewer."""
     jax.config.update("jax_platforms", "cpu")
-    if _OF_XLA not in os.environ.get("XLA_FLAGS", "") and jax.config.values["jax_num_cpu_devices"] < count:
+    if _XLA_DEVICE_COUNT not in os.environ.get("XLA_FLAGS", "") and jax.config.values["jax_num_cpu_devices"] < count:
         jax.config.update("jax_num_cpu_devices", count)
     return jax.devices("cpu")

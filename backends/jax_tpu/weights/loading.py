@@ -1,7 +1,7 @@
-"""The stream of canonical weights -> the decoder's arrays, each piece straight to the devices that hold it.
+"""Load a stream of canonical weights into the decoder's arrays, each piece directly to its devices.
 
-The arrays are made empty on the devices; a parameter is cut by device, sent, and written into its place with the array
-donated. So beside the model there is never more than one parameter in flight.
+The arrays are allocated on the devices; each parameter is sharded, sent, and written into its slice with the array
+donated. Peak memory is the model plus one parameter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.model.rotary import ropes, table
-from pagoda.backends.jax_tpu.parallel.sharding import placed
-from pagoda.backends.jax_tpu.weights.placement import SCALE, Path, Placement, placements, quantized, seen
+from pagoda.backends.jax_tpu.parallel.sharding import named_sharding
+from pagoda.backends.jax_tpu.weights.placement import SCALE, Path, Placement, placements, quantize, split_slot_axis
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
@@ -33,23 +33,23 @@ _NARROW = {
 
 
 def load(model: Model, weights: Iterable[Weight]) -> Leaves:
-    """Every array of the model. Raises WeightError naming a parameter: unknown, repeated, misshapen or missing."""
-    filling = _Filling(model)
-    waiting = params(model.spec)
+    """Return every array of the model. Raise WeightError for an unknown, repeated, misshapen or missing parameter."""
+    loader = _WeightLoader(model)
+    missing = params(model.spec)
     for name, array in weights:
-        param = waiting.pop(name, None)
+        param = missing.pop(name, None)
         if param is None:
-            raise WeightError(f"parameter {name} is unknown or came twice")
+            raise WeightError(f"parameter {name} is unknown or repeated")
         if array.shape != param.shape:
             raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
-        filling.put(name, as_jax(array))
-    if waiting:
-        raise WeightError(f"the checkpoint lacks {len(waiting)} parameters, first {next(iter(waiting))}")
-    return filling.leaves()
+        loader.put(name, as_jax(array))
+    if missing:
+        raise WeightError(f"the checkpoint lacks {len(missing)} parameters, first {next(iter(missing))}")
+    return loader.leaves()
 
 
-def tables(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
-    """The arrays that no parameter fills: tables of rotary positions, and scales of K and V, which begin as 1."""
+def constants(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
+    """Return the arrays that come from no checkpoint: rotary tables, and KV scales, initially 1."""
     scales = {
         path: np.ones(leaf.shape, np.float32) for path, leaf in zip(model.paths, model.leaves) if path[-1] == KV_SCALE
     }
@@ -57,67 +57,65 @@ def tables(model: Model) -> dict[Path, npt.NDArray[np.float32]]:
 
 
 def as_jax(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The array with a dtype that jax knows, over the same memory."""
+    """View the array with a dtype that jax supports."""
     return dtypes.as_uint(array).view(_NARROW[array.dtype]) if array.dtype in _NARROW else array
 
 
-class _Filling:
-    """The arrays while they are being filled."""
-
+class _WeightLoader:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._index = {path: index for index, path in enumerate(model.paths)}
-        self._places: dict[str, Placement] = placements(model.spec, model.tensor)
+        self._placements: dict[str, Placement] = placements(model.spec, model.tensor)
         self._arrays = [
             jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)() for leaf in model.leaves
         ]
         self._write = jax.jit(_write, donate_argnums=0)
         self._write_quantized = jax.jit(_write_quantized, donate_argnums=0)
-        for path, values in tables(model).items():
-            self._fill(path, (), values)
+        for path, values in constants(model).items():
+            self._send(path, (), values)
 
     def put(self, name: str, array: npt.NDArray[np.generic]) -> None:
-        """Send one parameter."""
-        place = self._places[name]
-        self._fill(place.target, place.start, place.arrange(array))
+        """Send one parameter to the devices."""
+        placement = self._placements[name]
+        self._send(placement.target, placement.start, placement.arrange(array))
 
-    def _fill(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
+    def _send(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
         index = self._index[target]
         axes, array = self._model.axes[index], self._arrays[index]
         if part.ndim > array.ndim:
             axes = f"{axes[:2]}.{axes[2:]}"
-        part = _pad(part, seen(array.shape, part.shape), axes)
+        part = _pad(part, split_slot_axis(array.shape, part.shape), axes)
         offset = np.zeros(part.ndim, np.int32)
         offset[: len(start)] = start
-        sharding = placed(self._model.mesh, axes)
-        sent = jax.make_array_from_callback(part.shape, sharding, part.__getitem__)  # to the devices of this host alone
+        sharding = named_sharding(self._model.mesh, axes)
+        sent = jax.make_array_from_callback(part.shape, sharding, part.__getitem__)  # this host's devices only
         scales = self._index.get((*target[:-1], f"{target[-1]}{SCALE}"))
         if scales is None:
             self._arrays[index] = self._write(array, sent, offset)
         else:
-            both = array, self._arrays[scales]
-            self._arrays[index], self._arrays[scales] = self._write_quantized(both, sent, offset)
+            matrix = array, self._arrays[scales]
+            self._arrays[index], self._arrays[scales] = self._write_quantized(matrix, sent, offset)
 
     def leaves(self) -> Leaves:
-        """The filled arrays; waits for the devices."""
+        """Wait for the devices and return the arrays."""
         return jax.block_until_ready(tuple(self._arrays))
 
 
 def _write(array: jax.Array, part: jax.Array, offset: jax.Array) -> jax.Array:
-    whole = array.reshape(seen(array.shape, part.shape))
-    return jax.lax.dynamic_update_slice(whole, part.astype(array.dtype), tuple(offset)).reshape(array.shape)
+    view = array.reshape(split_slot_axis(array.shape, part.shape))
+    return jax.lax.dynamic_update_slice(view, part.astype(array.dtype), tuple(offset)).reshape(array.shape)
 
 
 def _write_quantized(
-    both: tuple[jax.Array, jax.Array], part: jax.Array, offset: jax.Array
+    matrix: tuple[jax.Array, jax.Array], part: jax.Array, offset: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A matrix and its scales with a part of it in place; the last axis is whole, on however many devices it is."""
-    matrix, scales = both
-    numbers, factors = quantized(part, matrix.dtype.name)
-    return _write(matrix, numbers, offset), _write(scales, factors, offset[:-1])
+    """Quantise a part and write it into (values, scales). The part covers the full last axis."""
+    values, scales = matrix
+    part_values, part_scales = quantize(part, values.dtype.name)
+    return _write(values, part_values, offset), _write(scales, part_scales, offset[:-1])
 
 
 def _pad(part: npt.NDArray[np.generic], shape: tuple[int, ...], axes: str) -> npt.NDArray[np.generic]:
-    """Zeros behind the ffn width and the vocabulary, up to the array's size."""
+    """Pad ffn width and vocabulary with zeros to the array's size."""
     missing = [(0, size - have if axis in "FV" else 0) for have, size, axis in zip(part.shape, shape, axes)]
     return np.pad(part, missing) if any(after for _, after in missing) else part

@@ -1,4 +1,11 @@
-"""Where each parameter of the spec goes: which array of the decoder, at which offset, in which order of heads."""
+"""Map each canonical parameter to a decoder array: target, offset and head order; and quantise matrices to 8 bits.
+
+Quantisation divides every row of a matrix (one output channel) by a scale, so that its largest value becomes the
+dtype's largest. XLA converts inside the matmul, so HBM stores and transfers 8 bits. The float8 dtype depends on the
+chip: v5e, v5p and v6e multiply e4m3b11fnuz natively, but would convert e4m3fn with a dozen vector operations, which
+takes longer than reading the weight; see benchmarks/LOG.md. In the range used here both have the same values up to a
+power of two.
+"""
 
 from __future__ import annotations
 
@@ -22,63 +29,63 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A parameter fills, once `arrange`d, the target from `start` on (0 in the axes not given).
-
-    With an axis more than the target it counts slots and the places of a slot apart, see `seen`.
-    """
+    """The slice of a decoder array that a parameter fills."""
 
     target: Path
-    start: tuple[int, ...] = ()
-    arrange: Callable[[Array], Array] = lambda values: values
+    start: tuple[int, ...] = ()  # offsets of the leading axes; 0 for the others
+    arrange: Callable[[Array], Array] = lambda values: values  # may add an axis, see `split_slot_axis`
 
+
+SCALE: Final = "_scale"
+"""Suffix of the name of a quantised matrix's scales: float32, one per row."""
+
+_LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3b11fnuz": 28.0}
 
 _TOP: Final = ("embed", "positions", "token_types", "embed_in", "embed_out", "head", "head_bias")
 
 
 def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
-    """A placement for every canonical parameter name."""
-    found = {name: Placement((name,)) for name in _TOP}
+    """Return a placement for every canonical parameter name."""
+    result = {name: Placement((name,)) for name in _TOP}
     for name in ("embed_norm", "final_norm"):
-        found[name], found[f"{name}_bias"] = Placement((name, "weight")), Placement((name, "bias"))
-    found |= _pooler(0 if spec.pooler is None else len(spec.pooler.dense))
+        result[name], result[f"{name}_bias"] = Placement((name, "weight")), Placement((name, "bias"))
+    result |= _pooler(0 if spec.pooler is None else len(spec.pooler.dense))
     for number, segment in enumerate(segments(spec.layers)):
         for repeat, row in enumerate(segment.numbers.tolist()):
             for index, (layer, layer_number) in enumerate(zip(segment.block, row)):
                 prefix: Path = ("segments", number, "layers", index)
                 for name, placement in _layer(layer, tensor):
-                    found[f"layers.{layer_number}.{name}"] = Placement(
-                        (*prefix, *placement.target), (repeat, *placement.start), _lead(placement.arrange)
+                    result[f"layers.{layer_number}.{name}"] = Placement(
+                        (*prefix, *placement.target), (repeat, *placement.start), _add_repeat_axis(placement.arrange)
                     )
-    return found
+    return result
 
 
-def _pooler(dense: int) -> dict[str, Placement]:
-    """Of a pooler with so many dense layers."""
-    found = {"pooler.classifier": ("classifier",)} | {
-        f"pooler.dense.{index}": ("dense", index, "product") for index in range(dense)
+def _pooler(num_dense: int) -> dict[str, Placement]:
+    linears = {"pooler.classifier": ("classifier",)} | {
+        f"pooler.dense.{index}": ("dense", index, "product") for index in range(num_dense)
     }
-    norms = {f"pooler.dense.{index}.norm": ("dense", index, "norm") for index in range(dense)}
+    norms = {f"pooler.dense.{index}.norm": ("dense", index, "norm") for index in range(num_dense)}
     return {
         f"{name}{suffix}": Placement(("pooler", *path, last))
-        for name, path in (found | norms).items()
+        for name, path in (linears | norms).items()
         for suffix, last in (("", "weight"), ("_bias", "bias"))
     }
 
 
-def seen(shape: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...]:
-    """The target's shape as a part counts it: [L, K * places, ...] as [L, K, places, ...], with that axis more."""
+def split_slot_axis(shape: tuple[int, ...], part: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `shape` [L, K * n, ...] as [L, K, n, ...] if `part` has that extra axis, else unchanged."""
     return shape if len(part) == len(shape) else (shape[0], part[1], shape[1] // part[1], *shape[2:])
 
 
-def _lead(arrange: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The same with an axis for the repeats in front."""
+def _add_repeat_axis(arrange: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda values: arrange(values)[None]
 
 
 def _layer(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
-    for place in ("before_mixer", "after_mixer", "before_ffn", "after_ffn"):
-        yield f"norms.{place}", Placement((place, "weight"))
-        yield f"norms.{place}_bias", Placement((place, "bias"))
+    for norm in ("before_mixer", "after_mixer", "before_ffn", "after_ffn"):
+        yield f"norms.{norm}", Placement((norm, "weight"))
+        yield f"norms.{norm}_bias", Placement((norm, "bias"))
     for name, placement in _attention(layer.mixer, tensor):
         yield f"mixer.{name}", Placement(("mixer", *placement.target), placement.start, placement.arrange)
     for name, placement in _ffn(layer.ffn):
@@ -94,13 +101,13 @@ def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]
     def keys(rows: Array) -> Array:
         return heads.keys(rows, dim)
 
-    def key_place(rows: Array) -> Array:
+    def keys_in_slots(rows: Array) -> Array:
         return keys(rows)[:, None]
 
     for suffix, target in (("", "qkv"), ("_bias", "qkv_bias")):
         yield f"q{suffix}", Placement((target,), (), queries)
-        yield f"k{suffix}", Placement((target,), (0, heads.group), key_place)
-        yield f"v{suffix}", Placement((target,), (0, heads.group + 1), key_place)
+        yield f"k{suffix}", Placement((target,), (0, heads.group), keys_in_slots)
+        yield f"v{suffix}", Placement((target,), (0, heads.group + 1), keys_in_slots)
     yield "o", Placement(("out",), (), lambda rows: np.moveaxis(queries(rows.T), -1, 0).reshape(len(rows), -1))
     yield "o_bias", Placement(("out_bias",))
     full = mixer.qk_norm_over == "full"
@@ -125,40 +132,28 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
     yield "down_bias", Placement(("down_bias",))
 
 
-# The matrices of the layers in 8 bits: which type a chip takes, and how its numbers are made from wider ones.
-#
-# Every row of a matrix, which makes one output channel, is divided by a scale so that its largest value becomes the
-# largest number of the type. XLA widens the numbers inside the product, so HBM holds and sends 8 bits. Which float8
-# it is depends on the chip: v5e, v5p and v6e multiply e4m3b11fnuz as it is and would widen e4m3fn by a dozen vector
-# operations, which takes longer than the reading; see benchmarks/LOG.md. Both have the same numbers but for a power
-# of two, as far as they are used here.
-
-SCALE: Final = "_scale"
-"""What is added to a matrix's name for the name of its scales: float32, one per row."""
-
-_LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3b11fnuz": 28.0}
-
-
 def matrix_dtype(method: str | None, spec: ModelSpec, chip: ChipInfo) -> str | None:
-    """The type of the layers' matrices; None: that of the activations. Raises ConfigError where there is none.
+    """Return the dtype of the layers' matrices for a --quantization value; None: that of the activations.
 
-    `method`: a value of --quantization, None for none.
+    Raise ConfigError if the chip or the model does not support the method.
     """
     if method is None:
         return None
     if any(isinstance(layer.ffn, Moe) for layer in spec.layers):
-        raise ConfigError("--quantization", f"{method}: experts stay as they are; drop it, or use --kv-cache-dtype fp8")
+        raise ConfigError(
+            "--quantization", f"{method}: jax_tpu cannot quantise experts; drop it, or use --kv-cache-dtype fp8"
+        )
     if method == "int4":
-        raise ConfigError("--quantization", f"jax_tpu cannot make weights {method}; use fp8 or int8")
+        raise ConfigError("--quantization", f"jax_tpu does not support {method} weights; use fp8 or int8")
     if method.startswith("fp8"):
         return chip.float8
     if not chip.int8:
-        raise ConfigError("--quantization", f"{method}: {chip.name} has no int8; use fp8, which takes as little room")
+        raise ConfigError("--quantization", f"{method}: {chip.name} has no int8; use fp8, which has the same size")
     return "int8"
 
 
-def quantized(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """X [..., D] in `dtype`, and float32 scales [...]: number * scale = value."""
+def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Quantise x [..., D] to `dtype`; return the values and float32 scales [...], with value * scale = x."""
     wide = x.astype(jnp.float32)
     largest = jnp.abs(wide).max(-1)
     scale = jnp.where(largest > 0, largest / _LARGEST[dtype], 1)

@@ -68,7 +68,7 @@ def test_logprobs_equal_the_naive_model(kind: str, tensor: int) -> None:
 
 
 @pytest.mark.parametrize("best", [0, 3])
-def test_the_device_finds_the_best_few(best: int) -> None:
+def test_top_logprobs_on_the_device(best: int) -> None:
     rules = SamplingRules(logprobs=best, prompt_logprobs=best)
     few, all_of_them = driver(SPECS["full"]), driver(SPECS["full"])
     _, small = few.step({0: PROMPT}, [few.start(0, PROMPT, rules)])
@@ -79,7 +79,7 @@ def test_the_device_finds_the_best_few(best: int) -> None:
         np.testing.assert_array_equal(ours[0].ranks, theirs[0].ranks)
 
 
-def test_a_mixed_batch_answers_like_one_at_a_time() -> None:
+def test_a_mixed_batch_equals_single_requests() -> None:
     spec = SPECS["window"]
     prompts = [[(7 * i + j * j) % 96 for j in range(2 + 3 * i)] for i in range(4)]
     one = driver(spec)
@@ -110,8 +110,8 @@ def test_rows_share_blocks_that_are_filled_in_the_same_step() -> None:
     assert result.token_ids.tolist() == alone * 2
 
 
-def test_a_short_reader_comes_after_who_fills_its_page() -> None:
-    """Row 1 has one token left of a prompt whose first page row 0 fills in the same step: it may not go first."""
+def test_a_short_reader_runs_after_the_writer_of_its_page() -> None:
+    """Row 1 has one uncached prompt token; row 0 writes its first page in the same step, so row 1 must run after it."""
     rules = SamplingRules(logprobs=2)
     one = driver(SPECS["full"])
     _, alone = one.step({1: PROMPT[:9]}, [one.start(1, PROMPT[:9], rules)])
@@ -143,7 +143,7 @@ def shared_page_plan(d: Driver) -> StepPlan:
 
 
 def eight_heads() -> ModelSpec:
-    """As `tiny_spec` with eight query heads over two KV heads, so that eight devices share them."""
+    """`tiny_spec` with eight query heads over two KV heads, to be sharded over eight devices."""
     spec = tiny_spec(window=6)
 
     def wider(mixer: Attention) -> Attention:
@@ -163,7 +163,7 @@ def test_any_number_of_devices_gives_the_same_tokens() -> None:
 
 
 def test_too_many_devices_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"here are 8 .*use at most 8"):
+    with pytest.raises(ConfigError, match=r"8 available .*use at most 8"):
         driver(SPECS["full"], tensor=16)
     with pytest.raises(ConfigError, match="8 devices cannot share 4 query heads; use 4 or less"):
         driver(SPECS["full"], tensor=8)
@@ -216,9 +216,11 @@ def test_the_cache_is_updated_in_place() -> None:
     """Every step program aliases the whole cache and makes no temporary of its size."""
     d = driver(SPECS["full"])
     programs = d.backend._programs
-    size = sum(int(np.prod(c.shape)) * c.dtype.itemsize for c in d.backend.model.caches(programs.catalogue.num_blocks))
-    for key in list(programs.catalogue)[:2]:
-        memory = programs.catalogue.lower(key).compile().memory_analysis()
+    size = sum(
+        int(np.prod(c.shape)) * c.dtype.itemsize for c in d.backend.model.caches(programs.program_set.num_blocks)
+    )
+    for key in list(programs.program_set)[:2]:
+        memory = programs.program_set.lower(key).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= size
 
 
@@ -237,7 +239,7 @@ def test_weights_are_strict_both_ways() -> None:
 
 
 def test_float16_is_refused_with_what_works() -> None:
-    with pytest.raises(ConfigError, match="float16 is not computed here; use bfloat16 or float32"):
+    with pytest.raises(ConfigError, match="jax_tpu does not support float16; use bfloat16 or float32"):
         Driver(SPECS["full"], block_size=8, backend="jax_tpu", dtype="float16")
 
 
@@ -252,8 +254,8 @@ def test_bfloat16_stays_close_to_float32() -> None:
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_logprobs_show_what_their_mode_says(mode: str, temperature: float) -> None:
-    """As the reference backend shows them."""
+def test_logprobs_modes(mode: str, temperature: float) -> None:
+    """Equal to those of the reference backend."""
     rules = SamplingRules(
         temperature=temperature, top_k=9, top_p=0.9, logit_bias=((3, 2.0),), logprobs=5, prompt_logprobs=2, seed=1
     )
@@ -270,5 +272,5 @@ def test_logprobs_show_what_their_mode_says(mode: str, temperature: float) -> No
 
 
 def test_logits_processors_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--logits-processors: logits stay on the device here"):
+    with pytest.raises(ConfigError, match="--logits-processors: jax_tpu keeps logits on the device"):
         Driver(SPECS["full"], block_size=8, backend="jax_tpu", sampling=SamplerOptions(processors=(None,)))

@@ -1,4 +1,4 @@
-"""K and V in other numbers than the activations: rounded as they say, in less room, or refused."""
+"""KV caches of another dtype than the activations: rounding, memory, errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 from support.tiny_folder import write_model
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
-from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE, ROOM
+from pagoda.backends.jax_tpu.memory.kv_scales import HEADROOM, KV_SCALE
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
@@ -43,14 +43,14 @@ def driver(tensor: int = 1, data: int = 1, **cache) -> Driver:
 
 
 def scales(d: Driver) -> np.ndarray:
-    """[L, 2], as the device has them."""
+    """The KV scales on the device, [L, 2]."""
     backend = d.backend
     found = [leaf for path, leaf in zip(backend.model.paths, backend._leaves) if path[-1] == KV_SCALE]
     return np.concatenate([np.asarray(leaf) for leaf in found])
 
 
 def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
-    """What is left of x once it was stored."""
+    """Return x rounded as in the cache."""
     x = x / scale
     x = x.round().clamp(-127, 127) if dtype == "int8" else x.to(getattr(torch, dtype)).float()
     return x * scale
@@ -67,7 +67,7 @@ def rounded(x: torch.Tensor, dtype: str, scale: float) -> torch.Tensor:
         ("int8", "int8", True),
     ],
 )
-def test_answers_are_those_of_rounded_keys_and_values(
+def test_outputs_equal_those_with_rounded_keys_and_values(
     asked: str, stored: str, scaled: bool, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d = driver(tensor, cache_dtype=asked, calculate_kv_scales=scaled)
@@ -85,14 +85,14 @@ def test_answers_are_those_of_rounded_keys_and_values(
     np.testing.assert_allclose(found.logprobs[0, 1:], want[found.token_ids[0, 1:]], atol=3e-5)
 
 
-def test_scales_reach_a_little_beyond_what_is_stored() -> None:
-    """V of the first layer is a projection of its token; most of the 96 tokens are among those that were tried."""
+def test_scales_have_headroom() -> None:
+    """V of the first layer depends on the token only, and calibration covers most of the 96 tokens."""
     d = driver(cache_dtype="int8", calculate_kv_scales=True)
     weights = dict(random_weights(SPEC))
     embedded = weights["embed"]
     normed = embedded / np.sqrt((embedded**2).mean(-1, keepdims=True) + 1e-5) * weights["layers.0.norms.before_mixer"]
     values = normed @ weights["layers.0.mixer.v"].T + weights["layers.0.mixer.v_bias"]
-    most = np.abs(values).max() * ROOM / 127
+    most = np.abs(values).max() * HEADROOM / 127
     assert 0.9 * most < scales(d)[0, 1] < 1.001 * most
     np.testing.assert_array_equal(scales(driver(cache_dtype="fp8")), np.ones((2, 2)))
     copies = driver(cache_dtype="int8", calculate_kv_scales=True, data=2)
@@ -103,17 +103,19 @@ LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=25
 STEP = Forward(JaxStepShape(64, 64, 8, 1, True))
 
 
-def test_half_the_room_and_half_the_reading() -> None:
+def test_half_the_bytes_stored_and_read() -> None:
     wide = replace(SPEC.layers[0].mixer, heads=32, kv_heads=8, head_dim=128)
     spec = replace(SPEC, layers=tuple(replace(layer, mixer=wide) for layer in SPEC.layers))
-    target, load = find_target("cpu"), Load(64 * 1024, 64 * 1024)
+    target, load = find_target("cpu"), BatchLoad(64 * 1024, 64 * 1024)
     plain, small = (
         model_for(target, spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, cache=CacheConfig(cache_dtype=asked))
         for asked in ("auto", "fp8")
     )
     assert plain.block_bytes == 2 * 2 * 8 * 128 * 128 * 2
     assert small.block_bytes == plain.block_bytes // 2
-    assert need(small, STEP, load).kernel_bytes == pytest.approx(need(plain, STEP, load).kernel_bytes / 2, rel=0.02)
+    assert roofline_cost(small, STEP, load).kernel_bytes == pytest.approx(
+        roofline_cost(plain, STEP, load).kernel_bytes / 2, rel=0.02
+    )
 
 
 @pytest.mark.setting("--kv-cache-dtype")
@@ -130,7 +132,7 @@ def test_the_budget_of_a_smaller_cache(tmp_path: Path) -> None:
     assert blocks == [9 * 2 * 2 * 8 * 128 * 4, 9 * 2 * 1 * 8 * 128 * 4]
 
 
-def test_refusals_say_what_to_do() -> None:
+def test_errors_name_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype: int8 .* add --calculate-kv-scales, or use fp8"):
         cache_dtype(CacheConfig(cache_dtype="int8"), jnp.dtype("bfloat16"), None)
     with pytest.raises(ConfigError, match="--calculate-kv-scales: a KV cache of data type bfloat16 has no scales"):

@@ -1,4 +1,4 @@
-"""Arrays on disk: written for some number of devices and read on another, damaged, or of another model."""
+"""Pre-sharded checkpoints: loaded on other numbers of devices, damaged, or of another model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 
 
 def spec_of(heads: int, kv_heads: int, *, moe: bool = False, norm_over: str = "per_head") -> ModelSpec:
-    """Few KV heads, odd vocabulary and ffn width: eight devices divide nothing but the width."""
+    """Few KV heads, odd vocabulary and ffn width: only the width is divisible by eight devices."""
     spec = tiny_spec(moe=moe)
 
     def wider(mixer: Attention) -> Attention:
@@ -49,7 +49,7 @@ def spec_of(heads: int, kv_heads: int, *, moe: bool = False, norm_over: str = "p
 
 SPECS = {"mlp": spec_of(8, 2), "moe": spec_of(9, 3, moe=True, norm_over="full")}
 PAIRS = {"mlp": {1: (8,), 8: (1, 8)}, "moe": {1: (2,), 8: (2,)}}
-"""Kind -> the number of devices that is written for -> those that read."""
+"""Kind -> number of devices converted for -> numbers of devices to load on."""
 
 
 def write(folder: Path, spec: ModelSpec, tensor: int, dtype: str = "float32") -> ShardedCheckpoint:
@@ -72,7 +72,7 @@ def assert_same(model: Model, found: Leaves, wanted: Leaves) -> None:
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_what_was_written_for_any_number_of_devices_is_read_on_any_other(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_any_number_of_devices(kind: str, tmp_path: Path) -> None:
     spec = SPECS[kind]
     models = {tensor: model_of(spec, tensor) for readers in PAIRS[kind].values() for tensor in readers}
     wanted = {tensor: load(model, random_weights(spec)) for tensor, model in models.items()}
@@ -95,7 +95,7 @@ def test_more_and_fewer_devices_than_written_for_give_the_same_tokens(tmp_path: 
 
 
 def test_each_device_reads_its_piece_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On as many devices as it was written for, every chunk on disk lies within one device's piece."""
+    """On the same number of devices, every chunk on disk lies within one device's piece."""
     checkpoint = write(tmp_path / "x", SPECS["mlp"], 8)
     model = model_of(SPECS["mlp"], 8)
     ocp = checkpoints.import_orbax()
@@ -115,7 +115,7 @@ def test_each_device_reads_its_piece_and_no_more(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("stored", "asked", "tensor"), [("bfloat16", "float32", 1), ("float32", "bfloat16", 1), ("bfloat16", "float32", 8)]
 )
-def test_another_dtype_may_be_asked_for(stored: str, asked: str, tensor: int, tmp_path: Path) -> None:
+def test_loading_with_another_dtype(stored: str, asked: str, tensor: int, tmp_path: Path) -> None:
     spec = SPECS["mlp"]
     checkpoint = write(tmp_path / "x", spec, 1, stored)
     model, plain = model_of(spec, tensor, asked), model_of(spec, tensor, stored)
@@ -140,7 +140,7 @@ def test_an_array_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
         good = path.read_bytes()
         for bad in (good[: len(good) // 2], bytes(255 - byte for byte in good)):
             path.write_bytes(bad)
-            with pytest.raises(WeightError, match=r"^\S+: array \S+ cannot be read \(.*\); copy it anew, or convert"):
+            with pytest.raises(WeightError, match=r"^\S+: array \S+ cannot be read \(.*\); copy it again, or convert"):
                 checkpoints.load(model, checkpoint)
         path.write_bytes(good)
     checkpoints.load(model, checkpoint)
@@ -155,15 +155,15 @@ def test_an_array_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
 def test_arrays_of_another_model_are_named(tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "x", SPECS["mlp"], 8)
     wide = model_of(replace(SPECS["mlp"], vocab=113))
-    with pytest.raises(WeightError, match=r"array embed is \[104, 32\] in the .*, \[120, 32\] by its config.json"):
+    with pytest.raises(WeightError, match=r"array embed is \[104, 32\] in the .*, but \[120, 32\] by its config.json"):
         checkpoints.load(wide, checkpoint)
-    with pytest.raises(WeightError, match=r"array head is \[104, 32\] .*, not there by its config.json here; put back"):
+    with pytest.raises(WeightError, match=r"array head is \[104, 32\] .*, but missing by its config.json; restore"):
         checkpoints.load(model_of(replace(SPECS["mlp"], tied=True)), checkpoint)
     odd = altered(checkpoint, lambda manifest: manifest["leaves"]["embed"].update(dtype="int8"))
     with pytest.raises(WeightError, match="array embed is int8, expected bfloat16 or float32; convert"):
         checkpoints.load(model_of(SPECS["mlp"]), odd)
     cut = altered(checkpoint, lambda manifest: manifest["leaves"].pop("embed"))
-    with pytest.raises(WeightError, match="array embed is not there in the checkpoint of pagoda"):
+    with pytest.raises(WeightError, match="array embed is missing in the checkpoint of pagoda"):
         checkpoints.load(model_of(SPECS["mlp"]), cut)
 
 
@@ -194,7 +194,7 @@ def test_a_model_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: py
         (None, "no manifest.json, so no sharded checkpoint; make one with pagoda convert"),
     ],
 )
-def test_a_manifest_that_is_none(text: str | None, message: str, tmp_path: Path) -> None:
+def test_invalid_manifests(text: str | None, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     if text is not None:
         (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))

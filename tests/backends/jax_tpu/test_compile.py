@@ -1,4 +1,4 @@
-"""Whole step programs compiled for TPUs that are not here: what the compiler says of memory, cycles and roofline."""
+"""Step programs compiled ahead of time for TPUs: memory, cycles and roofline."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import support.jax_devices  # noqa: F401
 from jax.experimental import topologies
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import Compiled
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, full_load, need
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes, check_tables
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.budget import Budget, plan_blocks, with_devices
@@ -82,11 +82,11 @@ def model_on(target: Target, config: dict, tensor: int) -> Model:
 
 
 @cache
-def compiled(topology: str, tensor: int, shape: JaxStepShape) -> tuple[Target, Catalogue, Compiled]:
+def compiled(topology: str, tensor: int, shape: JaxStepShape) -> tuple[Target, StepProgramSet, CompiledProgram]:
     target = find_target(topology)
     model = model_on(target, LLAMA_8B, tensor)
-    catalogue = Catalogue(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
-    return target, catalogue, compile_programs(catalogue, [Forward(shape)])[0]
+    program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
+    return target, program_set, compile_programs(program_set, [Forward(shape)])[0]
 
 
 SHORT = [("v6e:1x1", 1, DECODE), ("v5e:2x2", 4, DECODE), ("v5p:2x2x1", 1, DECODE)]
@@ -98,8 +98,8 @@ MATRIX = [
 
 
 def check_step(topology: str, tensor: int, shape: JaxStepShape) -> None:
-    target, catalogue, program = compiled(topology, tensor, shape)
-    cache_bytes, layers = catalogue.num_blocks * catalogue.model.block_bytes, len(catalogue.model.spec.layers)
+    target, program_set, program = compiled(topology, tensor, shape)
+    cache_bytes, layers = program_set.num_blocks * program_set.model.block_bytes, len(program_set.model.spec.layers)
     memory = program.executable.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert program.memory.temporary < cache_bytes / layers
@@ -124,7 +124,7 @@ def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
     target, _, program = compiled("v6e:1x1", 1, DECODE)
     assert target.chip is not None
     assert program.schedule is not None
-    assert program.need.bytes / target.chip.hbm_bandwidth > 0.8 * program.schedule.cycles / target.chip.clock_hz
+    assert program.cost.bytes / target.chip.hbm_bandwidth > 0.8 * program.schedule.cycles / target.chip.clock_hz
 
 
 @needs_libtpu
@@ -164,7 +164,7 @@ def test_a_cpu_has_no_more_blocks_than_requests_need() -> None:
 
 
 @needs_libtpu
-def test_a_model_that_does_not_fit_is_told_what_would() -> None:
+def test_a_model_that_does_not_fit_names_remedies() -> None:
     target = find_target("v6e:2x2")
     with pytest.raises(ConfigError, match=r"lacks [\d.]+ GiB per device: .* use --tensor-parallel-size 8 and a"):
         plan_blocks(model_on(target, LLAMA_70B, 4), target, LIMITS, CacheConfig(), stated=True)
@@ -177,7 +177,7 @@ def test_a_model_that_does_not_fit_is_told_what_would() -> None:
     assert plan_blocks(model_on(target, LLAMA_8B, 1), target, shorter, CacheConfig(), stated=True) > fits // 128
 
 
-def test_tables_that_scalar_memory_does_not_hold() -> None:
+def test_block_tables_beyond_scalar_memory() -> None:
     long = replace(LIMITS, max_model_len=131072)
     with pytest.raises(ConfigError, match=r"--block-size: with 128 .* use --block-size 256, or --max-num-seqs 128"):
         check_tables(long)
@@ -187,7 +187,7 @@ def test_tables_that_scalar_memory_does_not_hold() -> None:
 
 @needs_libtpu
 def test_a_topology_that_libtpu_does_not_know() -> None:
-    with pytest.raises(ConfigError, match=r"v6e:3x3 is no layout that libtpu knows .*; use one of v5e:1x1") as found:
+    with pytest.raises(ConfigError, match=r"libtpu does not know v6e:3x3 .*; use one of v5e:1x1") as found:
         find_target("v6e:3x3")
     assert "\n" not in str(found.value)
     assert find_target("v5e:1x1").hbm_bytes == int(15.75 * GIB)
@@ -195,7 +195,7 @@ def test_a_topology_that_libtpu_does_not_know() -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v7x:1x1x1"])
-def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_chip_is_a_separate_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The libtpu that jax 0.10 names divides any layout into hosts of 2x2 chips by default; newer ones do not."""
     asked: list[object] = []
     describe = topologies.get_topology_desc
@@ -209,10 +209,10 @@ def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatc
     assert asked == [(1, 1, 1)]
 
 
-def test_what_a_step_needs() -> None:
+def test_roofline_cost_of_a_step() -> None:
     model = model_on(find_target("cpu"), LLAMA_8B, 1)
     shape = JaxStepShape(64, 64, 8, 1, True)
-    needed = need(model, Forward(shape), Load(64 * 1024, 64 * 1024))
+    needed = roofline_cost(model, Forward(shape), BatchLoad(64 * 1024, 64 * 1024))
     chip = CHIPS["v6e"]
     layers = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     assert needed.flops == pytest.approx(2 * 64 * (layers + 128256 * 4096), rel=1e-3)
@@ -220,18 +220,18 @@ def test_what_a_step_needs() -> None:
     assert needed.kernel_bytes == pytest.approx(64 * 1025 * 131072, rel=0.01)
     assert needed.kernel_flops == 4 * 64 * 1024 * 4096 * 32
     assert needed.seconds(chip) == needed.memory_seconds(chip) == pytest.approx(0.0144, rel=0.02)
-    half = need(with_devices(model, 2), Forward(shape), Load(64 * 1024, 64 * 1024))
+    half = roofline_cost(with_devices(model, 2), Forward(shape), BatchLoad(64 * 1024, 64 * 1024))
     assert half.kernel_bytes == needed.kernel_bytes // 2
     assert half.bytes == pytest.approx(needed.bytes / 2, rel=0.01)
 
 
-def test_a_load_fills_its_shape() -> None:
-    assert full_load(JaxStepShape(8, 8, 4, 1, True), 16, 1000) == Load(512, 512)
-    assert full_load(JaxStepShape(8, 8, 4, 1, True), 16, 10) == Load(160, 160)
-    assert full_load(JaxStepShape(100, 8, 4, 1, False), 16, 1000) == Load(100, 64 * 65 // 2 + 36 * 37 // 2)
+def test_a_full_batch_fills_its_shape() -> None:
+    assert full_step(JaxStepShape(8, 8, 4, 1, True), 16, 1000) == BatchLoad(512, 512)
+    assert full_step(JaxStepShape(8, 8, 4, 1, True), 16, 10) == BatchLoad(160, 160)
+    assert full_step(JaxStepShape(100, 8, 4, 1, False), 16, 1000) == BatchLoad(100, 64 * 65 // 2 + 36 * 37 // 2)
 
 
-def test_what_fits_beside_the_rest() -> None:
+def test_budget_limits() -> None:
     sizes = {"history": 0, "temporaries": 20, "results": 0, "code": 10, "block": 10, "block_size": 16, "groups": 2}
     budget = Budget(total=1000, usable=900, weights=500, kv_cache=200, **sizes)
     assert (budget.used, budget.spare, budget.max_blocks) == (730, 170, 37)

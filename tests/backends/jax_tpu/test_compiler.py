@@ -1,4 +1,4 @@
-"""What XLA is told beside a program."""
+"""XLA compiler options."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pagoda.kernels_pallas.chips import CHIPS
 ON_V6E = KernelChoice(128, "bfloat16", use_kernel=True, chip=CHIPS["v6e"])
 
 
-def test_half_of_vmem_is_for_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_operation_may_use_half_of_vmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     assert compiler_options(ON_V6E) == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     assert compiler_options(replace(ON_V6E, chip=CHIPS["v5p"])) == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 
 
-def test_the_options_are_a_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_apply_to_tpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     assert compiler_options(replace(ON_V6E, use_kernel=False)) is None
     assert compiler_options(replace(ON_V6E, interpret=True)) is None
 
 
-def test_what_the_operator_told_libtpu_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libtpu_init_args_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--other=1 --xla_tpu_scoped_vmem_limit_kib=98304")
     assert compiler_options(ON_V6E) is None

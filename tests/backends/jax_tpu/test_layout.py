@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("flax")
 
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, cache_places, segments
+from pagoda.backends.jax_tpu.model.layout import HeadLayout, build_cache_index, segments
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ConfigError
@@ -22,7 +22,7 @@ def attention(heads: int, kv_heads: int, window: int | None = None) -> Attention
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 16))
-def test_every_head_has_one_place_beside_its_kv_head(kv_heads: int, per_head: int, tensor: int) -> None:
+def test_every_head_is_in_a_slot_of_its_kv_head(kv_heads: int, per_head: int, tensor: int) -> None:
     heads = kv_heads * per_head
     if tensor > heads:
         with pytest.raises(ConfigError, match=f"use {heads} or less"):
@@ -30,10 +30,10 @@ def test_every_head_has_one_place_beside_its_kv_head(kv_heads: int, per_head: in
         return
     layout = HeadLayout.of(attention(heads, kv_heads), tensor)
     assert layout.slots % tensor == 0
-    placed = layout.heads_of[layout.heads_of >= 0]
-    assert sorted(placed) == list(range(heads))
-    for slot, places in enumerate(layout.heads_of):
-        assert all(head // per_head == layout.kv_of[slot] for head in places if head >= 0)
+    assigned = layout.heads_of[layout.heads_of >= 0]
+    assert sorted(assigned) == list(range(heads))
+    for slot, positions in enumerate(layout.heads_of):
+        assert all(head // per_head == layout.kv_of[slot] for head in positions if head >= 0)
     assert layout.first_copy.sum() == kv_heads
 
 
@@ -41,12 +41,12 @@ def test_every_head_has_one_place_beside_its_kv_head(kv_heads: int, per_head: in
     ("heads", "kv_heads", "tensor", "slots", "group"),
     [(32, 8, 8, 8, 4), (64, 8, 16, 16, 4), (32, 8, 1, 8, 4), (9, 3, 1, 3, 3), (9, 3, 2, 4, 3)],
 )
-def test_layouts_people_meet(heads: int, kv_heads: int, tensor: int, slots: int, group: int) -> None:
+def test_common_layouts(heads: int, kv_heads: int, tensor: int, slots: int, group: int) -> None:
     layout = HeadLayout.of(attention(heads, kv_heads), tensor)
     assert (layout.slots, layout.group) == (slots, group)
 
 
-def test_heads_that_stay_in_place_are_not_copied() -> None:
+def test_heads_in_order_are_not_copied() -> None:
     layout, rows = HeadLayout.of(attention(4, 2), 2), np.arange(4 * 8 * 3).reshape(32, 3)
     assert np.shares_memory(layout.queries(rows, 8), rows)
 
@@ -56,7 +56,7 @@ def layer(window: int | None) -> Layer:
 
 
 def model(pattern: str) -> ModelSpec:
-    """One layer per letter: f sees all, w a window."""
+    """One layer per letter: f full attention, w sliding window."""
     layers = tuple(layer(None if letter == "f" else 4) for letter in pattern)
     return ModelSpec(vocab=8, width=4, layers=layers, final_norm=None, tied=True, max_positions=64)
 
@@ -80,11 +80,11 @@ def test_layers_are_cut_into_repeating_blocks(pattern: str, cuts: list[tuple[int
 
 def test_groups_of_one_shape_share_a_stack() -> None:
     spec = model("wwwwwf")
-    places = cache_places(spec, kv_layout(spec, 8), 1)
-    assert places.shapes == ((2, 8),)
-    assert places.depths == (1,)
-    assert sorted(places.group) == list(range(6))
-    assert set(places.index) == {0}
+    positions = build_cache_index(spec, kv_layout(spec, 8), 1)
+    assert positions.shapes == ((2, 8),)
+    assert positions.depths == (1,)
+    assert sorted(positions.group) == list(range(6))
+    assert set(positions.index) == {0}
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.integers(1, 9000), st.sampled_from([2, 4]), st.data())

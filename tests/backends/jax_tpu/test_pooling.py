@@ -1,4 +1,4 @@
-"""Pooling models on jax_tpu: prompts over many tiles, nothing compiled while serving, programs kept, memory planned."""
+"""Pooling models on jax_tpu: prompts over many tiles, no compiles while serving, program cache, memory planning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.pooling_plans import plan_of
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue, sizes
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet, token_ladder
 from pagoda.backends.jax_tpu.execution.programs import RecompileError
 from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create
@@ -43,14 +43,14 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 
 
 def pooling_model(kind: Any = "mean", *, causal: bool = False, window: int | None = None, **more: Any) -> ModelSpec:
-    """The tiny decoder, both ways or one, with token types and a pooler."""
+    """The tiny decoder, bidirectional or causal, with token types and a pooler."""
     spec = tiny_spec(window=window, **more)
     layers = tuple(replace(layer, mixer=replace(layer.mixer, causal=causal)) for layer in spec.layers)
     return replace(spec, layers=layers, tied=True, embedding=Embedding(token_types=2), pooler=Pooler(kind))
 
 
 def requests(lengths: Sequence[int], *, only_tokens: bool = False) -> tuple[EngineRequest, ...]:
-    """Prompts of random tokens; some are pairs, some want an answer for each token."""
+    """Prompts of random tokens; some are pairs, some need one output per token."""
     noise = np.random.default_rng(0)
     made = []
     for index, length in enumerate(lengths):
@@ -77,7 +77,7 @@ def expected(spec: ModelSpec, plan: PoolPlan) -> tuple[np.ndarray, ...]:
 
 @pytest.fixture
 def compiles() -> Iterator[list[str]]:
-    """What XLA compiles from here on."""
+    """Record what XLA compiles from here on."""
     found: list[str] = []
 
     def listen(event: str, _: float, **__: Any) -> None:
@@ -105,7 +105,7 @@ def test_packed_prompts_do_not_see_each_other(spec: ModelSpec, tensor: int) -> N
     assert spec.pooler is not None
     plan = plan_of(requests(LENGTHS, only_tokens=spec.pooler.kind == "all"))
     backend = loaded(spec, tensor=tensor)
-    assert backend.catalogue.shape_for(plan.num_tokens, of_tokens=True).tile * 5 == 320
+    assert backend.program_set.shape_for(plan.num_tokens, of_tokens=True).tile * 5 == 320
     for answer, theirs in zip(backend.execute(plan).result().vectors, expected(spec, plan), strict=True):
         np.testing.assert_allclose(answer, theirs, atol=3e-5, rtol=0)
     backend.close()
@@ -155,10 +155,10 @@ def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str
         np.testing.assert_array_equal(first, second)
 
 
-def test_a_ladder_holds_every_step() -> None:
-    assert sizes(LIMITS) == (64, 128, 256, 320)
-    assert sizes(replace(LIMITS, max_num_batched_tokens=16)) == (64, 128, 192)
-    assert len(list(PoolCatalogue(loaded(SPECS["all tokens"]).model, LIMITS))) == 4, "each token's answers only"
+def test_token_ladder() -> None:
+    assert token_ladder(LIMITS) == (64, 128, 256, 320)
+    assert token_ladder(replace(LIMITS, max_num_batched_tokens=16)) == (64, 128, 192)
+    assert len(list(PoolProgramSet(loaded(SPECS["all tokens"]).model, LIMITS))) == 4, "each token's answers only"
 
 
 def planned(room: int, *, stated: bool = False, **limits: int) -> Limits:
@@ -166,7 +166,7 @@ def planned(room: int, *, stated: bool = False, **limits: int) -> Limits:
     return fit_pooling(model, replace(LIMITS, **limits), room, stated=stated)
 
 
-def test_a_batch_that_nobody_asked_for_is_made_to_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_default_batch_is_lowered_to_fit(caplog: pytest.LogCaptureFixture) -> None:
     model = loaded(SPECS["both ways"]).model
     fixed, each = pooling_bytes(model, LIMITS)
     least = weight_bytes(model) + CODE_BYTES + fixed
@@ -174,13 +174,13 @@ def test_a_batch_that_nobody_asked_for_is_made_to_fit(caplog: pytest.LogCaptureF
     assert not caplog.records
     smaller = planned(least + 320 * each - 1)
     assert smaller == replace(LIMITS, max_num_batched_tokens=256)
-    assert "--max-num-batched-tokens: 256 instead of 320" in caplog.text
+    assert "--max-num-batched-tokens: lowered from 320 to 256" in caplog.text
     with pytest.raises(ConfigError, match=r"lacks 0\.00 GiB .*; use --max-num-batched-tokens 256") as refused:
         planned(least + 320 * each - 1, stated=True)
     assert refused.value.setting == "--max-num-batched-tokens"
 
 
-def test_what_cannot_fit_is_said_in_a_line_with_a_remedy_that_holds() -> None:
+def test_errors_name_a_remedy_that_works() -> None:
     model = loaded(SPECS["both ways"]).model
     fixed, each = pooling_bytes(model, LIMITS)
     room = weight_bytes(model) + CODE_BYTES + fixed + 130 * each
@@ -233,15 +233,15 @@ QWEN_EMBEDDING = {
 @pytest.mark.tpu_matrix
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.parametrize("config", [MINILM, QWEN_EMBEDDING], ids=["minilm", "qwen3-embedding"])
-def test_what_the_tpu_compiler_says_of_a_step(config: dict[str, Any], topology: str) -> None:
-    """It needs less than was planned for it, and four times the tokens no more than four times the memory."""
+def test_memory_of_a_compiled_step(config: dict[str, Any], topology: str) -> None:
+    """It needs at most the planned memory, which grows at most linearly with the tokens."""
     spec, _ = pooling_spec(config, "embed", None, PoolerConfig())
     limits = Limits(max_model_len=512, max_num_batched_tokens=8192, max_num_seqs=256, block_size=128)
     target = find_target(topology)
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
-    catalogue = PoolCatalogue(model, limits)
-    keys = [catalogue.shape_for(tokens, of_tokens=False) for tokens in (2048, 8192)]
-    small, large = compile_programs(catalogue, keys)
+    program_set = PoolProgramSet(model, limits)
+    keys = [program_set.shape_for(tokens, of_tokens=False) for tokens in (2048, 8192)]
+    small, large = compile_programs(program_set, keys)
     fixed, each = pooling_bytes(model, limits)
     for key, program in zip(keys, (small, large)):
         assert program.schedule is not None

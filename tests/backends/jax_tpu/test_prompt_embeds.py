@@ -26,7 +26,7 @@ from support.embedded_requests import (
 from support.reference_driver import random_weights
 
 from pagoda.backends.jax_tpu.backend import create
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Forward, ForwardRows, OnLogits
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, ForwardEmbeds, LogitsProgram, Sample, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.sampling import device
 from pagoda.common.config.groups.cache import CacheConfig
@@ -40,12 +40,12 @@ from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
 from pagoda.common.errors import ConfigError
 
 
-def test_rows_say_what_tokens_say() -> None:
+def test_embeddings_equal_tokens() -> None:
     check_rows_say_what_tokens_say("narrow", "jax_tpu", 12, prompt_embeds=True)
 
 
-def test_devices_share_rows() -> None:
-    """Two copies of the model on two devices each."""
+def test_embeddings_on_several_devices() -> None:
+    """Two replicas on two devices each."""
     spec, line = SPECS["scaled"], list(asked(8))
     expected = answers(engine(spec, "reference"), line)
     core = engine(spec, "jax_tpu", tensor=2, data=2, prompt_embeds=True)
@@ -54,16 +54,16 @@ def test_devices_share_rows() -> None:
 
 def test_only_the_setting_adds_programs_and_none_for_decoding() -> None:
     plain, more = (load_jax(embeds) for embeds in (False, True))
-    assert [key for key in more if not isinstance(key, ForwardRows)] == list(plain)
+    assert [key for key in more if not isinstance(key, ForwardEmbeds)] == list(plain)
     prefill = [key.shape for key in plain if isinstance(key, Forward) and not key.shape.decode_only]
-    assert [key.shape for key in more if isinstance(key, ForwardRows)] == prefill
+    assert [key.shape for key in more if isinstance(key, ForwardEmbeds)] == prefill
     for key in plain:
         assert plain.signature(key) == more.signature(key)
 
 
 def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
     spec = SPECS["scaled"]
-    with pytest.raises(ConfigError, match="--compiled-bundle: holds no programs that take embeddings"):
+    with pytest.raises(ConfigError, match="--compiled-bundle: bundles have no programs for embeddings"):
         create(
             spec,
             limits=LIMITS,
@@ -75,7 +75,7 @@ def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
         )
 
 
-def load_jax(embeds: bool) -> Catalogue:
+def load_jax(embeds: bool) -> StepProgramSet:
     spec = SPECS["scaled"]
     backend = create(
         spec,
@@ -85,11 +85,11 @@ def load_jax(embeds: bool) -> Catalogue:
         dtype="float32",
         prompt_embeds=embeds,
     )
-    return backend._catalogue(BLOCKS)
+    return backend._program_set(BLOCKS)
 
 
 def test_nothing_is_compiled_while_serving() -> None:
-    """A prompt of one row, a page that is there already but for its last row, and prompts in chunks."""
+    """A prompt of one embedding, a prompt cached except for its last token, and chunked prompts."""
     spec = SPECS["scaled"]
     limits = replace(LIMITS, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=8)
     layout = kv_layout(spec, limits.block_size)
@@ -98,10 +98,10 @@ def test_nothing_is_compiled_while_serving() -> None:
     )
     backend.load(random_weights(spec))
     backend.init_cache(BLOCKS)
-    wanted = (Forward, ForwardRows)
-    choosing = (Choose(1, "greedy"), OnLogits("logprobs", 1))
+    wanted = (Forward, ForwardEmbeds)
+    choosing = (Sample(1, "greedy"), LogitsProgram("logprobs", 1))
     backend._programs.prepare(
-        key for key in backend._programs.catalogue if isinstance(key, wanted) or key in choosing
+        key for key in backend._programs.program_set if isinstance(key, wanted) or key in choosing
     )  # of all that warmup compiles
     core = generation_core(backend, layout, limits, BLOCKS)
     line = [
@@ -114,7 +114,7 @@ def test_nothing_is_compiled_while_serving() -> None:
 
 
 def test_an_embedding_is_no_token_to_a_penalty() -> None:
-    """On jax_tpu; a vocabulary that is padded, a row of embeddings and two tokens."""
+    """With a padded vocabulary, one embedding and two tokens."""
     history = np.full((2, 40), EMBEDDED, np.int32)
     history[1, 38:] = 3, 8
     rules = SamplingRules(repetition_penalty=1.7, presence_penalty=0.5)
@@ -125,7 +125,7 @@ def test_an_embedding_is_no_token_to_a_penalty() -> None:
 
 
 def test_rows_move_with_their_sequences() -> None:
-    """A new sequence of one row, whose page the longer one fills in this step, comes after it."""
+    """A new sequence of one embedding is moved behind the sequence that writes its page in this step."""
     tokens = np.array([EMBEDDED, 5, EMBEDDED, EMBEDDED, 6], np.int32)
     plan = StepPlan(
         step=0,

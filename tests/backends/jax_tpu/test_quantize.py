@@ -1,4 +1,4 @@
-"""Matrices in 8 bits: the numbers they hold, the room they take, what is refused."""
+"""8-bit matrices: values, memory, errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 from support.tiny_folder import write_model
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
-from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantized
+from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -40,7 +40,7 @@ MATRICES = ("mixer.q", "mixer.k", "mixer.v", "mixer.o", "ffn.gate", "ffn.up", "f
 
 
 def rounded(weight: np.ndarray, method: str) -> np.ndarray:
-    """What is left of a matrix [F, D]. float8 as numpy knows it: e4m3fn, whichever the chip's own is."""
+    """Return a matrix [F, D] rounded to 8 bits. float8 is numpy's e4m3fn, whatever the chip's dtype."""
     if method == "tpu_int8":
         scale = np.abs(weight).max(1, keepdims=True) / 127
         return np.round(weight / scale) * scale
@@ -49,7 +49,7 @@ def rounded(weight: np.ndarray, method: str) -> np.ndarray:
 
 
 def logprobs(**make) -> np.ndarray:
-    """Of the token after PROMPT, [V]."""
+    """Logprobs of the token after PROMPT, [V]."""
     d = Driver(SPEC, "scattered", block_size=8, backend="jax_tpu", **make)
     d.step({3: PROMPT[:6]}, [d.start(3, PROMPT, EVERYTHING)], {3: False})
     _, result = d.step({3: PROMPT[6:]})
@@ -60,7 +60,7 @@ def logprobs(**make) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["fp8", "tpu_int8"])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_answers_are_those_of_rounded_matrices(method: str, tensor: int) -> None:
+def test_outputs_equal_those_with_rounded_matrices(method: str, tensor: int) -> None:
     weights = dict(random_weights(SPEC))
     small = {
         name: rounded(array, method) if name.partition(".")[2].partition(".")[2] in MATRICES else array
@@ -72,12 +72,12 @@ def test_answers_are_those_of_rounded_matrices(method: str, tensor: int) -> None
     assert np.abs(logprobs() - want).max() > 1e-3
 
 
-def test_every_chips_float8_holds_the_same_values() -> None:
+def test_both_float8_dtypes_represent_the_same_values() -> None:
     x = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32) ** 3
     x[5] = 0
     values = []
     for chip in ("v6e", "v7x"):
-        numbers, scale = quantized(x, CHIPS[chip].float8)
+        numbers, scale = quantize(x, CHIPS[chip].float8)
         assert numbers.dtype.itemsize == 1
         values.append(np.asarray(numbers).astype(np.float32) * np.asarray(scale)[:, None])
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
@@ -110,24 +110,24 @@ def model_on(topology: str, method: str | None, **config):
     return model_for(find_target(topology), spec, LIMITS, kv_layout(spec, 128), "bfloat16", 1, quantization=method)
 
 
-def test_half_the_room_and_half_the_reading() -> None:
+def test_half_the_bytes_stored_and_read() -> None:
     plain, small = (model_on("cpu", method) for method in (None, "fp8"))
     layers = 4 * 2 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     rest = weight_bytes(plain) - layers
     assert weight_bytes(small) == pytest.approx(rest + layers / 2, rel=2e-3)
-    needs = [need(model, DECODE, Load(0, 0)).bytes for model in (plain, small)]
+    needs = [roofline_cost(model, DECODE, BatchLoad(0, 0)).bytes for model in (plain, small)]
     assert needs[1] == pytest.approx(needs[0] / 2, rel=0.02)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu has the compiler")
 @pytest.mark.parametrize("method", ["fp8", pytest.param("tpu_int8", marks=pytest.mark.tpu_matrix)])
 def test_the_compiler_widens_inside_the_product(method: str) -> None:
-    """A decode step has no temporary the size of a matrix, and two thirds of the cycles that it had."""
+    """A decode step has no temporary of the size of a matrix, and at most two thirds of the cycles."""
     programs = []
     for quantization in (None, method):
         model = model_on("v6e:1x1", quantization)
-        catalogue = Catalogue(model, StepShapes.of(LIMITS, 1), 600, LIMITS.max_num_seqs)
-        programs += compile_programs(catalogue, [DECODE])
+        program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), 600, LIMITS.max_num_seqs)
+        programs += compile_programs(program_set, [DECODE])
     plain, small = programs
     assert small.memory.temporary < 4 << 20
     assert small.schedule.cycles < 0.7 * plain.schedule.cycles
@@ -147,8 +147,8 @@ def test_the_budget_of_smaller_weights(tmp_path: Path) -> None:
     assert found[0] - found[1] == pytest.approx(3 * matrices, rel=0.05)
 
 
-def test_refusals_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization: fp8: experts stay as they are; drop it"):
+def test_errors_name_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--quantization: fp8: jax_tpu cannot quantise experts; drop it"):
         matrix_dtype("fp8", tiny_spec(moe=True), CHIPS["v6e"])
     with pytest.raises(ConfigError, match="--quantization: tpu_int8: v7x has no int8; use fp8"):
         matrix_dtype("tpu_int8", SPEC, CHIPS["v7x"])

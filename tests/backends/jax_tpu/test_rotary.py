@@ -25,7 +25,7 @@ def turn(dim: int) -> JaxRotation:
 
 
 @pytest.mark.parametrize("dim", [16, 8], ids=["whole head", "first half"])
-def test_channels_turn_with_their_partners(dim: int) -> None:
+def test_channels_rotate_in_pairs(dim: int) -> None:
     x = np.random.default_rng(0).normal(size=(TOKENS, HEADS, HEAD_DIM))
     first, second, rest = np.split(x, [dim // 2, dim], axis=-1)
     cos, sin = np.cos(angles(dim)), np.sin(angles(dim))

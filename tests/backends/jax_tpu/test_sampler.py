@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from support.reference_driver import tiny_spec
 from support.sampling_definition import ROWS, VOCAB, define
 
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue
+from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes, writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import build_model
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
 from pagoda.backends.jax_tpu.sampling import device
-from pagoda.backends.jax_tpu.sampling.device import JaxSamplingRules, choose, logprobs, lowest_kept, sorted_logprobs
+from pagoda.backends.jax_tpu.sampling.device import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
 from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine import logit_edits
@@ -43,7 +43,7 @@ def programs() -> CompiledPrograms:
     limits = Limits(max_model_len=LENGTH, max_num_batched_tokens=64, max_num_seqs=ROOM, block_size=8)
     kernel = KernelChoice(page_size=8, cache_dtype="float32")
     model = build_model(spec, kv_layout(spec, 8), make_mesh(), jnp.dtype("float32"), LENGTH, kernel)
-    return CompiledPrograms(Catalogue(model, StepShapes.of(limits, 1), 4, ROOM))
+    return CompiledPrograms(StepProgramSet(model, StepShapes.of(limits, 1), 4, ROOM))
 
 
 def step(ends: list[int]) -> StepPlan:
@@ -62,7 +62,7 @@ def step(ends: list[int]) -> StepPlan:
 
 
 def padded(logits: np.ndarray) -> jax.Array:
-    """With rows of padding, full of what must not matter."""
+    """Add padding rows of values that must not matter."""
     return jnp.asarray(np.concatenate([logits, np.full((ROOM - len(logits), VOCAB), np.nan, np.float32)]))
 
 
@@ -105,11 +105,11 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
     found = []
     for use_kernel in (True, False):
         kernel = KernelChoice(8, "float32", use_kernel=use_kernel, interpret=True)
-        call = jax.jit(partial(choose, "filtered", True, kernel, make_mesh()))
+        call = jax.jit(partial(sample, "filtered", True, kernel, make_mesh()))
         found.append([np.asarray(x) for x in call(logits, history, jnp.asarray(packed))])
     for ours, theirs in zip(*found):
         np.testing.assert_array_equal(ours, theirs)
-    floor = lowest_kept(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
+    floor = keep_threshold(kernel, make_mesh(), logits, JaxSamplingRules.unpack(jnp.asarray(packed)))
     assert np.isneginf(np.asarray(floor)[[0, 7]]).all(), "no work for greedy rows"
     kept = np.isfinite(found[0][2]).sum(1)
     assert kept[[0, 7]].tolist() == [VOCAB, VOCAB], "greedy rows are not filtered"
@@ -117,8 +117,8 @@ def test_the_kernel_draws_what_its_reference_draws() -> None:
     assert (kept[[2, 3, 4, 6]] < [6, 51, VOCAB, VOCAB]).all()
 
 
-def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: CompiledPrograms) -> None:
-    """Four steps without the host telling the device any token."""
+def test_sampled_tokens_enter_the_history(programs: CompiledPrograms) -> None:
+    """Four steps in which the host passes no token to the device."""
     rules = SamplingRules(repetition_penalty=4.0, frequency_penalty=0.5, bad_words=((9, 8, 7), (3,)))
     logits = np.full(VOCAB, -5.0, np.float32)
     logits[[9, 8, 7, 3]] = [9, 8, 7, 20]
@@ -132,7 +132,7 @@ def test_what_was_sampled_is_remembered_for_penalties_and_words(programs: Compil
         assert history[-1] == want
 
 
-def test_lists_longer_than_a_program_go_in_pieces(programs: CompiledPrograms) -> None:
+def test_long_lists_are_split(programs: CompiledPrograms) -> None:
     count = logit_edits.ENTRIES + 5
     words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
@@ -144,7 +144,7 @@ def test_lists_longer_than_a_program_go_in_pieces(programs: CompiledPrograms) ->
     assert int(np.asarray(sampler.sample(padded(logits[None]), {0: step([3])}).tokens)[0]) == count - 1
 
 
-def test_rows_that_do_not_sample_leave_no_trace(programs: CompiledPrograms) -> None:
+def test_rows_that_do_not_sample_change_nothing(programs: CompiledPrograms) -> None:
     sampler = JaxSampler(programs, ROOM)
     before = np.asarray(sampler.history)[:ROOM].copy()
     plan = replace(step([3, 4]), samples=np.zeros(2, np.bool_))
@@ -166,8 +166,8 @@ def test_the_host_and_the_device_give_the_same_logprobs() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(ROWS, st.integers(0, 2**31), st.integers(1, VOCAB))
-def test_masks_of_a_plan_hold_beside_the_rules(programs: CompiledPrograms, rows, seed: int, count: int) -> None:
-    """The last row has one. As if its tokens were the allowed ones."""
+def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, rows, seed: int, count: int) -> None:
+    """The last row has a mask."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((len(rows), VOCAB)) * 3).astype(np.float32)
     masked = rng.permutation(VOCAB)[:count]

@@ -1,4 +1,4 @@
-"""Copies of a model that step together: each with rows and blocks of its own, and the same answers as one alone."""
+"""Data parallel shards: separate rows and blocks, and the same outputs as a single replica."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Forward, OnLogits
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -49,7 +49,7 @@ def engine(data: int, tensor: int = 1) -> tuple[EngineCore, JaxBackend]:
 
 
 def answers(core: EngineCore, count: int) -> dict[str, list[EngineOutput]]:
-    """What random requests of every kind are told, by request; they come a few at a time."""
+    """Run random requests of every kind, a few at a time; return their outputs by request."""
     found: dict[str, list[EngineOutput]] = {}
     line = list(requests(count, seed=2))
     while line or core.has_work:
@@ -63,7 +63,7 @@ def answers(core: EngineCore, count: int) -> dict[str, list[EngineOutput]]:
 
 
 def told(outputs: list[EngineOutput]) -> list[object]:
-    """Tokens, their logprobs to a few digits, and how it ended."""
+    """Return tokens, rounded logprobs and the finish reason."""
     positions = [p for output in outputs for p in (*(output.prompt_logprobs or ()), *(output.logprobs or ()))]
     tokens = [token for output in outputs for token in output.new_token_ids]
     best = [(p.token_ids[0], round(p.logprobs[0], 2), p.rank) for p in positions]
@@ -71,7 +71,7 @@ def told(outputs: list[EngineOutput]) -> list[object]:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_two_shards_answer_as_one(tensor: int) -> None:
+def test_two_shards_equal_one(tensor: int) -> None:
     alone, _ = engine(1)
     together, backend = engine(2, tensor)
     want, found = answers(alone, 40), answers(together, 40)
@@ -85,13 +85,13 @@ def test_two_shards_answer_as_one(tensor: int) -> None:
 
 
 def test_shards_exchange_their_tokens_and_nothing_else() -> None:
-    """One step's programs as compiled: across shards goes what was sampled, never logits, pages or hidden states."""
-    catalogue = make(2)._catalogue(BLOCKS)
-    step = next(key for key in catalogue if isinstance(key, Forward))
-    assert exchanged(catalogue.lower(step).compile().as_text()) == []
-    edits = [OnLogits(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]
-    for key in (Choose(4, "filtered"), *edits):
-        sizes = exchanged(catalogue.lower(key).compile().as_text())
+    """Compiled step programs exchange sampled tokens between shards, never logits, pages or hidden states."""
+    program_set = make(2)._program_set(BLOCKS)
+    step = next(key for key in program_set if isinstance(key, Forward))
+    assert exchanged(program_set.lower(step).compile().as_text()) == []
+    edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "ban_words", "mask", "logprobs")]
+    for key in (Sample(4, "filtered"), *edits):
+        sizes = exchanged(program_set.lower(key).compile().as_text())
         assert all(size <= 8 * 21 for size in sizes), (key, sizes)
         assert bool(sizes) == (key not in edits[:-1])
 
@@ -104,16 +104,16 @@ def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None
     limits = Limits(max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=8, block_size=128)
     layout = kv_layout(spec, 128)
     model = model_for(find_target("v6e:2x4"), spec, limits, layout, "bfloat16", tensor=4, data=2)
-    catalogue = Catalogue(model, StepShapes.of(limits, 1), 600, 8)
-    step = catalogue.lower(Forward(catalogue.shapes.shape_for(8, 8, 8, True))).compile()
+    program_set = StepProgramSet(model, StepShapes.of(limits, 1), 600, 8)
+    step = program_set.lower(Forward(program_set.shapes.shape_for(8, 8, 8, True))).compile()
     assert set(re.findall(r"replica_groups=(\S+?),? ", step.as_text())) == {"{{0,1,2,3},{4,5,6,7}}"}
     assert step.memory_analysis().alias_size_in_bytes >= 600 * model.block_bytes
     assert step.memory_analysis().temp_size_in_bytes < 100 * model.block_bytes
-    assert max(exchanged(catalogue.lower(Choose(8, "greedy")).compile().as_text())) <= 2 * 16
+    assert max(exchanged(program_set.lower(Sample(8, "greedy")).compile().as_text())) <= 2 * 16
 
 
 def exchanged(program: str) -> list[int]:
-    """Numbers in the result of every collective, those within one device left out."""
+    """Return the result size of every collective between several devices."""
     found = re.findall(
         r"= \(?\w+\[([\d,]*)\]\S* (?:all-|collective-|reduce-scatter)[^\n]*replica_groups=(\S+)", program
     )
@@ -129,7 +129,7 @@ def exchanged(program: str) -> list[int]:
 
 
 def test_more_shards_than_devices() -> None:
-    with pytest.raises(ConfigError, match=r"--data-parallel-size: 9 needs 9 devices, here are 8 .cpu.; use at most 8"):
+    with pytest.raises(ConfigError, match=r"--data-parallel-size: 9 needs 9 devices, 8 available .cpu.; use at most 8"):
         make(9)
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size: 2 x 5 .data parallel. needs 10 devices.*at most 1"):
         make(5, tensor=2)

@@ -130,7 +130,7 @@ def test_what_cannot_be_converted(
 ) -> None:
     out = tmp_path / "out"
     assert "is converted already, and loads on any" in error(capsys, "convert", str(converted), str(out))
-    assert "float16 is not computed here; use bfloat16" in error(
+    assert "jax_tpu does not support float16; use bfloat16" in error(
         capsys, "convert", str(model), str(out), "--dtype", "half"
     )
     assert "8 devices cannot share 4 query heads; use 4 or less" in error(

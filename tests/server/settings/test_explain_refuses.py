@@ -244,8 +244,8 @@ class Processor:
     [
         ("-tp 99", "--tensor-parallel-size: 99"),
         ("--compiled-bundle /no/such", "--compiled-bundle: /no/such"),
-        (f"--logits-processors {__name__}.Processor", "--logits-processors: logits stay on the device here"),
-        ("--dtype float16", "--dtype: float16 is not computed here"),
+        (f"--logits-processors {__name__}.Processor", "--logits-processors: jax_tpu keeps logits on the device"),
+        ("--dtype float16", "--dtype: jax_tpu does not support float16"),
     ],
 )
 def test_jax_tpu(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_a_bundle_has_every_program(model: Path, tmp_path: Path, caplog: pytest.
     assert main.main(["compile", str(model), *WORDS, *words]) == 0
     table = json.loads((tmp_path / "table.json").read_text())
     names = [row["program"] for row in table["programs"]]
-    assert names == ["pool 64 tokens, an answer for each", "pool 64 tokens, 4 prompts"]
+    assert names == ["pool 64 tokens, one output per token", "pool 64 tokens, 4 prompts"]
     assert table["budget"]["kv_cache"] == table["budget"]["history"] == 0
     assert table["budget"]["weights"] > 0
     caplog.set_level(logging.INFO)
@@ -70,7 +70,7 @@ def test_a_bundle_has_every_program(model: Path, tmp_path: Path, caplog: pytest.
         np.testing.assert_array_equal(vector(built), answer)
     assert "2 of them from the compile cache" in caplog.messages[-1]
     with (
-        pytest.raises(ConfigError, match="max_num_batched_tokens 64, here it is 128"),
+        pytest.raises(ConfigError, match="max_num_batched_tokens 64, but this engine has 128"),
         engine(model, compiled_bundle=str(tmp_path), max_num_batched_tokens=128),
     ):
         pass

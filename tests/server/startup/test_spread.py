@@ -97,10 +97,10 @@ def test_two_copies_answer_as_one_and_share_the_requests(model: str, alone: list
     ("settings", "message"),
     [
         ({"tensor_parallel_size": 8}, "--tensor-parallel-size: 8 devices cannot share 4 query heads; use 4 or less"),
-        ({"tensor_parallel_size": 16}, "--tensor-parallel-size: 16 needs 16 devices, here are 8 .cpu.; use at most 8"),
+        ({"tensor_parallel_size": 16}, "--tensor-parallel-size: 16 needs 16 devices, 8 available .cpu.; use at most 8"),
         ({"tensor_parallel_size": 2, "backend": "reference"}, "--tensor-parallel-size: reference runs a model on one"),
         ({"data_parallel_size": 2, "backend": "reference"}, "--data-parallel-size: reference runs a model on one dev"),
-        ({"data_parallel_size": 9}, "--data-parallel-size: 9 needs 9 devices, here are 8 .cpu.; use at most 8"),
+        ({"data_parallel_size": 9}, "--data-parallel-size: 9 needs 9 devices, 8 available .cpu.; use at most 8"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "--data-parallel-size-local: all 2 copies are here"),
     ],
 )
@@ -114,5 +114,7 @@ def test_a_cpu_says_how_it_becomes_more_devices(model: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 2, done.stderr
     (line,) = (each for each in done.stderr.splitlines() if each.startswith("pagoda: error: "))
-    assert "--tensor-parallel-size: 2 needs 2 devices, here is 1 (cpu); use at most 1, or, for tests, set XLA_" in line
+    assert (
+        "--tensor-parallel-size: 2 needs 2 devices, 1 available (cpu); use at most 1, or, for tests, set XLA_" in line
+    )
     assert "Traceback" not in done.stderr

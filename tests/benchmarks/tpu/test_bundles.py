@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "tpu"))
 
-from tpu_bundles import Listing
+from bundles import Listing
 
 OPERAND = "inlined_call_operand.vmem [shape: s32[2], index: 1, kind: input] /* operand 1 */"
 WINDOW = "inlined_call_operand.vmem [shape: bf16[4,8], index: 2, kind: input] /* window */"
@@ -89,9 +89,7 @@ def test_bundles_are_counted_as_the_operands_branch(listing: Listing, values: li
     ("most", "popped", "turns"),
     [(9, [0.25], 0), (9, [1, -1], 1), (9, [1, 0, -0.25, -1], 3), (2, [1, 0, 0], 2), (9, None, 0)],
 )
-def test_a_search_turns_as_often_as_the_popped_values_say(
-    tmp_path: Path, most: int, popped: list[float] | None, turns: int
-) -> None:
+def test_popped_values_determine_the_passes(tmp_path: Path, most: int, popped: list[float] | None, turns: int) -> None:
     values = None if popped is None else np.array(popped, np.float32)
     assert dumped(tmp_path, SEARCH).run([np.array([most], np.int32)], values).cycles == 8 + 9 * turns + 1
 
@@ -102,11 +100,11 @@ def test_popped_values_that_do_not_fit_are_an_error(tmp_path: Path, popped: list
         dumped(tmp_path, SEARCH).run([np.array([9], np.int32)], np.array(popped, np.float32))
 
 
-def test_a_dump_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_dump_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="xla_jf_dump_llo_text"):
         Listing(tmp_path, "attend")
 
 
-def test_a_bundle_that_is_not_understood_is_an_error(tmp_path: Path) -> None:
+def test_an_unparsable_bundle_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="20 bundles of 21"):
         dumped(tmp_path, LISTING.replace("0x14 PF:", "0x14 XX:"))

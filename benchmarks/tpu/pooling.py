@@ -1,11 +1,11 @@
-"""What the TPU compiler's schedule says of a step of a model that pools, against the chip's roofline; needs no TPU.
+"""Compare the TPU compiler's schedule of pooling steps with the chip's roofline. Needs no TPU.
 
-usage: python benchmarks/tpu_pooling.py [--model NAME ...] [--topology NAME ...] [--tokens N ...] [--output FILE.json]
+usage: python benchmarks/tpu/pooling.py [--model NAME ...] [--topology NAME ...] [--tokens N ...] [--output FILE.json]
 
-A row per program: the cycles that XLA estimates for its operations (loops of the attention both ways as often as
-prompts of 256 tokens take), the least time of the attention kernel for the same prompts, the roofline of all that the
-step must move and compute, and the compiler's memory. `share_of_mxu` is the FLOP at the chip's peak over the time. Rows
-of other programs in the file stay.
+One row per program: the cycles XLA estimates for its operations (bidirectional attention loops counted for prompts of
+256 tokens), the minimum time of the attention kernel for the same prompts, the step's roofline, and the compiler's
+memory figures. `share_of_mxu` is the time of the FLOP at the chip's peak over the total time. Rows of other programs in
+the file are preserved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles, key_name
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -61,7 +61,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--topology", nargs="*", default=["v5e:1x1", "v6e:1x1"])
@@ -83,25 +82,25 @@ def main() -> None:
 
 
 def measure(config: dict[str, Any], topology: str, tokens: int) -> dict[str, Any]:
-    """The program with an answer for each of at most 256 prompts, none longer than 512 tokens."""
+    """Measure the program with per-prompt outputs, for at most 256 prompts of at most 512 tokens."""
     spec, _ = pooling_spec(config, "embed", None, PoolerConfig())
     limits = Limits(max_model_len=512, max_num_batched_tokens=tokens, max_num_seqs=256, block_size=128)
     target = find_target(topology)
     assert target.chip is not None, "a TPU's topology"
-    catalogue = PoolCatalogue(model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1), limits)
-    (program,) = compile_programs(catalogue, [catalogue.shape_for(tokens, of_tokens=False)])
-    cycles, chip, need = estimated_cycles(program), target.chip, program.need
+    program_set = PoolProgramSet(model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1), limits)
+    (program,) = compile_programs(program_set, [program_set.shape_for(tokens, of_tokens=False)])
+    cycles, chip, cost = estimated_cycles(program), target.chip, program.cost
     assert cycles is not None, "the compiler has no estimate for an operation"
-    seconds = cycles / chip.clock_hz + need.kernel_seconds(chip)
+    seconds = cycles / chip.clock_hz + cost.kernel_seconds(chip)
     return {
         "program": key_name(program.key),
         "xla_cycles": cycles,
-        "kernel_seconds_bound": need.kernel_seconds(chip),
-        "bytes": need.bytes + need.kernel_bytes,
-        "flops": need.flops + need.kernel_flops,
+        "kernel_seconds_bound": cost.kernel_seconds(chip),
+        "bytes": cost.bytes + cost.kernel_bytes,
+        "flops": cost.flops + cost.kernel_flops,
         "seconds": seconds,
-        "roofline_seconds": need.seconds(chip),
-        "share_of_mxu": need.compute_seconds(chip) / seconds,
+        "roofline_seconds": cost.seconds(chip),
+        "share_of_mxu": cost.compute_seconds(chip) / seconds,
         "temporary_bytes": program.memory.temporary,
         "code_bytes": program.memory.code,
     }

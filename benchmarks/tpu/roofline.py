@@ -1,25 +1,24 @@
-"""What the TPU compiler's schedule says of a step, against the chip's roofline: no TPU is needed, nothing is timed.
+"""Compare the TPU compiler's schedule of a step with the chip's roofline. Needs no TPU; nothing is timed.
 
-usage: python benchmarks/tpu_roofline.py [--all] [--case NAME ...] [--output FILE.json]
+usage: python benchmarks/tpu/roofline.py [--all] [--case NAME ...] [--output FILE.json]
 
-A file that holds other cases, made with the same versions and settings, keeps them.
+Other cases in the output file are preserved if made with the same versions and settings.
 
-Per program: the cycles that XLA estimates for all its operations (loops as often as they run); the cycles and bytes of
-the attention kernel by its scheduled bundles (tpu_kernel_schedule.py, for the same heads and batch); the necessary
-bytes and FLOP of the step (backends/jax_tpu/ahead_of_time/roofline.py), and the least time these take on the chip.
+Per program: XLA's estimated cycles of all operations (loops counted in full); cycles and bytes of the attention kernel
+from its scheduled bundles (kernel_schedule.py, for the same heads and batch); the necessary bytes and FLOP of the step
+(backends/jax_tpu/ahead_of_time/roofline.py), and their minimum time on the chip.
 
-A time is a sum, as if nothing overlapped: XLA's cycles; for each layer the longer of the kernel's bundles and its
-bytes, and 2 us until its first fetch has come; the embedding's rows, read and written at the memory's bandwidth, since
-a v6e gathers them on its sparse cores, for which XLA has no estimate. Decode: every row has --context tokens. Prefill:
-new prompts of 1024 tokens, the last one the rest. The cache has as many blocks as an engine would give it. The figures
-are the same on every machine with the same jax and libtpu.
+A time is a sum, as if nothing overlapped: XLA's cycles; per layer the longer of the kernel's bundles and bytes, plus
+2 us for its first fetch; and the embedding rows, read and written at HBM bandwidth, because a v6e gathers them on its
+sparse cores, for which XLA has no estimate. Decode: every row has --context tokens. Prefill: new prompts of 1024
+tokens, the last one shorter. The cache has as many blocks as in an engine. The figures are the same on every machine
+with the same jax and libtpu.
 
-Exchanges between devices carry no estimate either and are charged by a model of ours: XLA picks a ring whose halves of
-the array go round in both directions, so a link carries (n - 1) / n of it, and 2 (n - 1) hops follow each other. The
-roofline stays that of HBM and MXU.
+Collectives have no estimate either and are modelled: XLA uses a ring in which the halves of the array travel in both
+directions, so a link carries (n - 1) / n of it, in 2 (n - 1) hops. The roofline covers HBM and MXU only.
 
-A device of a v5p is two TensorCores. XLA counts cycles in which both work; the kernel runs on one of them, and is given
-half of the device's bandwidth. The roofline is that of both.
+A v5p device has two TensorCores. XLA counts cycles in which both work; the kernel runs on one of them with half of the
+device's bandwidth. The roofline is that of both.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tpu_kernel_schedule import DMA_LATENCY_S, Figures, kernel_cycles
-from tpu_kernel_schedule import Case as Batch
+from kernel_schedule import DMA_LATENCY_S, Figures, kernel_cycles
+from kernel_schedule import Case as Batch
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import Compiled, estimated_cycles, key_name
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, estimated_cycles, key_name
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
+from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.budget import plan_blocks
@@ -92,7 +91,6 @@ CASES = {
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--all", action="store_true", help="every bucket, not 64 rows and 2048 tokens only")
@@ -107,29 +105,29 @@ def main() -> None:
             record = before
     for name in args.case:
         rows = record["cases"][name] = []
-        for found in measure(CASES[name], args.context, everything=args.all):
-            rows.append(found)
+        for result in measure(CASES[name], args.context, everything=args.all):
+            rows.append(result)
             if args.output is not None:
                 args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str, Any]]:
-    """A row per program of the case."""
+    """Yield a row per program of the case."""
     target = find_target(case.topology)
     assert target.chip is not None
     spec, _ = spec_from_config({**LLAMA, **SIZES[case.size]})
     limits = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=PAGE)
     model = model_for(target, spec, limits, kv_layout(spec, PAGE), "bfloat16", case.devices)
     blocks = plan_blocks(model, target, limits, CacheConfig(), stated=True)
-    catalogue = Catalogue(model, StepShapes.of(limits, 1), blocks, limits.max_num_seqs)
-    keys = [Forward(shape) for shape in chosen(catalogue.shapes, everything=everything)]
+    program_set = StepProgramSet(model, StepShapes.of(limits, 1), blocks, limits.max_num_seqs)
+    keys = [Forward(shape) for shape in chosen(program_set.shapes, everything=everything)]
     print(f"\n{case.size} on {case.devices} x {target.name}, {blocks} blocks of {PAGE} tokens")
     print(
         f"{'program':<34}{'XLA cycles':>12}{'kernel cycles':>15}{'GB':>8}{'TFLOP':>8}{'us':>9}{'roofline us':>13}"
         f"{'share':>7}  bound by"
     )
     for key in keys:
-        (program,) = compile_programs(catalogue, [key])
+        (program,) = compile_programs(program_set, [key])
         batch = batch_of(key.shape, context)
         r = row(program, model, target.chip, batch, kernel_call(model, target.chip, batch))
         print(
@@ -142,7 +140,7 @@ def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str,
 
 
 def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
-    """Shapes with the short page tables: 1024 tokens each."""
+    """Return the shapes with short page tables, of 1024 tokens."""
     short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
     if everything:
         return [s for s in short if s.decode_only or s.seqs == shapes.rows.sizes[0]]
@@ -150,25 +148,25 @@ def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
 
 
 def batch_of(shape: JaxStepShape, context: int) -> Batch:
-    """A batch that fills the shape."""
+    """Return a batch that fills the shape."""
     if shape.decode_only:
         return Batch.decode(shape.seqs, context)
-    whole, rest = divmod(shape.tokens, PROMPT)
-    return Batch.prefill(*[PROMPT] * whole, *[rest] * bool(rest))
+    count, remainder = divmod(shape.tokens, PROMPT)
+    return Batch.prefill(*[PROMPT] * count, *[remainder] * bool(remainder))
 
 
 def kernel_call(model: Model, chip: ChipInfo, batch: Batch) -> Figures:
-    """One layer's call of the attention kernel on one device."""
+    """Return the figures of one layer's attention kernel call on one device."""
     mixer = model.spec.layers[0].mixer
     heads = HeadLayout.of(mixer, model.tensor)
     slots = heads.slots // model.tensor
     return kernel_cycles(chip.name, slots * heads.group, slots, batch, head_dim=mixer.head_dim)
 
 
-def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Figures) -> dict[str, Any]:
-    """One program: its time by the schedules, against the roofline."""
+def row(program: CompiledProgram, model: Model, chip: ChipInfo, batch: Batch, call: Figures) -> dict[str, Any]:
+    """Return one program's time by the schedules, against the roofline."""
     layers = len(model.spec.layers)
-    needed = need(model, program.key, Load(sum(new + before for new, before in batch.seqs), batch.pairs))
+    needed = roofline_cost(model, program.key, BatchLoad(sum(new + before for new, before in batch.seqs), batch.pairs))
     cycles = estimated_cycles(program)
     assert cycles is not None, "the compiler has no estimate for an operation"
     kernel = max(call.cycles / chip.clock_hz, call.hbm_bytes / chip.hbm_bandwidth) + DMA_LATENCY_S
@@ -197,7 +195,7 @@ def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Fig
 
 
 def exchange_seconds(model: Model, shape: JaxStepShape) -> float:
-    """Two sums of hidden states per layer and one of the embedding; the logits of every device gathered once."""
+    """Return the time of collectives: two all-reduces per layer, one of the embedding, one all-gather of logits."""
     devices, spec = model.tensor, model.spec
     part = (devices - 1) / devices
     hidden = shape.tokens * spec.width * model.dtype.itemsize

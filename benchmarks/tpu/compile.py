@@ -1,10 +1,10 @@
-"""How long a model's ladder of programs takes to compile for a TPU, and how long it takes to find it again.
+"""Measure how long all programs of a model take to compile for a TPU, and to read from the compile cache.
 
-usage: python benchmarks/tpu_compile.py [--topology v6e:1x1] [--output FILE.json]
+usage: python benchmarks/tpu/compile.py [--topology v6e:1x1] [--output FILE.json]
 
-First start: every program of Llama-3-8B's shapes with a server's default limits is lowered, compiled and kept. Second
-start: every one is looked up, read and verified. Loading them onto the chip is not in it, because there is none;
-`--topology cpu` measures all of it, on XLA's CPU client and with fewer layers.
+First start: every program of Llama-3-8B shapes with a server's default limits is lowered, compiled and cached. Second
+start: every program is looked up, read and verified, but not loaded onto the (absent) chip. `--topology cpu` includes
+loading, on XLA's CPU client and with fewer layers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tpu_roofline import LLAMA, SIZES
+from roofline import LLAMA, SIZES
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.execution.program_keys import Catalogue
+from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.common.config.engine import Limits
@@ -41,20 +41,20 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="a v6e server's default")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    catalogue = catalogue_for(args)
+    program_set = program_set_for(args)
     with tempfile.TemporaryDirectory(prefix="pagoda-ladder-") as folder:
         cache = CompileCache(Path(folder))
         begin = time.perf_counter()
-        report = CompiledPrograms(catalogue, cache=cache).prepare()
+        report = CompiledPrograms(program_set, cache=cache).prepare()
         first = time.perf_counter() - begin
         begin = time.perf_counter()
-        if catalogue.model.kernel.use_kernel:
-            found = sum(cache.read(catalogue, key) is not None for key in catalogue)
+        if program_set.model.kernel.use_kernel:
+            cached = sum(cache.read(program_set, key) is not None for key in program_set)
         else:
-            found = len(cache.load(catalogue, catalogue))
+            cached = len(cache.load(program_set, program_set))
         second = time.perf_counter() - begin
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    assert found == report.programs
+    assert cached == report.programs
     result = {
         "topology": args.topology,
         "limits": [args.max_model_len, args.max_num_batched_tokens, 256],
@@ -72,7 +72,7 @@ def main() -> None:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def catalogue_for(args: argparse.Namespace) -> Catalogue:
+def program_set_for(args: argparse.Namespace) -> StepProgramSet:
     target = find_target(args.topology)
     on_tpu = target.chip is not None
     size = SIZES["8b"] if on_tpu else {**SIZES["8b"], "num_hidden_layers": CPU_LAYERS}
@@ -84,7 +84,7 @@ def catalogue_for(args: argparse.Namespace) -> Catalogue:
         block_size=128,
     )
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
-    return Catalogue(model, StepShapes.of(limits, 1, factor=2 if on_tpu else 4), 1024, limits.max_num_seqs)
+    return StepProgramSet(model, StepShapes.of(limits, 1, factor=2 if on_tpu else 4), 1024, limits.max_num_seqs)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""What the small TPU kernels cost beside what XLA makes of the same, by the TPU compiler's schedule. No TPU.
+"""Compare the small TPU kernels with XLA's code for the same functions, by the TPU compiler's schedule. Needs no TPU.
 
-    python benchmarks/tpu_small_kernels.py [--chip v6e] [--json FILE]
+    python benchmarks/tpu/small_kernels.py [--chip v6e] [--json FILE]
 
-XLA's side is the sum of the cycles that the compiler estimates for each operation of the reference. The kernel's side
-is the VLIW bundles that it issues, counted by running the scalar side of its schedule (see tpu_bundles.py):
+XLA: the sum of the cycles that the compiler estimates for each operation of the reference. Kernel: the VLIW bundles it
+issues, counted by executing the scalar instructions of its schedule (see bundles.py):
 
-- top_k_top_p: how often each search measures is counted by running the kernel on random logits, in Pallas' interpreter;
-  the schedule then runs with these answers. Fewer rows than were measured: the mean over all batches of so many.
-- grouped_matmul: the schedule runs on the visits of tokens that choose experts evenly at random. XLA's side is what it
-  moves: in a scan over layers it copies the weights of every expert out of the stack (temporary bytes, written and
-  read) and only then multiplies by those that have tokens. Its estimate for the product itself is not used: it
-  contradicts the bundles of the same product.
+- top_k_top_p: the number of passes of each search is measured by running the kernel on random logits in Pallas'
+  interpreter; the schedule then runs with these numbers. For fewer rows than measured: the mean over all batches.
+- grouped_matmul: the schedule runs on the visits of tokens that choose experts uniformly at random. XLA is charged for
+  the bytes it moves: in a scan over layers it copies the weights of every expert out of the stack (temporary bytes,
+  written and read) and then multiplies by those with tokens. Its estimate for the dot itself is not used, because it
+  contradicts the bundles of the same dot.
 
-A bundle is a cycle; stalls are not seen. Cycles of the memory are the bytes that DMAs move over the chip's bandwidth.
-The flags that write the bundles are undocumented; where no dump appears the program says so and stops.
+A bundle is a cycle; stalls are not included. Memory cycles: bytes moved by DMAs over the chip's bandwidth. The dump
+flags are undocumented; without a dump the program stops with an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from tpu_bundles import Listing, Trace
+from bundles import Listing, Trace
 
 VOCAB = 128_256
 ROWS = (8, 64, 256)
@@ -37,25 +37,25 @@ TOP_K, TOP_P, TEMPERATURE = 50, 0.9, 0.7
 SEARCHES = ("peaks", "top_k", "top_p")
 
 
-def compiled(dump: Path, case: Any, chip: Any, place: Any, kernel: str) -> tuple[Listing, float]:
-    """The bundles of a kernel and the MiB of VMEM that it takes."""
+def compiled(dump: Path, case: Any, chip: Any, sharding: Any, kernel: str) -> tuple[Listing, float]:
+    """Compile a kernel; return its bundles and the MiB of VMEM it uses."""
     from pagoda.kernels_pallas.aot import facts
 
     for file in dump.glob("*"):
         file.unlink()
-    program = case.function(chip).lower(*case.arguments(place)).compile()
+    program = case.function(chip).lower(*case.arguments(sharding)).compile()
     return Listing(dump, kernel), facts(program).vmem / (1 << 20)
 
 
 def memory_cycles(listing: Listing, trace: Trace, scalars: int, chip: Any) -> float:
-    """Of all bytes between HBM and VMEM; what XLA placed in VMEM, `scalars` first operands aside, moves once."""
+    """Return the cycles of all bytes between HBM and VMEM. Operands in VMEM, except the first `scalars`, move once."""
     moved = sum(size for way, size in trace.moved.items() if "hbm" in way)
     resident = sum(size for number, size in listing.in_vmem.items() if number >= scalars)
     return (moved + resident) / chip.hbm_bandwidth * chip.clock_hz
 
 
 def report(title: str, figures: dict[str, float]) -> dict:
-    """Prints one kernel's figures."""
+    """Print one kernel's figures."""
     print(f"\n{title}")
     for name, value in figures.items():
         print(f"  {name:46s} {f'{value:,.3f}'.rstrip('0').rstrip('.')}", flush=True)
@@ -63,7 +63,7 @@ def report(title: str, figures: dict[str, float]) -> dict:
 
 
 def passes() -> list[Counter[str]]:
-    """How often each search measures in each block of rows: logits as a bfloat16 model of this vocabulary has."""
+    """Count the passes of each search in each block of rows, on logits rounded to bfloat16."""
     import jax
     import jax.numpy as jnp
 
@@ -83,7 +83,7 @@ def passes() -> list[Counter[str]]:
 
         return search(noted, *rest)
 
-    rows, found = module.ROWS, []
+    rows, counts = module.ROWS, []
     rules = (jnp.full(rows, TEMPERATURE), jnp.full(rows, TOP_K), jnp.full(rows, TOP_P), jnp.zeros(rows))
     call = jax.jit(lambda logits: top_k_top_p(logits, *rules, interpret=True))
     rng = np.random.default_rng(0)
@@ -93,40 +93,40 @@ def passes() -> list[Counter[str]]:
             normal = rng.standard_normal((rows, VOCAB)).astype(np.float32) * 3
             jax.block_until_ready(call(jnp.asarray(normal).astype(jnp.bfloat16).astype(jnp.float32)))
             jax.effects_barrier()
-            found.append(seen.copy())
+            counts.append(seen.copy())
             seen.clear()
     finally:
         module.search = search
-    return found
+    return counts
 
 
-def answers(blocks: list[Counter[str]]) -> np.ndarray:
-    """What the kernel's searches ask the vector unit in turn: is a row still open? Yes before each pass, then no."""
+def popped_values(blocks: list[Counter[str]]) -> np.ndarray:
+    """Return the values the searches pop from the vector unit (is a row still open?): 1 per pass, then 0."""
     return np.concatenate([[1.0] * block[name] + [0.0] for block in blocks for name in SEARCHES]).astype(np.float32)
 
 
 def searched(listing: Listing, count: int, measured: list[Counter[str]], chip: Any) -> dict[str, float]:
-    """The kernel on `count` blocks of rows, the mean over all batches of so many, and what one more pass takes."""
+    """Return figures of the kernel on `count` blocks of rows (mean over all batches) and the cycles of one pass."""
     from pagoda.kernels_pallas.top_k_top_p.kernel import TOP_K as WANTS_K
     from pagoda.kernels_pallas.top_k_top_p.kernel import TOP_P as WANTS_P
 
     scalars = [np.full(count, WANTS_K + WANTS_P, np.int32), np.arange(count, dtype=np.int32)]
     batches = [measured[i : i + count] for i in range(0, len(measured), count)]
-    traces = [listing.run(scalars, answers(batch)) for batch in batches]
+    traces = [listing.run(scalars, popped_values(batch)) for batch in batches]
     figures = {
         "kernel: cycles of the core": fmean(trace.cycles for trace in traces),
         "kernel: cycles of the memory": memory_cycles(listing, traces[0], len(scalars), chip),
     }
-    first, *rest = batches[0]
+    first, *others = batches[0]
     for name, title in (("top_k", "top-k"), ("top_p", "top-p")):
-        longer = listing.run(scalars, answers([first + Counter([name]), *rest]))
+        longer = listing.run(scalars, popped_values([first + Counter([name]), *others]))
         figures[f"cycles of a pass for {title}"] = float(longer.cycles - traces[0].cycles)
         figures[f"passes for {title}, of a block"] = 1 + fmean(block[name] for block in measured)
     return figures
 
 
 def thresholds(chip_name: str, dump: Path) -> list[dict]:
-    """Kernel and reference of top-k and top-p."""
+    """Compare kernel and reference of top-k and top-p."""
     import jax
 
     from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
@@ -136,14 +136,14 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     from pagoda.kernels_pallas.top_k_top_p.arg_specs import TopKTopPArgs
     from pagoda.kernels_pallas.top_k_top_p.kernel import ROWS as BLOCK
 
-    chip, place, measured, results = CHIPS[chip_name], one_chip(chip_name), passes(), []
+    chip, sharding, measured, results = CHIPS[chip_name], one_chip(chip_name), passes(), []
     for rows in ROWS:
         case, count = TopKTopPArgs(rows, VOCAB), rows // BLOCK
-        listing, vmem = compiled(dump, case, chip, place, "top_k_top_p")
+        listing, vmem = compiled(dump, case, chip, sharding, "top_k_top_p")
         figures = searched(listing, count, measured, chip)
         core, memory = figures["kernel: cycles of the core"], figures["kernel: cycles of the memory"]
         ours = memory / count + max(core, memory)
-        theirs = read_schedule(jax.jit(reference).lower(*case.arguments(place)).compile().as_text() or "").cycles
+        theirs = read_schedule(jax.jit(reference).lower(*case.arguments(sharding)).compile().as_text() or "").cycles
         title = f"top_k_top_p: {rows} rows of {VOCAB} logits on {chip_name}, top-k {TOP_K}, top-p {TOP_P}"
         figures |= {
             "kernel: microseconds": ours / chip.clock_hz * 1e6,
@@ -157,14 +157,14 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
 
 
 def products(chip_name: str, dump: Path) -> list[dict]:
-    """Kernel and XLA's ragged product, for the two products of a layer of experts."""
+    """Compare kernel and XLA's ragged dot, for the two matmuls of a layer of experts."""
     import jax
     import jax.numpy as jnp
 
     from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
-    from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose, visits
+    from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose_block_sizes, visits
 
     def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts
         def one(carry, weights):
@@ -172,34 +172,34 @@ def products(chip_name: str, dump: Path) -> list[dict]:
 
         return jax.lax.scan(one, rows, stack)[0]
 
-    chip, place, results = CHIPS[chip_name], one_chip(chip_name), []
+    chip, sharding, results = CHIPS[chip_name], one_chip(chip_name), []
     per_byte = chip.clock_hz / chip.hbm_bandwidth
     for name, case in SPECS.items():
         if "-t" not in name:
             continue
-        listing, vmem = compiled(dump, case, chip, place, "grouped_matmul")
-        blocks = choose(chip, case.rows, case.groups, case.inner, case.outer, 2)
+        listing, vmem = compiled(dump, case, chip, sharding, "grouped_matmul")
+        blocks = choose_block_sizes(chip, case.rows, case.groups, case.inner, case.outer, 2)
         tokens = int(name.rpartition("-t")[2])
         rng = np.random.default_rng(0)
         chosen = [rng.permutation(case.groups)[: case.rows // tokens] for _ in range(tokens)]
         counts = np.bincount(np.concatenate(chosen), minlength=case.groups)
-        plan, live = visits(jnp.asarray(counts, jnp.int32), case.rows, blocks.rows)
+        plan, num_visits = visits(jnp.asarray(counts, jnp.int32), case.rows, blocks.rows)
         layer = np.zeros(1, np.int32)
-        scalars = [np.asarray(live), layer, *(np.asarray(getattr(plan, field)) for field in FIELDS)]
+        scalars = [np.asarray(num_visits), layer, *(np.asarray(getattr(plan, field)) for field in FIELDS)]
         trace = listing.run(scalars)
         memory = memory_cycles(listing, trace, len(scalars), chip)
         hit = int((counts > 0).sum()) * 2 * case.parts * case.inner * case.outer
         first = 2 * case.inner * blocks.columns * per_byte
         ours = max(trace.cycles, memory) + first
         flop = 2 * case.rows * case.parts * case.inner * case.outer
-        rows, stack, _, sizes = case.arguments(place)
+        rows, stack, _, sizes = case.arguments(sharding)
         wide = (case.layers, case.groups, case.inner, case.parts * case.outer)
-        best = jax.ShapeDtypeStruct(wide, stack.dtype, sharding=place)
+        best = jax.ShapeDtypeStruct(wide, stack.dtype, sharding=sharding)
         copied = jax.jit(scanned).lower(rows, best, sizes).compile().memory_analysis().temp_size_in_bytes
         theirs = (2 * copied + hit) * per_byte
         figures = {
             "experts with tokens": float((counts > 0).sum()),
-            "visits": float(live),
+            "visits": float(num_visits),
             "kernel: cycles of the core": float(trace.cycles),
             "kernel: cycles of the memory": memory,
             "kernel: microseconds": ours / chip.clock_hz * 1e6,
@@ -214,7 +214,6 @@ def products(chip_name: str, dump: Path) -> list[dict]:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", default="v6e")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -223,14 +222,14 @@ def main() -> None:
     flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
     os.environ |= {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}  # before jax
     try:
-        found = thresholds(args.chip, dump) + products(args.chip, dump)
+        rows = thresholds(args.chip, dump) + products(args.chip, dump)
     finally:
         shutil.rmtree(dump, ignore_errors=True)
     if args.json:
         from importlib.metadata import version
 
         versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
-        text = json.dumps({"chip": args.chip, "versions": versions, "rows": found}, indent=1)
+        text = json.dumps({"chip": args.chip, "versions": versions, "rows": rows}, indent=1)
         args.json.write_text(text + "\n")
 
 

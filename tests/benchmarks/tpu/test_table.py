@@ -1,4 +1,4 @@
-"""The roofline table of the guide is that of the results beside it."""
+"""The roofline table of the guide matches the stored results."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import runpy
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = runpy.run_path(str(ROOT / "benchmarks" / "tpu_table.py"))
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = runpy.run_path(str(ROOT / "benchmarks" / "tpu" / "table.py"))
 
 
 def test_the_guide_shows_the_results() -> None:
@@ -15,7 +15,7 @@ def test_the_guide_shows_the_results() -> None:
     assert TABLE["with_table"](page, json.loads(TABLE["RESULTS"].read_text())) == page
 
 
-def test_a_line_holds_both_schedules_and_the_roofline() -> None:
+def test_a_line_has_both_schedules_and_the_roofline() -> None:
     row = {
         "program": "decode 8 rows, 8 pages",
         "xla_cycles": 1_234_567,

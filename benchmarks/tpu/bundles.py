@@ -1,12 +1,11 @@
-"""Counts the cycles of a TPU kernel by running the scalar side of its final schedule.
+"""Count the cycles of a TPU kernel by executing the scalar instructions of its final schedule.
 
-libtpu writes down a kernel as VLIW bundles. Which of them are issued, and how often, is decided by scalar registers,
-scalar memory and branches alone, and those depend on nothing but the kernel's scalar operands and the values that the
-vector unit hands over. So this module executes the scalar instructions on given operands and values (vector and matrix
-instructions are passed over) and counts bundles: one is issued per cycle. No trip count is guessed and a skipped branch
-costs nothing.
+libtpu dumps a kernel as VLIW bundles. Which bundles are issued, and how often, depends only on scalar registers, scalar
+memory and branches, and these only on the kernel's scalar operands and the values popped from the vector unit. This
+module executes the scalar instructions on given operands and values, skips vector and matrix instructions, and counts
+bundles: one is issued per cycle. Trip counts and branches are therefore exact.
 
-What a count does not hold: waiting for DMA, a full matrix unit or colliding memory banks.
+Not included: stalls on DMA, on busy matrix units and on memory bank conflicts.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import numpy as np
 
 UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 DELAY_SLOTS = 4  # bundles after a branch that are issued whether it is taken or not
-SPACE = 20  # log2 of the addresses that an operand or an allocation of scalar memory gets
-MOST = 100_000  # times that one bundle may be issued
+SPACE = 20  # log2 of the address space of an operand or an allocation of scalar memory
+MAX_ISSUES = 100_000  # per bundle
 WORD = (1 << 32) - 1
 GRANULE = 32  # bytes
 
@@ -38,22 +37,22 @@ ATOM = re.compile(r"%\w+_([sp]\d+)|#(\w+)|\$?(0x[0-9a-f]+|-?\d+(?:\.\d+(?:e[+-]?
 
 @dataclass(frozen=True)
 class Op:
-    """One scalar instruction: what it is, where its result goes, its operands as sums of (register | constant)."""
+    """One scalar instruction."""
 
     name: str
-    out: str
-    operands: tuple[tuple[str | int, ...], ...]
+    out: str  # destination register
+    operands: tuple[tuple[str | int, ...], ...]  # each a sum of registers and constants
     predicate: str | None
-    wanted: bool
+    condition: bool  # value of the predicate for which it executes
     text: str
 
 
 @dataclass
 class Trace:
-    """How often each bundle was issued, and the bytes that DMAs moved, by direction."""
+    """The result of an execution."""
 
-    issued: Counter[int] = field(default_factory=Counter)
-    moved: Counter[str] = field(default_factory=Counter)
+    issued: Counter[int] = field(default_factory=Counter)  # bundle -> times issued
+    moved: Counter[str] = field(default_factory=Counter)  # direction -> bytes moved by DMA
 
     @property
     def cycles(self) -> int:
@@ -67,7 +66,7 @@ class Trace:
 
 
 class Listing:
-    """A kernel's final bundles, read from the folder that libtpu dumped into. FileNotFoundError: no such kernel."""
+    """A kernel's final bundles, read from libtpu's dump. Raise FileNotFoundError if the kernel is not in it."""
 
     def __init__(self, dump: Path, kernel: str) -> None:
         listing = _one(dump, f"*{kernel}*-final_bundles.txt")
@@ -75,7 +74,7 @@ class Listing:
         self.use = [list(map(int, line.split())) for line in table.split("UTILIZATION:")[1].strip().splitlines()]
         self.labels: dict[str, int] = {}
         self.symbols: dict[str, int] = {}
-        self.in_vmem: dict[int, int] = {}  # operands that XLA placed in VMEM: number -> bytes
+        self.in_vmem: dict[int, int] = {}  # operands that XLA named_sharding in VMEM: number -> bytes
         self.bundles: list[tuple[Op, ...]] = []
         text = COMMENT.sub(lambda comment: comment[0].replace("\n", " "), listing.read_text())
         for match in filter(None, map(BUNDLE.match, text.splitlines())):
@@ -84,22 +83,22 @@ class Listing:
             for bits, sizes, number in VMEM_OPERAND.findall(match[1]):
                 self.in_vmem[int(number)] = prod(map(int, sizes.split(","))) * int(bits) // 8
         if len(self.use) != len(self.bundles):
-            raise RuntimeError(f"{listing.name} is misread: {len(self.bundles)} bundles of {len(self.use)} were found")
+            raise RuntimeError(f"{listing.name} cannot be parsed: {len(self.bundles)} of {len(self.use)} bundles read")
 
     def _op(self, text: str) -> Op | None:
         match = OP.match(text.strip())
         if match is None or match[2].startswith("v"):
             return None
-        rest = match[3]
-        predicate = PREDICATE.search(rest)
-        bare = COMMENT.sub("", PREDICATE.sub("", rest)).replace("]] ", "]], ").strip().strip(",")
+        arguments = match[3]
+        predicate = PREDICATE.search(arguments)
+        bare = COMMENT.sub("", PREDICATE.sub("", arguments)).replace("]] ", "]], ").strip().strip(",")
         return Op(
             match[2],
             match[1].rpartition("_")[2],
             tuple(self._sum(part) for part in bare.split(",") if part.strip()),
             predicate and predicate[2],
             predicate is None or predicate[1] == "",
-            rest,
+            arguments,
         )
 
     def _sum(self, text: str) -> tuple[str | int, ...]:
@@ -113,10 +112,10 @@ class Listing:
         return self.symbols.setdefault(symbol, len(self.symbols) + 1 << SPACE) if symbol else 0
 
     def run(self, operands: Sequence[np.ndarray], popped: np.ndarray | None = None) -> Trace:
-        """Executes the kernel on its scalar operands, 32 bits wide, in the order in which it was called with them.
+        """Execute the kernel on its 32-bit scalar operands, in call order.
 
-        popped: the values, 32 bits wide, that the scalar unit takes from the vector unit, in the order of execution;
-        without it each is 0. RuntimeError: the kernel takes more or fewer.
+        popped: the 32-bit values that the scalar unit pops from the vector unit, in execution order; by default each is
+        0. Raise RuntimeError if their number is wrong.
         """
         return _Machine(self, operands, popped).run()
 
@@ -133,27 +132,27 @@ class _Machine:
         self.trace = Trace()
 
     def run(self) -> Trace:
-        at, target, slots = 0, 0, -1
+        counter, target, slots = 0, 0, -1
         bundles, issued = self.listing.bundles, self.trace.issued
-        while at < len(bundles):
-            issued[at] += 1
-            if issued[at] > MOST:
-                raise RuntimeError(f"bundle {at} was issued {MOST} times: the scalar side is misread")
-            if bundles[at]:
-                taken = self.step(bundles[at])
+        while counter < len(bundles):
+            issued[counter] += 1
+            if issued[counter] > MAX_ISSUES:
+                raise RuntimeError(f"bundle {counter} was issued {MAX_ISSUES} times: the schedule was misparsed")
+            if bundles[counter]:
+                taken = self.step(bundles[counter])
                 if taken is not None:
                     target, slots = taken, DELAY_SLOTS + 1
             slots -= 1
-            at = target if slots == 0 else at + 1
+            counter = target if slots == 0 else counter + 1
         if self.popped:
             raise RuntimeError(f"the kernel left {len(self.popped)} of the popped values")
         return self.trace
 
     def step(self, bundle: tuple[Op, ...]) -> int | None:
-        """One bundle: all operands are read before any result is written. The target of a branch that is taken."""
+        """Execute a bundle, reading all operands before writing results. Return the target of a taken branch."""
         written, target = [], None
         for op in bundle:
-            on = op.predicate is None or bool(self.registers[op.predicate]) == op.wanted
+            on = op.predicate is None or bool(self.registers[op.predicate]) == op.condition
             if op.name == "sbr.rel":
                 region = re.search(r"\$region(\d+)", op.text)
                 target = self.listing.labels[region[1]] if on and region else target
@@ -171,7 +170,7 @@ class _Machine:
         name = op.name.split(".")[0]
         if op.name == "spop":
             return self.pop()
-        if name in PASSED_OVER:
+        if name in IGNORED:
             return None
         if name == "dma":
             return self.transfer(op)
@@ -194,15 +193,15 @@ class _Machine:
         return ARITHMETIC[name](*(self.value(x) for x in op.operands)) & WORD
 
     def pop(self) -> int:
-        """The next value from the vector unit."""
+        """Return the next value from the vector unit."""
         if self.popped is None:
             return 0
         if not self.popped:
-            raise RuntimeError("the kernel takes more popped values than were given")
+            raise RuntimeError("the kernel pops more values than were given")
         return self.popped.popleft() & WORD
 
     def transfer(self, op: Op) -> None:
-        """A DMA: only what goes to scalar memory is kept."""
+        """Execute a DMA; only data for scalar memory is copied."""
         if "done" in op.name:
             return
         named = {name: self.value(self.listing._sum(x)) for name, x in re.findall(r"/\*(\w+)=\*/([^,]+)", op.text)}
@@ -232,13 +231,13 @@ def _float(x: int) -> float:
 
 
 def _one(dump: Path, pattern: str) -> Path:
-    found = [path for path in sorted(dump.glob(pattern)) if "schedule" not in path.name]
-    if not found:
-        raise FileNotFoundError(f"this libtpu wrote no {pattern}: --xla_jf_dump_llo_text is gone or renamed")
-    return found[0]
+    paths = [path for path in sorted(dump.glob(pattern)) if "schedule" not in path.name]
+    if not paths:
+        raise FileNotFoundError(f"this libtpu wrote no {pattern}: --xla_jf_dump_llo_text was removed or renamed")
+    return paths[0]
 
 
-PASSED_OVER = {"sphi", "int_to_ptr", "sfence", "shalt", "spop", "setrngseed", "strace", "sdelay", "snop"}
+IGNORED = {"sphi", "int_to_ptr", "sfence", "shalt", "spop", "setrngseed", "strace", "sdelay", "snop"}
 READ: dict[str, Callable[[int], float]] = {"s": _signed, "u": int, "f": _float}
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,

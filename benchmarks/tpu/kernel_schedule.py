@@ -1,10 +1,10 @@
-"""What the TPU compiler's own schedule says of the attention kernel: bound by what, and how near to the roofline.
+"""Compare the attention kernel's schedule, as compiled for a TPU, with the roofline. Needs no TPU.
 
-    python benchmarks/tpu_kernel_schedule.py [--chip v6e ...] [--output-dir benchmarks/results]
+    python benchmarks/tpu/kernel_schedule.py [--chip v6e ...] [--output-dir benchmarks/results]
 
-No TPU is needed: libtpu compiles the kernel and writes down its VLIW bundles, `tpu_bundles` runs the scalar side of
-them on the scalar operands of a given batch. Cycles: bundles issued. Memory: bytes of the kernel's DMAs over the chip's
-bandwidth. The flags that write the bundles are undocumented; where no dump appears the program says so and stops.
+libtpu compiles the kernel and dumps its VLIW bundles; `bundles` executes their scalar instructions on the scalar
+operands of a batch. Cycles: bundles issued. Memory: bytes of the kernel's DMAs over the chip's bandwidth. The dump
+flags are undocumented; without a dump the program stops with an error.
 """
 
 from __future__ import annotations
@@ -35,53 +35,52 @@ class Case:
 
     @classmethod
     def decode(cls, rows: int, context: int) -> Case:
-        """`rows` sequences whose new token is their `context`-th."""
+        """Return `rows` decode sequences of `context` tokens."""
         return cls(((1, context - 1),) * rows)
 
     @classmethod
     def prefill(cls, *prompts: int) -> Case:
-        """New prompts of so many tokens."""
+        """Return new prompts of these lengths."""
         return cls(tuple((tokens, 0) for tokens in prompts))
 
     @property
     def decodes(self) -> bool:
-        """Whether there are decode rows only."""
+        """True if all sequences are decode rows."""
         return all(new == 1 for new, _ in self.seqs)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a token that it may see."""
+        """Return the number of unmasked (query, key) pairs."""
         return sum(new * before + new * (new + 1) // 2 for new, before in self.seqs)
 
 
 class Figures(NamedTuple):
-    """Of one call: bundles that one core issues, bytes between HBM and VMEM."""
+    """Figures of one call on one TensorCore."""
 
-    cycles: int
-    hbm_bytes: int
+    cycles: int  # bundles issued
+    hbm_bytes: int  # between HBM and VMEM
 
 
 def kernel_cycles(
     chip: str, heads: int, kv_heads: int, case: Case, *, head_dim: int = 128, dtype: str = "bfloat16"
 ) -> Figures:
-    """One call of `ragged_paged_attention` on one device with `heads` query and `kv_heads` KV heads of `head_dim`.
+    """Return the figures of one call of `ragged_paged_attention` on one device. Takes about 20 s; cached per process.
 
-    chip: v5e, v5p or v6e. dtype: of the cache, in pages of 128 tokens. How the figure is made: libtpu compiles the
-    kernel for the chip, in a process of its own, and dumps the final bundles; the scalar instructions among them are
-    executed on the batch's scalar operands (page table, lengths), which decides every branch and trip count exactly; a
-    bundle issued is a cycle. A batch with prompts runs both variants, the decode variant finding no rows. hbm_bytes:
-    sizes of the DMAs so executed, q, output and new K and V counted once. Both are for one TensorCore: the kernel uses
-    one even where a device has two (v5p). Time on the device is at least max(cycles / chip.clock_hz, hbm_bytes /
-    chip.hbm_bandwidth); waiting for the first fetch (about 2 us) and for busy matrix units is not in it.
-    RuntimeError: the compiler failed or dumped nothing. Takes about 20 s, remembered within a process.
+    chip: v5e, v5p or v6e. dtype: of the cache, in pages of 128 tokens. libtpu compiles the kernel for the chip in a
+    subprocess and dumps the final bundles; their scalar instructions are executed on the batch's scalar operands (page
+    table, lengths), which determines every branch and trip count. A batch with prompts runs both variants. hbm_bytes:
+    sizes of the executed DMAs, with q, output and new K and V counted once. The kernel uses one TensorCore, also on
+    devices with two (v5p). Time on the device is at least max(cycles / chip.clock_hz, hbm_bytes / chip.hbm_bandwidth),
+    without the wait for the first fetch (about 2 us) and for busy matrix units.
+    Raise RuntimeError if the compiler failed or dumped nothing.
     """
-    found = measure(chip, heads, kv_heads, case, head_dim, dtype)
-    return Figures(found["cycles"], found["hbm_bytes"])
+    figures = measure(chip, heads, kv_heads, case, head_dim, dtype)
+    return Figures(figures["cycles"], figures["hbm_bytes"])
 
 
 @functools.cache
 def measure(chip: str, heads: int, kv_heads: int, case: Case, head_dim: int = 128, dtype: str = "bfloat16") -> dict:
-    """All that is known of a call, by name; see `kernel_cycles`."""
+    """Return all figures of a call by name; see `kernel_cycles`."""
     dump = Path(tempfile.mkdtemp(prefix="llo-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
     environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -97,37 +96,37 @@ def measure(chip: str, heads: int, kv_heads: int, case: Case, head_dim: int = 12
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def work(dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str) -> dict:
-    """In a process whose libtpu dumps: compiles the variants that the batch runs, and counts."""
+def run_worker(dump: str, chip: str, heads: int, kv_heads: int, seqs: Any, head_dim: int, dtype: str) -> dict:
+    """In a process whose libtpu dumps: compile the variants the batch runs and count."""
     from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 
     case = Case(tuple(map(tuple, seqs)))
     layout = PagedKvLayout(kv_heads, head_dim, dtype, PAGE)
-    found = [variant(Path(dump), chip, heads, layout, case, decode=True)]
+    variants = [variant(Path(dump), chip, heads, layout, case, decode=True)]
     if not case.decodes:
-        found.append(variant(Path(dump), chip, heads, layout, case, decode=False))
-    whole = {name: sum(each[name] for each in found) for name in ("cycles", "hbm_bytes", "mxu", "spill")}
-    return whole | {name: found[-1][name] for name in ("blocks", "vmem_mib")}
+        variants.append(variant(Path(dump), chip, heads, layout, case, decode=False))
+    total = {name: sum(each[name] for each in variants) for name in ("cycles", "hbm_bytes", "mxu", "spill")}
+    return total | {name: variants[-1][name] for name in ("blocks", "vmem_mib")}
 
 
 def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, decode: bool) -> dict:
-    """One of the kernel's two variants over the batch."""
+    """Return the figures of one variant of the kernel over the batch."""
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from tpu_bundles import Listing
+    from bundles import Listing
 
     from pagoda.kernels_pallas.aot import facts, one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.ragged_paged_attention import call
     from pagoda.kernels_pallas.ragged_paged_attention.arguments import make_knobs
-    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose
+    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes
 
     sharding, chip = one_chip(chip_name), CHIPS[chip_name]
     group = heads // layout.kv_heads * layout.heads_per_row
     rows = max(SEQS, len(case.seqs)) if decode else sum(new for new, _ in case.seqs)
     batch = batch_of(case)
-    blocks = choose(chip, layout, group, batch.page_table.shape[1], rows, decode=decode)
+    blocks = choose_block_sizes(chip, layout, group, batch.page_table.shape[1], rows, decode=decode)
 
     def run(cache: Any, q: Any, new: Any, batch: Any) -> Any:
         return call.variant(
@@ -148,12 +147,12 @@ def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, 
     listing = Listing(dump, f"attention_{'decode' if decode else 'mixed'}")
     knobs = make_knobs(1.0, None, None, None, None, None)
     tiles = -(-rows // blocks.queries)
-    scalars, live = call.scalar_arguments(jnp.int32(0), batch, knobs, blocks.queries, tiles, decode=decode)
-    trace = listing.run([np.asarray(x) for x in (live, *vars(scalars).values())])
+    scalars, num_tiles = call.scalar_arguments(jnp.int32(0), batch, knobs, blocks.queries, tiles, decode=decode)
+    trace = listing.run([np.asarray(x) for x in (num_tiles, *vars(scalars).values())])
     moved = sum(size for way, size in trace.moved.items() if "hbm" in way)
     resident = sum(size for number, size in listing.in_vmem.items() if number > len(vars(scalars)))
     use = {unit: trace.use(listing, unit) for unit in ("MATMUL", "FILL", "SPILL")}
-    busy = int(live) > 0
+    busy = int(num_tiles) > 0
     return {
         "cycles": trace.cycles,
         "hbm_bytes": moved + resident * busy,
@@ -165,7 +164,7 @@ def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, 
 
 
 def batch_of(case: Case) -> Any:
-    """The batch as the kernel takes it, padded to at least `SEQS` sequences."""
+    """Return the kernel's batch arguments, padded to at least `SEQS` sequences."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -190,52 +189,51 @@ MORE = [("8B", "decode 64 x 1024", "int8"), ("8B", "decode 64 x 1024", "float8_e
 
 
 def row(chip_name: str, size: str, case_name: str, dtype: str = "bfloat16") -> dict[str, Any]:
-    """One line of the table: the call against both roofs of one core, the kernel's own and the causally necessary."""
+    """Return one row of the table: the call against the HBM and MXU rooflines of one core."""
     from pagoda.kernels_pallas.chips import CHIPS
 
     chip, case, (heads, kv_heads) = CHIPS[chip_name], CASES[case_name], HEADS[size]
-    found = measure(chip_name, heads, kv_heads, case, dtype=dtype)
-    memory = found["hbm_bytes"] / chip.hbm_bandwidth * chip.clock_hz
+    figures = measure(chip_name, heads, kv_heads, case, dtype=dtype)
+    memory = figures["hbm_bytes"] / chip.hbm_bandwidth * chip.clock_hz
     needed = 4 * heads * 128 * case.pairs / chip.flops_per_cycle
-    least = max(found["cycles"], memory) + DMA_LATENCY_S * chip.clock_hz
+    least = max(figures["cycles"], memory) + DMA_LATENCY_S * chip.clock_hz
     return {
         "heads": f"{size}: {heads} on {kv_heads} of 128",
         "case": case_name,
         "cache": dtype,
-        "cycles of the core": found["cycles"],
+        "cycles of the core": figures["cycles"],
         "cycles of the memory at peak": round(memory),
         "cycles of the necessary FLOP at peak": round(needed),
-        "bound by": "HBM" if memory > found["cycles"] else "core",
+        "bound by": "HBM" if memory > figures["cycles"] else "core",
         "share of the HBM roofline": round(memory / least, 3),
         "share of the MXU roofline": round(needed / least, 3),
         "microseconds": round(least / chip.clock_hz * 1e6, 1),
-        "words spilled or filled per cycle": round(found["spill"] / found["cycles"], 3),
-        "VMEM, MiB": round(found["vmem_mib"], 2),
-        "blocks": found["blocks"],
+        "words spilled or filled per cycle": round(figures["spill"] / figures["cycles"], 3),
+        "VMEM, MiB": round(figures["vmem_mib"], 2),
+        "blocks": figures["blocks"],
     }
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", nargs="*", default=["v6e", "v5e", "v5p"])
     parser.add_argument("--output-dir", type=Path, help="also write tpu-kernel-CHIP.json there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(work(*json.loads(args.worker))))
+        print(json.dumps(run_worker(*json.loads(args.worker))))
         return
     for chip in args.chip:
         print(f"\n{chip}")
-        found = []
-        for wanted in [(size, case, "bfloat16") for size in HEADS for case in CASES] + MORE:
-            found.append(row(chip, *wanted))
-            print("  " + ", ".join(f"{key} {value}" for key, value in found[-1].items()), flush=True)
+        rows = []
+        for case in [(size, name, "bfloat16") for size in HEADS for name in CASES] + MORE:
+            rows.append(row(chip, *case))
+            print("  " + ", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
         if args.output_dir:
             from importlib.metadata import version
 
             versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
-            text = json.dumps({"chip": chip, "versions": versions, "rows": found}, indent=1)
+            text = json.dumps({"chip": chip, "versions": versions, "rows": rows}, indent=1)
             (args.output_dir / f"tpu-kernel-{chip}.json").write_text(text + "\n")
 
 

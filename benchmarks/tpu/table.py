@@ -1,6 +1,6 @@
-"""Writes the table of docs/guides/tpu.md from the file that tpu_roofline.py made.
+"""Write the table of docs/guides/tpu.md from the output of roofline.py.
 
-usage: python benchmarks/tpu_table.py [RESULTS.json]
+usage: python benchmarks/tpu/table.py [RESULTS.json]
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "tpu-roofline.json"
-PAGE = HERE.parent / "docs" / "guides" / "tpu.md"
-FENCE = ("<!-- roofline: written by benchmarks/tpu_table.py -->", "<!-- end of roofline -->")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "tpu-roofline.json"
+PAGE = ROOT / "docs" / "guides" / "tpu.md"
+FENCE = ("<!-- roofline: written by benchmarks/tpu/table.py -->", "<!-- end of roofline -->")
 TITLES = {
     "8b-v6e": "Llama-3-8B shapes on one v6e",
     "8b-v5p": "Llama-3-8B shapes on one v5p (two cores)",
@@ -34,19 +34,18 @@ COLUMNS = (
 
 
 def main() -> None:
-    """The command."""
     record = json.loads(Path(sys.argv[1]).read_text() if sys.argv[1:] else RESULTS.read_text())
     PAGE.write_text(with_table(PAGE.read_text(), record))
 
 
 def with_table(page: str, record: dict[str, Any]) -> str:
-    """The page with the record's tables between the fences."""
-    head, rest = page.split(FENCE[0])
-    return f"{head}{FENCE[0]}\n{tables(record)}\n{FENCE[1]}{rest.split(FENCE[1])[1]}"
+    """Return the page with the record's tables between the fences."""
+    head, tail = page.split(FENCE[0])
+    return f"{head}{FENCE[0]}\n{tables(record)}\n{FENCE[1]}{tail.split(FENCE[1])[1]}"
 
 
 def tables(record: dict[str, Any]) -> str:
-    """A Markdown table per case, with the versions that made it."""
+    """Return a Markdown table per case, with the versions that made it."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     parts = [f"{versions}; decode at {record['context']} tokens of context, prompts of {record['prompt']}."]
     for name, rows in record["cases"].items():
@@ -62,7 +61,7 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One program."""
+    """Return one program's row."""
     cells = (
         row["program"].rsplit(",", 1)[0],
         f"{row['xla_cycles'] / 1000:.0f}",
