@@ -109,8 +109,7 @@ class CompileConfig:
         aliases=("-tp",),
     )
     budget_only: bool = option(
-        False,
-        "Compile the largest program of each kind only: enough for the memory budget, not for --output.",
+        False, "Compile the largest program of each kind only: enough for the memory budget, not for --output."
     )
     output: str | None = option(
         None,

@@ -177,10 +177,7 @@ class DeprecatedConfig:
         accepts=("recompute",),
     )
     enable_reasoning: bool | None = option(
-        None,
-        "Enable reasoning output.",
-        deprecated="--reasoning-parser",
-        no_effect="--reasoning-parser enables it",
+        None, "Enable reasoning output.", deprecated="--reasoning-parser", no_effect="--reasoning-parser enables it"
     )
     override_neuron_config: Mapping[str, Any] = option(
         {}, "Overrides of the Neuron configuration as JSON.", parse=json_object, no_effect="there is no Neuron backend"

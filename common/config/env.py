@@ -101,7 +101,7 @@ _NO_SCALE_CONSTANTS: Final = "KV cache scales are calibrated by --calculate-kv-s
 _NO_TENSORIZER: Final = "tensorizer checkpoints are not supported; use safetensors"
 
 
-def _no_effect(name: str, help: str, reason: str, *, shared: bool = False) -> EnvVar:
+def _unused(name: str, help: str, reason: str, *, shared: bool = False) -> EnvVar:
     return EnvVar(name, help, status="no effect", reason=reason, shared=shared)
 
 
@@ -110,62 +110,60 @@ def _refused(name: str, help: str, reason: str, accepts: tuple[str, ...] = OFF) 
 
 
 _BUILD: Final = (
-    _no_effect("VLLM_TARGET_DEVICE", "Target device of the build.", f"{_NO_BUILD}; use --backend at run time"),
-    _no_effect("MAX_JOBS", "Maximum number of parallel compile jobs.", _NO_BUILD, shared=True),
-    _no_effect("NVCC_THREADS", "Number of nvcc threads.", _NO_BUILD, shared=True),
-    _no_effect("VLLM_USE_PRECOMPILED", "Use precompiled binaries for the build.", _NO_BUILD),
-    _no_effect("VLLM_TEST_USE_PRECOMPILED_NIGHTLY_WHEEL", "Use precompiled nightly binaries.", _NO_BUILD),
-    _no_effect("CMAKE_BUILD_TYPE", "CMake build type.", _NO_BUILD, shared=True),
-    _no_effect("VERBOSE", "Verbose build output.", _NO_BUILD, shared=True),
-    _no_effect("CUDA_HOME", "Directory of the CUDA toolkit.", _NO_BUILD, shared=True),
+    _unused("VLLM_TARGET_DEVICE", "Target device of the build.", f"{_NO_BUILD}; use --backend at run time"),
+    _unused("MAX_JOBS", "Maximum number of parallel compile jobs.", _NO_BUILD, shared=True),
+    _unused("NVCC_THREADS", "Number of nvcc threads.", _NO_BUILD, shared=True),
+    _unused("VLLM_USE_PRECOMPILED", "Use precompiled binaries for the build.", _NO_BUILD),
+    _unused("VLLM_TEST_USE_PRECOMPILED_NIGHTLY_WHEEL", "Use precompiled nightly binaries.", _NO_BUILD),
+    _unused("CMAKE_BUILD_TYPE", "CMake build type.", _NO_BUILD, shared=True),
+    _unused("VERBOSE", "Verbose build output.", _NO_BUILD, shared=True),
+    _unused("CUDA_HOME", "Directory of the CUDA toolkit.", _NO_BUILD, shared=True),
 )
 _PATHS: Final = (
-    _no_effect(
-        "VLLM_CONFIG_ROOT", "Directory of configuration files.", "no default file is read; name one with --config"
-    ),
-    _no_effect(
+    _unused("VLLM_CONFIG_ROOT", "Directory of configuration files.", "no default file is read; name one with --config"),
+    _unused(
         "VLLM_CACHE_ROOT",
         "Root directory of caches.",
         "use --download-dir or HF_HOME, and --xla-cache-path for programs",
     ),
-    _no_effect("VLLM_ASSETS_CACHE", "Directory of downloaded assets.", "no assets are downloaded"),
-    _no_effect("VLLM_TORCH_PROFILER_DIR", "Output directory of torch profiles.", "no built-in profiler; use py-spy"),
+    _unused("VLLM_ASSETS_CACHE", "Directory of downloaded assets.", "no assets are downloaded"),
+    _unused("VLLM_TORCH_PROFILER_DIR", "Output directory of torch profiles.", "no built-in profiler; use py-spy"),
 )
 _DISTRIBUTED: Final = (
-    _no_effect(
+    _unused(
         "VLLM_HOST_IP", "IP address of this node for internal communication.", f"{_UNIX_SOCKETS}; use --master-addr"
     ),
-    _no_effect("VLLM_PORT", "Port for internal communication.", f"{_UNIX_SOCKETS}; use --master-port or --port"),
-    _no_effect(
+    _unused("VLLM_PORT", "Port for internal communication.", f"{_UNIX_SOCKETS}; use --master-port or --port"),
+    _unused(
         "VLLM_RINGBUFFER_WARNING_INTERVAL", "Interval of warnings about a full ring buffer.", "there is no ring buffer"
     ),
-    _no_effect("VLLM_NCCL_SO_PATH", "Path of the NCCL library.", "PyTorch's NCCL is used"),
-    _no_effect(
+    _unused("VLLM_NCCL_SO_PATH", "Path of the NCCL library.", "PyTorch's NCCL is used"),
+    _unused(
         "LD_LIBRARY_PATH",
         "Search path of shared libraries.",
         "it is read by the dynamic linker, not by pagoda",
         shared=True,
     ),
-    _no_effect(
+    _unused(
         "LOCAL_RANK", "Rank of a process on its node.", "the engine starts its ranks and numbers them", shared=True
     ),
-    _no_effect("CUDA_VISIBLE_DEVICES", "GPUs visible to the process.", _BY_CUDA, shared=True),
-    _no_effect("VLLM_PP_LAYER_PARTITION", "Layers per pipeline stage.", "there is no pipeline parallelism"),
-    _no_effect("VLLM_SKIP_P2P_CHECK", "Skip the GPU peer-to-peer check.", "there is no such check"),
-    _no_effect("VLLM_CUDART_SO_PATH", "Path of the CUDA runtime library.", "PyTorch's CUDA runtime is used"),
+    _unused("CUDA_VISIBLE_DEVICES", "GPUs visible to the process.", _BY_CUDA, shared=True),
+    _unused("VLLM_PP_LAYER_PARTITION", "Layers per pipeline stage.", "there is no pipeline parallelism"),
+    _unused("VLLM_SKIP_P2P_CHECK", "Skip the GPU peer-to-peer check.", "there is no such check"),
+    _unused("VLLM_CUDART_SO_PATH", "Path of the CUDA runtime library.", "PyTorch's CUDA runtime is used"),
     _refused("VLLM_DP_RANK", "Data-parallel rank of this process.", _ONE_ENGINE, ("", "0")),
     _refused("VLLM_DP_SIZE", "Data-parallel size.", _ONE_ENGINE, ("", "1")),
-    _no_effect("VLLM_DP_MASTER_IP", "IP address of the data-parallel master.", _NO_DP_RANKS),
-    _no_effect("VLLM_DP_MASTER_PORT", "Port of the data-parallel master.", _NO_DP_RANKS),
-    _no_effect("VLLM_USE_RAY_SPMD_WORKER", "Use Ray SPMD workers.", _NO_COMPILED_DAG),
-    _no_effect("VLLM_USE_RAY_COMPILED_DAG", "Use Ray Compiled Graphs.", _NO_COMPILED_DAG),
-    _no_effect("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", "Use NCCL in Ray Compiled Graphs.", _NO_COMPILED_DAG),
-    _no_effect(
+    _unused("VLLM_DP_MASTER_IP", "IP address of the data-parallel master.", _NO_DP_RANKS),
+    _unused("VLLM_DP_MASTER_PORT", "Port of the data-parallel master.", _NO_DP_RANKS),
+    _unused("VLLM_USE_RAY_SPMD_WORKER", "Use Ray SPMD workers.", _NO_COMPILED_DAG),
+    _unused("VLLM_USE_RAY_COMPILED_DAG", "Use Ray Compiled Graphs.", _NO_COMPILED_DAG),
+    _unused("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", "Use NCCL in Ray Compiled Graphs.", _NO_COMPILED_DAG),
+    _unused(
         "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM", "Overlap communication in Ray Compiled Graphs.", _NO_COMPILED_DAG
     ),
-    _no_effect("VLLM_RAY_PER_WORKER_GPUS", "Number of GPUs per Ray worker.", _ONE_ACTOR_PER_GPU),
-    _no_effect("VLLM_RAY_BUNDLE_INDICES", "Placement group bundle of each Ray worker.", _ONE_ACTOR_PER_GPU),
-    _no_effect("VLLM_RAY_DP_PACK_STRATEGY", "Placement of data-parallel ranks by Ray.", _NO_DP_RANKS),
+    _unused("VLLM_RAY_PER_WORKER_GPUS", "Number of GPUs per Ray worker.", _ONE_ACTOR_PER_GPU),
+    _unused("VLLM_RAY_BUNDLE_INDICES", "Placement group bundle of each Ray worker.", _ONE_ACTOR_PER_GPU),
+    _unused("VLLM_RAY_DP_PACK_STRATEGY", "Placement of data-parallel ranks by Ray.", _NO_DP_RANKS),
 )
 _MODEL: Final = (
     _refused(
@@ -173,95 +171,89 @@ _MODEL: Final = (
         "Download models from ModelScope.",
         "models come from the Hugging Face Hub; download the model yourself and pass its directory",
     ),
-    _no_effect("S3_ACCESS_KEY_ID", "S3 access key id, for tensorizer.", _NO_TENSORIZER, shared=True),
-    _no_effect("S3_SECRET_ACCESS_KEY", "S3 secret access key, for tensorizer.", _NO_TENSORIZER, shared=True),
-    _no_effect("S3_ENDPOINT_URL", "S3 endpoint URL, for tensorizer.", _NO_TENSORIZER, shared=True),
-    _no_effect("VLLM_CI_USE_S3", "Download test models from S3.", "the tests generate their models"),
-    _no_effect(
+    _unused("S3_ACCESS_KEY_ID", "S3 access key id, for tensorizer.", _NO_TENSORIZER, shared=True),
+    _unused("S3_SECRET_ACCESS_KEY", "S3 secret access key, for tensorizer.", _NO_TENSORIZER, shared=True),
+    _unused("S3_ENDPOINT_URL", "S3 endpoint URL, for tensorizer.", _NO_TENSORIZER, shared=True),
+    _unused("VLLM_CI_USE_S3", "Download test models from S3.", "the tests generate their models"),
+    _unused(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "Allow loading LoRA adapters at run time.", "LoRA is not in this version"
     ),
 )
 _USAGE: Final = (
-    _no_effect("VLLM_USAGE_STATS_SERVER", "URL that usage data is sent to.", _NO_USAGE_DATA),
-    _no_effect("VLLM_NO_USAGE_STATS", "Disable usage data collection.", _NO_USAGE_DATA),
-    _no_effect("VLLM_DO_NOT_TRACK", "Disable usage data collection.", _NO_USAGE_DATA),
-    _no_effect("VLLM_USAGE_SOURCE", "Source reported in usage data.", _NO_USAGE_DATA),
+    _unused("VLLM_USAGE_STATS_SERVER", "URL that usage data is sent to.", _NO_USAGE_DATA),
+    _unused("VLLM_NO_USAGE_STATS", "Disable usage data collection.", _NO_USAGE_DATA),
+    _unused("VLLM_DO_NOT_TRACK", "Disable usage data collection.", _NO_USAGE_DATA),
+    _unused("VLLM_USAGE_SOURCE", "Source reported in usage data.", _NO_USAGE_DATA),
 )
 _LOGS: Final = (
-    _no_effect("VLLM_TRACE_FUNCTION", "Trace function calls.", "use `python -m trace` or py-spy"),
-    _no_effect(
+    _unused("VLLM_TRACE_FUNCTION", "Trace function calls.", "use `python -m trace` or py-spy"),
+    _unused(
         "VLLM_NO_DEPRECATION_WARNING",
         "Disable deprecation warnings.",
         "each deprecated flag is warned about once, at start-up; use the flag named in the warning",
     ),
 )
 _KERNELS: Final = (
-    _no_effect("VLLM_USE_TRITON_FLASH_ATTN", "Use Triton FlashAttention.", _ATTENTION_FLAG),
-    _no_effect("VLLM_FLASH_ATTN_VERSION", "FlashAttention version.", _ATTENTION_FLAG),
-    _no_effect("VLLM_FLASHINFER_FORCE_TENSOR_CORES", "Force tensor cores in FlashInfer.", _ATTENTION_FLAG),
-    _no_effect(
+    _unused("VLLM_USE_TRITON_FLASH_ATTN", "Use Triton FlashAttention.", _ATTENTION_FLAG),
+    _unused("VLLM_FLASH_ATTN_VERSION", "FlashAttention version.", _ATTENTION_FLAG),
+    _unused("VLLM_FLASHINFER_FORCE_TENSOR_CORES", "Force tensor cores in FlashInfer.", _ATTENTION_FLAG),
+    _unused(
         "VLLM_MLA_DISABLE", "Disable multi-head latent attention (MLA).", "no supported model uses latent attention"
     ),
-    _no_effect("VLLM_USE_FLASHINFER_SAMPLER", "Use the FlashInfer sampler.", "sampling is the same on every backend"),
-    _no_effect("VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE", "Capture full graphs in Dynamo.", "torch.compile is not used"),
-    _no_effect("VLLM_FUSED_MOE_CHUNK_SIZE", "Tokens per chunk of fused MoE.", "MoE layers are not chunked"),
-    _no_effect(
+    _unused("VLLM_USE_FLASHINFER_SAMPLER", "Use the FlashInfer sampler.", "sampling is the same on every backend"),
+    _unused("VLLM_TEST_DYNAMO_FULLGRAPH_CAPTURE", "Capture full graphs in Dynamo.", "torch.compile is not used"),
+    _unused("VLLM_FUSED_MOE_CHUNK_SIZE", "Tokens per chunk of fused MoE.", "MoE layers are not chunked"),
+    _unused(
         "VLLM_ENABLE_MOE_ALIGN_BLOCK_SIZE_TRITON", "Use Triton for MoE token alignment.", "there is one implementation"
     ),
-    _no_effect("VLLM_TEST_FORCE_FP8_MARLIN", "Force Marlin kernels for FP8.", "Marlin kernels are not used"),
-    _no_effect("VLLM_MARLIN_USE_ATOMIC_ADD", "Use atomic add in Marlin kernels.", "Marlin kernels are not used"),
-    _no_effect(
-        "VLLM_USE_TRITON_AWQ", "Use Triton AWQ kernels.", "AWQ is not supported; serve a GGUF file of the model"
-    ),
-    _no_effect("VLLM_DISABLED_KERNELS", "Quantisation kernels to disable.", "there is one kernel per operation"),
-    _no_effect("VLLM_ROCM_FP8_PADDING", "Pad FP8 weights on ROCm.", "there is no ROCm backend"),
-    _no_effect("Q_SCALE_CONSTANT", "Divisor of the query scale.", _NO_SCALE_CONSTANTS),
-    _no_effect("K_SCALE_CONSTANT", "Divisor of the key scale.", _NO_SCALE_CONSTANTS),
-    _no_effect("V_SCALE_CONSTANT", "Divisor of the value scale.", _NO_SCALE_CONSTANTS),
+    _unused("VLLM_TEST_FORCE_FP8_MARLIN", "Force Marlin kernels for FP8.", "Marlin kernels are not used"),
+    _unused("VLLM_MARLIN_USE_ATOMIC_ADD", "Use atomic add in Marlin kernels.", "Marlin kernels are not used"),
+    _unused("VLLM_USE_TRITON_AWQ", "Use Triton AWQ kernels.", "AWQ is not supported; serve a GGUF file of the model"),
+    _unused("VLLM_DISABLED_KERNELS", "Quantisation kernels to disable.", "there is one kernel per operation"),
+    _unused("VLLM_ROCM_FP8_PADDING", "Pad FP8 weights on ROCm.", "there is no ROCm backend"),
+    _unused("Q_SCALE_CONSTANT", "Divisor of the query scale.", _NO_SCALE_CONSTANTS),
+    _unused("K_SCALE_CONSTANT", "Divisor of the key scale.", _NO_SCALE_CONSTANTS),
+    _unused("V_SCALE_CONSTANT", "Divisor of the value scale.", _NO_SCALE_CONSTANTS),
 )
 _PLATFORMS: Final = (
-    _no_effect("VLLM_CPU_MOE_PREPACK", "Prepack MoE weights on CPUs.", "the CPU backend prepacks weights itself"),
-    _no_effect("VLLM_OPENVINO_DEVICE", "OpenVINO device.", _NO_OPENVINO),
-    _no_effect("VLLM_OPENVINO_KVCACHE_SPACE", "KV cache size of OpenVINO, in GiB.", _NO_OPENVINO),
-    _no_effect("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", "KV cache data type of OpenVINO.", _NO_OPENVINO),
-    _no_effect("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", "Compress weights in OpenVINO.", _NO_OPENVINO),
-    _no_effect(
-        "VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH", "Contiguous KV cache fetch on Gaudi.", "there is no Gaudi backend"
-    ),
-    _no_effect(
+    _unused("VLLM_CPU_MOE_PREPACK", "Prepack MoE weights on CPUs.", "the CPU backend prepacks weights itself"),
+    _unused("VLLM_OPENVINO_DEVICE", "OpenVINO device.", _NO_OPENVINO),
+    _unused("VLLM_OPENVINO_KVCACHE_SPACE", "KV cache size of OpenVINO, in GiB.", _NO_OPENVINO),
+    _unused("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", "KV cache data type of OpenVINO.", _NO_OPENVINO),
+    _unused("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", "Compress weights in OpenVINO.", _NO_OPENVINO),
+    _unused("VLLM_USE_HPU_CONTIGUOUS_CACHE_FETCH", "Contiguous KV cache fetch on Gaudi.", "there is no Gaudi backend"),
+    _unused(
         "VLLM_TPU_DISABLE_TOPK_TOPP_OPTIMIZATION",
         "Disable approximate top-k and top-p on TPUs.",
         "top-k and top-p are always exact",
     ),
 )
 _ENGINE: Final = (
-    _no_effect("VLLM_USE_V1", "Use the V1 engine.", "there is one engine, which follows V1"),
-    _no_effect(
+    _unused("VLLM_USE_V1", "Use the V1 engine.", "there is one engine, which follows V1"),
+    _unused(
         "VLLM_ENABLE_V1_MULTIPROCESSING",
         "Run the engine of LLM in a separate process.",
         "LLM runs its engine in the caller's process, serve in a separate one (see --disable-frontend-multiprocessing)",
     ),
-    _no_effect(
+    _unused(
         "VLLM_WORKER_MULTIPROC_METHOD", "Start method of worker processes.", "processes are always started, not forked"
     ),
-    _no_effect(
-        "VLLM_LOGITS_PROCESSOR_THREADS", "Threads of logits processors.", "logits processors run inside the step"
-    ),
-    _no_effect(
+    _unused("VLLM_LOGITS_PROCESSOR_THREADS", "Threads of logits processors.", "logits processors run inside the step"),
+    _unused(
         "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE",
         "Requests per output processing task.",
         "all outputs of a step are processed in one task",
     ),
-    _no_effect("VLLM_V0_USE_OUTLINES_CACHE", "Use the outlines disk cache.", "outlines is not used"),
+    _unused("VLLM_V0_USE_OUTLINES_CACHE", "Use the outlines disk cache.", "outlines is not used"),
 )
 _MEDIA: Final = (
-    _no_effect("VLLM_IMAGE_FETCH_TIMEOUT", "Timeout for fetching an image, in seconds.", _TEXT_ONLY),
-    _no_effect("VLLM_VIDEO_FETCH_TIMEOUT", "Timeout for fetching a video, in seconds.", _TEXT_ONLY),
-    _no_effect("VLLM_AUDIO_FETCH_TIMEOUT", "Timeout for fetching audio, in seconds.", _TEXT_ONLY),
-    _no_effect("VLLM_MM_INPUT_CACHE_GIB", "Size of the multimodal input cache, in GiB.", _TEXT_ONLY),
+    _unused("VLLM_IMAGE_FETCH_TIMEOUT", "Timeout for fetching an image, in seconds.", _TEXT_ONLY),
+    _unused("VLLM_VIDEO_FETCH_TIMEOUT", "Timeout for fetching a video, in seconds.", _TEXT_ONLY),
+    _unused("VLLM_AUDIO_FETCH_TIMEOUT", "Timeout for fetching audio, in seconds.", _TEXT_ONLY),
+    _unused("VLLM_MM_INPUT_CACHE_GIB", "Size of the multimodal input cache, in GiB.", _TEXT_ONLY),
 )
 _OWN: Final = (
-    _no_effect("PAGODA_TEST_MODEL", "Checkpoint for pagoda's test suite.", "only the tests read it", shared=True),
+    _unused("PAGODA_TEST_MODEL", "Checkpoint for pagoda's test suite.", "only the tests read it", shared=True),
 )
 
 _WITHOUT_EFFECT: Final = (

@@ -46,7 +46,7 @@ class _ContentBlock:
 
 
 class MessagesBuilder:
-    """Builds one message and its stream events. Implements http.answer.ResponseBuilder."""
+    """Builds one message and its stream events. Implements ResponseBuilder."""
 
     def __init__(
         self,

@@ -73,7 +73,8 @@ async def generative_scoring(request: Request) -> Response:
     prompts = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompt_ids]
     generation = Generation(state, request_id, prompts, params, priority=body.priority)
     try:
-        outputs = await until_left(request.receive, state.stopping, _collect(generation.outputs(), len(prompts)))
+        running = _collect(generation.outputs(), len(prompts))
+        outputs = await until_left(request.receive, state.stopping, running)
     except RequestError as error:
         raise body.in_own_names(error) from None
     usage = Usage(details=state.config.enable_prompt_tokens_details)

@@ -45,9 +45,7 @@ class LatencyConfig:
     disable_detokenize: bool = option(False, "Disable detokenisation.")
     output_json: str | None = option(None, "Output file for the results, as JSON.")
     use_beam_search: bool = option(
-        False,
-        "Use beam search.",
-        refused="beam search is not benchmarked; use --n for several sequences per prompt",
+        False, "Use beam search.", refused="beam search is not benchmarked; use --n for several sequences per prompt"
     )
     profile: bool = option(False, "Profile one batch with the built-in profiler.", refused=_NO_PROFILER)
 

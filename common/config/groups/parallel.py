@@ -109,9 +109,7 @@ class ParallelConfig:
         no_effect="there is no custom all-reduce kernel: GPUs use NCCL, TPUs use XLA",
     )
     worker_cls: str = option(
-        "auto",
-        "Worker class.",
-        refused="worker classes are not supported; name a device backend with --backend",
+        "auto", "Worker class.", refused="worker classes are not supported; name a device backend with --backend"
     )
     worker_extension_cls: str = option(
         "",

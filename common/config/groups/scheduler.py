@@ -22,8 +22,7 @@ class SchedulerConfig:
     )
     max_num_seqs: int | None = option(None, "Maximum number of sequences per step; default: by platform and use.")
     max_num_queued_reqs: int | None = option(
-        None,
-        "Maximum in-flight sequences (running + queued); further requests get HTTP 429. Default: unlimited.",
+        None, "Maximum in-flight sequences (running + queued); further requests get HTTP 429. Default: unlimited."
     )
     max_num_partial_prefills: int = option(1, "Maximum number of concurrent partial prefills.", refused=_NO_LIMIT)
     max_long_partial_prefills: int = option(

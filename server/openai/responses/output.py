@@ -174,7 +174,7 @@ class ResponseView:
 
 
 class ResponsesBuilder:
-    """Builds one response. Implements http.answer.ResponseBuilder."""
+    """Builds one response. Implements ResponseBuilder."""
 
     def __init__(
         self,
