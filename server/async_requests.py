@@ -18,7 +18,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
-from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType
+from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, Prompt, PromptType
 from pagoda.server.processing.output_processor import OutputProcessor, PoolingProcessor
 from pagoda.server.processing.pooling_inputs import PoolingInputs, PreparedPooling
 from pagoda.server.processing.request_stream import RequestStream
@@ -174,9 +174,13 @@ class AsyncInputs:
         self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int
     ) -> PreparedRequest:
         """One engine request per answer. Raises RequestError."""
-        given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        embedded = False
+        if isinstance(prompt, Mapping):
+            embedded = prompt.get("prompt_embeds") is not None
+            given = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        else:
+            given = prompt.token_ids if isinstance(prompt, Prompt) else prompt
         long = isinstance(given, str | list) and len(given) > LONG_TEXT
-        embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
         if long or embedded or params.structured_outputs is not None:
             return await asyncio.to_thread(self._processor.prepare, request_id, prompt, params, priority)
         return self._processor.prepare(request_id, prompt, params, priority)

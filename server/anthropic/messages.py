@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
@@ -15,8 +15,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.chat.prompt import prepare
-from pagoda.server.http.answer import respond
-from pagoda.server.http.body import read_body
+from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.fields.errors import (
     REQUEST_ID_HEADER,
     UnavailableError,
@@ -25,9 +24,8 @@ from pagoda.server.http.fields.errors import (
     new_request_id,
 )
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.ignored import note_ignored
-from pagoda.server.http.request_context import model_of, server_of
-from pagoda.server.http.stream import EventStyle, encode_json, named_event
+from pagoda.server.http.response import EventStyle, encode_json, named_event, respond
+from pagoda.server.http.state import model_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.blocks import BlockDelta, BlockStart, BlockStop, Change, Section, Sections
 from pagoda.server.parsers.reader import AnswerText
@@ -194,12 +192,12 @@ async def create_message(request: Request) -> Response:
         raise RequestError(budget[0].path, budget[0].reason)
     request_id = new_request_id()
     try:
-        turn = await prepare(state, body.conversation(), params)
+        conversation = replace(body.conversation(), cache_salt=body.cache_salt)
+        turn = await prepare(state, conversation, params)
         note_ignored(request, (*budget, *turn.ignored), body.own_name)
-        prompt = turn.prompt | {"cache_salt": body.cache_salt}
         user = body.metadata.user_id if body.metadata is not None else None
         answer_id = f"msg_{uuid.uuid4().hex}"
-        generation = Generation(state, answer_id, [prompt], turn.params, user=user)
+        generation = Generation(state, answer_id, [turn], turn.params, user=user)
         text = AnswerText(turn.reader(), None, skip_special_tokens=turn.params.skip_special_tokens)
         answer = MessagesAnswer(answer_id, model, text, body.shows_thinking)
         style = EventStyle(
@@ -222,6 +220,6 @@ async def count_tokens(request: Request) -> Response:
         note_ignored(request, turn.ignored, body.own_name)
     except RequestError as error:
         raise body.in_own_names(error) from None
-    counted = {"input_tokens": len(turn.prompt["prompt_token_ids"])}
+    counted = {"input_tokens": len(turn.token_ids)}
     headers = {REQUEST_ID_HEADER: new_request_id()}
     return Response(encode_json(counted), media_type="application/json", headers=headers)

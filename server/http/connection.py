@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.server.http.fields.errors import HttpError
-from pagoda.server.http.stream import encode_json
+from pagoda.server.http.response import encode_json
 
 LEAST_RATE: Final = 1024
 """Bytes a second that a body must come in at, on average after the time that it may stand still."""

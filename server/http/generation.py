@@ -1,35 +1,79 @@
-"""One HTTP request's work: its prompts in the engine, their outputs merged, counted and timed; ended when left.
-
-Knows the engine's face. Does not know the shape of an answer.
-"""
+"""The generation of one HTTP request: submits its prompts, merges their outputs, records metrics and logs, and aborts
+what is unfinished when the request ends."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Final
 
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
+from pagoda.common.observe.logs import shortened
 from pagoda.common.observe.metrics import FINISH_REASONS, FinishedAnswer, FinishedRequest
-from pagoda.common.sampling_params import MAX_N, SamplingParams
-from pagoda.server.http.request_log import RequestLog
+from pagoda.common.pooling_params import PoolingParams
+from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import AnswerMetrics, RequestOutput
-from pagoda.server.processing.inputs import PromptType
+from pagoda.server.processing.inputs import Prompt, PromptType
+from pagoda.server.processing.pooling_inputs import PooledPrompt
 from pagoda.server.processing.request_stream import RequestStream
 
-MAX_ANSWERS: Final = MAX_N
-"""Most answers of all prompts of one request."""
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES: Final = MAX_N
+"""Maximum number of sequences of one request, over all its prompts."""
+
+
+class RequestLog:
+    """Logs prompts and, with --enable-log-outputs, outputs of one HTTP request. Texts are cut to --max-log-len."""
+
+    def __init__(self, config: ServerConfig, params: SamplingParams | PoolingParams, *, enabled: bool) -> None:
+        self._limit = config.max_log_len
+        self._params = params
+        self._logs_prompts = enabled
+        self.logs_outputs = enabled and config.enable_log_outputs
+        self._logs_deltas = config.enable_log_deltas and params.output_kind is RequestOutputKind.DELTA
+        self._texts: dict[tuple[str, int], list[str]] = {}
+
+    def log_prompt(self, request_id: str, prompt: PromptType | PooledPrompt, user: str | None) -> None:
+        """Log a prompt that is submitted."""
+        if not self._logs_prompts:
+            return
+        if isinstance(prompt, Prompt):
+            prompt = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, "cache_salt": prompt.cache_salt}
+        shown, params = shortened(repr(prompt), self._limit), shortened(repr(self._params), 1000)
+        logger.info("request %s: prompt %s, params %s, user %r", request_id, shown, params, user)
+
+    def log_output(self, request_id: str, output: RequestOutput) -> None:
+        """Log the deltas of an output, and the whole text of each choice that it finishes."""
+        if not self.logs_outputs:
+            return
+        for choice in output.outputs:
+            self._texts.setdefault((request_id, choice.index), []).append(choice.text)
+            if choice.finish_reason is not None:
+                self._log_whole(request_id, choice.index, choice.finish_reason)
+            elif self._logs_deltas:
+                text = shortened(choice.text, self._limit)
+                logger.info("request %s: choice %d delta %r", request_id, choice.index, text)
+
+    def log_abort(self, request_id: str, reason: str) -> None:
+        """Log the partial outputs of a request that ended early."""
+        for each, index in list(self._texts):
+            if each == request_id:
+                self._log_whole(request_id, index, reason)
+
+    def _log_whole(self, request_id: str, index: int, reason: str) -> None:
+        text = shortened("".join(self._texts.pop((request_id, index))), self._limit)
+        logger.info("request %s: choice %d output %r, finish reason %s", request_id, index, text, reason)
 
 
 class Generation:
-    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique.
-
-    `accepted` is set once the engine has taken all prompts. Raises RequestError for too many answers.
-    """
+    """The prompts of one HTTP request, each an engine request with a unique id. Raises RequestError for too many."""
 
     def __init__(
         self,
@@ -41,12 +85,12 @@ class Generation:
         priority: int = 0,
         user: str | None = None,
     ) -> None:
-        answers = len(prompts) * params.n
-        if answers > MAX_ANSWERS:
+        sequences = len(prompts) * params.n
+        if sequences > MAX_SEQUENCES:
             raise RequestError(
                 "n",
-                f"n {params.n} for {len(prompts)} prompts makes {answers} answers; "
-                f"at most {MAX_ANSWERS} are allowed in one request",
+                f"n {params.n} for {len(prompts)} prompts makes {sequences} sequences; "
+                f"at most {MAX_SEQUENCES} are allowed in one request",
             )
         self._state = state
         self._llm = state.llm()
@@ -54,62 +98,69 @@ class Generation:
         self._params = params
         self._priority = priority
         self._user = user
-        self.request_id = request_id
-        self.accepted = asyncio.Event()
+        self.request_id = request_id  # the client's
+        self.accepted = asyncio.Event()  # set once the engine has accepted all prompts
         logs = self._llm.config.observability.enable_log_requests
-        self._log = RequestLog(state.config, params, enabled=logs)
+        self._log = RequestLog(state.config, params, enabled=logs) if logs else None
         stem = f"{request_id}-{secrets.token_hex(4)}"
         self._meters = [_GenerationMeter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, what is new about it), until all prompts are finished. Leaving ends them all.
+        """Yield (prompt index, output) until all prompts are finished. Closing the generator aborts them.
 
         Raises RequestError or QueueFullError before the first output, EngineDeadError with the cause when the engine
         dies.
         """
         self._state.running += 1
-        ending: str | None = "error"
+        reason: str | None = "error"  # finish reason of unfinished requests; None: they never ran
+        log = self._log if self._log is not None and self._log.logs_outputs else None
         try:
             streams = await self._start()
             self.accepted.set()
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
-                    self._meters[index].take(output)
-                    self._log.answered(self._meters[index].request_id, output)
+                    meter = self._meters[index]
+                    meter.take(output)
+                    if log is not None:
+                        log.log_output(meter.request_id, output)
                     yield index, output
         except (asyncio.CancelledError, GeneratorExit):
-            ending = "abort"
+            reason = "abort"
             raise
         except (RequestError, QueueFullError):
-            ending = None  # refused, so it never ran
+            reason = None
             raise
         finally:
             self._state.running -= 1
-            await self._end(ending)
+            await self._end(reason)
 
     async def _start(self) -> list[RequestStream]:
-        for meter, prompt in zip(self._meters, self._prompts):
-            self._log.asked(meter.request_id, prompt, self._user)
+        if self._log is not None:
+            for meter, prompt in zip(self._meters, self._prompts):
+                self._log.log_prompt(meter.request_id, prompt, self._user)
         streams = []
         for meter, prompt in zip(self._meters, self._prompts):
-            # Others go on between two of thousands of prompts; and requests that came together are all read before the
-            # engine gets the first of them, and so begin in one step.
+            # Yield to other requests between thousands of prompts; and let requests that arrived together be parsed
+            # before the first of them is submitted, so that they start in the same step.
             await asyncio.sleep(0)
             streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, self._priority))
         return streams
 
     async def _end(self, reason: str | None) -> None:
         unfinished = [meter for meter in self._meters if not meter.finished]
+        if not unfinished:
+            return
         with suppress(EngineDeadError):
             await self._llm.abort([meter.request_id for meter in unfinished])
         if reason is not None:
             for meter in unfinished:
                 meter.finish(reason)
-                self._log.cut(meter.request_id, reason)
+                if self._log is not None:
+                    self._log.log_abort(meter.request_id, reason)
 
 
 class _GenerationMeter:
-    """What the metrics learn from one prompt's outputs."""
+    """Records the metrics of one prompt's outputs."""
 
     def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
         self.request_id = request_id
@@ -120,11 +171,11 @@ class _GenerationMeter:
         self._latest: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> None:
-        """Note an output."""
-        if self._latest is None and output.metrics is not None and output.metrics.first_token_ts:
+        """Record the first token and the end."""
+        if self._latest is None and output.metrics is not None and (first_token := output.metrics.first_token_ts):
             self._metrics.on_first_token(
                 arrival=self._arrival,
-                first_token=output.metrics.first_token_ts,
+                first_token=first_token,
                 prompt_tokens=len(output.prompt_token_ids or ()),
                 cached_tokens=output.num_cached_tokens or 0,
             )
@@ -133,7 +184,7 @@ class _GenerationMeter:
             self.finish(next((each.finish_reason for each in output.outputs if each.finish_reason), "abort"))
 
     def finish(self, reason: str) -> None:
-        """Note the end, once."""
+        """Record the end, once."""
         if self.finished:
             return
         self.finished = True
@@ -165,7 +216,7 @@ def _finished(times: AnswerMetrics) -> FinishedAnswer:
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all streams as they come, until every stream has finished."""
+    """Yield the outputs of all streams in order of arrival, until every stream has finished."""
     if len(streams) == 1:
         finished = False
         while not finished:
@@ -173,15 +224,15 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
             finished = output.finished
             yield 0, output
         return
-    news: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
-    pumps = [asyncio.ensure_future(_pump(index, stream, news)) for index, stream in enumerate(streams)]
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.ensure_future(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
     try:
-        left = len(streams)
-        while left:
-            index, item = await news.get()
+        unfinished = len(streams)
+        while unfinished:
+            index, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            left -= item.finished
+            unfinished -= item.finished
             yield index, item
     finally:
         for pump in pumps:
@@ -189,12 +240,12 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(index: int, stream: RequestStream, news: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
+async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
     try:
         finished = False
         while not finished:
             output = await stream.get()
             finished = output.finished
-            await news.put((index, output))
+            await queue.put((index, output))
     except Exception as error:
-        await news.put((index, error))
+        await queue.put((index, error))

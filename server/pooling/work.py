@@ -15,7 +15,7 @@ from typing import Final
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.async_requests import LONG_TEXT, PoolingAnswer
-from pagoda.server.http.request_log import RequestLog
+from pagoda.server.http.generation import RequestLog
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import PoolingOutput, PoolingRequestOutput
 from pagoda.server.processing.pooling_inputs import PooledPrompt
@@ -93,7 +93,7 @@ class PoolingWork:
                 )
 
     def _begin(self, request_id: str, prompt: PooledPrompt) -> _PoolingMeter:
-        self._log.asked(request_id, prompt, self._user)
+        self._log.log_prompt(request_id, prompt, self._user)
         answer = self._llm.pool(request_id, prompt, self._params, self._priority)
         return _PoolingMeter(self._state, request_id, answer)
 

@@ -45,10 +45,6 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list
     return [list(ids) for ids in found]
 
 
-PromptType = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
-"cache_salt"."""
-
 MAX_COPIED: Final = 1 << 24
 """Most tokens of a request's prompt and lists, times n: each answer has a copy of its own in the engine."""
 
@@ -88,6 +84,11 @@ class Prompt:
         """With some of its tokens."""
         embeds = None if self.embeds is None else self.embeds.part(kept)
         return dataclasses.replace(self, token_ids=self.token_ids[kept], embeds=embeds)
+
+
+PromptType = str | Sequence[int] | Mapping[str, Any] | Prompt
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may have
+"cache_salt". A Prompt is used as it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,6 +214,8 @@ class InputProcessor:
         """
         if isinstance(prompt, str):
             return Prompt(prompt, self._encode(prompt, params))
+        if isinstance(prompt, Prompt):
+            return prompt
         if not isinstance(prompt, Mapping):
             return Prompt(None, self._token_ids("prompt", prompt, params))
         check_keys(prompt)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Discriminator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pagoda.server.http.fields.base import Ignored, RequestBody
+from pagoda.server.http.body import Ignored, RequestBody
 
 OTHER = "<other>"
 """Tag of what is refused."""

@@ -15,9 +15,9 @@ from starlette.types import Message
 
 from pagoda.common.errors import PagodaError
 from pagoda.server.http.generation import Generation
+from pagoda.server.http.response import cancel_on_disconnect, named_event
 from pagoda.server.http.response_store import StoredResponse
 from pagoda.server.http.state import ServerState
-from pagoda.server.http.stream import named_event, until_left
 from pagoda.server.openai.responses.output import ResponseAnswer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Run:
     async def all_of(self, generation: Generation) -> None:
         """Run until the end, the server's included. Raises only what the engine refuses the request with."""
         try:
-            await until_left(_nobody_leaves, self._state.stopping, self._read(generation))
+            await cancel_on_disconnect(_nobody_leaves, self._state.stopping, self._read(generation))
         except asyncio.CancelledError:
             self._answer.cancel()  # by the client, or by the store, which needs the room
         except Exception as error:

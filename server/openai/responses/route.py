@@ -15,18 +15,22 @@ from starlette.datastructures import QueryParams
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.chat.prompt import ChatPrompt, prepare, prepare_fitting
-from pagoda.server.http.answer import respond
-from pagoda.server.http.auth import owner_of
-from pagoda.server.http.body import read_body
-from pagoda.server.http.fields.base import MAX_IGNORED, Ignored
+from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored, read_body
 from pagoda.server.http.fields.errors import HttpError, http_error
 from pagoda.server.http.fields.logprobs import TokenNames
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.ignored import note_ignored
-from pagoda.server.http.request_context import model_of, server_of
+from pagoda.server.http.middleware import owner_of
+from pagoda.server.http.response import (
+    KEEP_ALIVE,
+    EventStream,
+    EventStyle,
+    encode_json,
+    named_event,
+    respond,
+    with_pauses,
+)
 from pagoda.server.http.response_store import StoredResponse
-from pagoda.server.http.state import ServerState
-from pagoda.server.http.stream import KEEP_ALIVE, EventStream, EventStyle, encode_json, named_event, with_pauses
+from pagoda.server.http.state import ServerState, model_of, server_of
 from pagoda.server.openai.responses.background import start_in_background
 from pagoda.server.openai.responses.input import ITEMS, Item, items_of, output_items
 from pagoda.server.openai.responses.output import ResponseAnswer, ResponseView
@@ -51,9 +55,8 @@ async def create_response(request: Request) -> Response:
         conversation = body.conversation_of(items, len(earlier))
         turn = await (prepare_fitting if body.truncation == "auto" else prepare)(state, conversation, params)
         note_ignored(request, turn.ignored, body.own_name)
-        prompt = turn.prompt | {"cache_salt": body.cache_salt}
         user = body.safety_identifier or body.user
-        generation = Generation(state, response_id, [prompt], turn.params, priority=body.priority, user=user)
+        generation = Generation(state, response_id, [turn], turn.params, priority=body.priority, user=user)
         answer = _answer(state, body, turn, params, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
             response_id,

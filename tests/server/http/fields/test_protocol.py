@@ -7,10 +7,10 @@ import pytest
 
 from pagoda.common.errors import RequestError
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest
-from pagoda.server.http.fields.base import parse
+from pagoda.server.http.body import parse
 from pagoda.server.http.fields.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
-from pagoda.server.http.fields.usage import StreamOptions
-from pagoda.server.openai.chat_request import ChatCompletionRequest
+from pagoda.server.http.fields.sampling import StreamOptions
+from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.outputs import Logprob
 

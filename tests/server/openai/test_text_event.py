@@ -7,8 +7,8 @@ import json
 import pytest
 from support.live_server import live_server
 
-from pagoda.server.http.fields.usage import TextEvent
-from pagoda.server.http.stream import event
+from pagoda.server.http.response import event
+from pagoda.server.openai.response import TextEvent
 
 TEXTS = ["a", "", '"', "\\", "\n", "\u2028", "é", "\U0001f600", "\ufdd0", '"\ufdd0"', "</script>", "\x00"]
 IDS = ["x", "\ufdd0", '"\ufdd0"', '\\"', "}{"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pagoda.server.http.candidates import BestOf
-from pagoda.server.http.fields.usage import Usage
+from pagoda.server.http.response import Usage
+from pagoda.server.openai.candidates import BestOf
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
 
