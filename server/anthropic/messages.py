@@ -48,7 +48,7 @@ class _Block:
 
 
 class MessagesAnswer:
-    """One message. Implements server.answer.Answer.
+    """One message. Implements ResponseBuilder.
 
     `thinking`: whether blocks of thinking are shown, without their text, or not at all.
     """

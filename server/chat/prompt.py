@@ -56,8 +56,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     reader: Callable[[], AnswerReader] = AnswerReader
     if parsers:
         reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
-        params = copy(params)
-        params.skip_special_tokens = False  # the parsers need them
+        params = _with(params, skip_special_tokens=False)  # the parsers need them
     return ChatPrompt(
         text,
         token_ids,
@@ -67,6 +66,14 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
         last_message=conversation.messages[-1] if conversation.messages else {},
         ignored=ignored,
     )
+
+
+def _with(params: SamplingParams, **values: Any) -> SamplingParams:
+    """Return a copy with these values, which need no verification."""
+    params = copy(params)
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
 
 
 def _reader(
@@ -133,9 +140,9 @@ def _with_grammar(
     if structured is None:
         if choice == "auto":
             strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
-            return params if strict is None else replace(params, structured_outputs=strict)
+            return params if strict is None else _with(params, structured_outputs=strict)
         schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
-        return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+        return _with(params, structured_outputs=StructuredOutputsParams(json=schema))
     both = None
     if choice == "auto" and state.tool_format is not None:
         both = form_or_calls(structured, state.tool_format, tools, state.special_texts, parallel=parallel)
@@ -144,7 +151,7 @@ def _with_grammar(
             "structured_outputs",
             'structured_outputs would prevent tool calls; leave one of them out, or set tool_choice "none"',
         )
-    return replace(params, structured_outputs=both)
+    return _with(params, structured_outputs=both)
 
 
 def _parsers(

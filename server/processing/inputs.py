@@ -161,11 +161,14 @@ def kept_tokens(params: SamplingParams, max_model_len: int) -> int | None:
 def encode_kept(
     tokenizer: Tokenizer, text: str, params: SamplingParams, max_model_len: int, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of a text; of a long one that is truncated, at least those that are kept. Raises RequestError."""
+    """Return the token ids of a text, truncated as `params` specify. Raise RequestError."""
     keep = kept_tokens(params, max_model_len)
     if keep is not None:
         text = tokenizer.end_with(text, keep, "right" if params.truncation_side == "right" else "left")
-    return tokenizer.encode(text, add_special_tokens)
+    ids = tokenizer.encode(text, add_special_tokens)
+    if keep is None or len(ids) <= keep:
+        return ids
+    return ids[:keep] if params.truncation_side == "right" else ids[len(ids) - keep :]
 
 
 class InputProcessor:
@@ -201,7 +204,8 @@ class InputProcessor:
     ) -> PreparedRequest:
         """One engine request per answer. Raises RequestError."""
         arrival_time, arrival = time.time(), time.monotonic()
-        params.verify()
+        if not isinstance(prompt, Prompt):  # the server creates Prompts with verified params
+            params.verify()
         ready = self._truncate(self.parse(prompt, params), params)
         self._check(ready, params)
         children = self._children(request_id, ready, params, priority, arrival)
@@ -305,6 +309,7 @@ class InputProcessor:
             eos_token_ids=eos,
             bad_words_token_ids=words,
             default_seed=self._seeds.getrandbits(63),
+            verify=False,
         )
         ends = eos | frozenset(params.stop_token_ids or ())
         _check_copies(params.n, prompt, len(ends), rules)

@@ -188,7 +188,7 @@ class ResponseView:
 
 
 class ResponseAnswer:
-    """One response. Implements server.answer.Answer.
+    """One response. Implements ResponseBuilder.
 
     `head`: the fields that the request decides. `on_end` hears when the response has ended, whichever way.
     """
