@@ -28,7 +28,7 @@ from pagoda.server.anthropic.request import AnthropicCountTokensRequest, Anthrop
 from pagoda.server.cohere import embed
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
-from pagoda.server.http.fields.errors import ClientDisconnectedError, HttpError, error_answer, http_error
+from pagoda.server.http.fields.errors import ClientDisconnectedError, HttpError, error_response, http_error
 from pagoda.server.http.middleware import (
     IGNORED_HEADER,
     ApiKeyMiddleware,
@@ -215,7 +215,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     response = http_error(error)
     if response.status in (429, 503):
         headers["retry-after"] = "1"
-    body, own_headers = error_answer(get_route_path(request.scope), response)
+    body, own_headers = error_response(get_route_path(request.scope), response)
     return Response(encode_json(body), response.status, headers | own_headers, media_type="application/json")
 
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.http.body import IGNORED_STATE, Ignored
-from pagoda.server.http.fields.errors import HttpError, error_answer
+from pagoda.server.http.fields.errors import HttpError, error_response
 from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, encode_json, id_header
 from pagoda.server.http.state import MAX_ID_LENGTH
 
@@ -59,7 +59,7 @@ class ApiKeyMiddleware:
             await send({"type": "websocket.close", "code": 1008})
         else:
             error = HttpError(401, "missing or invalid API key; send the header Authorization: Bearer KEY")
-            body, headers = error_answer(get_route_path(scope), error)
+            body, headers = error_response(get_route_path(scope), error)
             headers["www-authenticate"] = "Bearer"
             response = Response(encode_json(body), 401, headers, media_type="application/json")
             await response(scope, receive, send)

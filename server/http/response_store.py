@@ -105,7 +105,7 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def holds(self, response_id: str, owner: bytes) -> bool:
+    def contains(self, response_id: str, owner: bytes) -> bool:
         """Return whether `owner` has a response with this id."""
         return (owner, response_id) in self._responses
 

@@ -114,7 +114,7 @@ def messages_error(error: HttpError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": body, "request_id": request_id}
 
 
-def error_answer(path: str, error: HttpError) -> tuple[dict[str, Any], dict[str, str]]:
+def error_response(path: str, error: HttpError) -> tuple[dict[str, Any], dict[str, str]]:
     """Return body and headers of an error response in the format of the API that `path` belongs to."""
     if not is_messages_path(path):
         return error.as_dict(), {}

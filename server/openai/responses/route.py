@@ -141,7 +141,7 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
 def _new_id(state: ServerState, body: ResponsesRequest, owner: bytes) -> str:
     if body.request_id is None:
         return f"resp_{uuid.uuid4().hex}"
-    if state.responses.holds(body.request_id, owner):
+    if state.responses.contains(body.request_id, owner):
         raise RequestError("request_id", f"there is a response {body.request_id!r} already; use another id")
     return body.request_id
 
@@ -151,7 +151,7 @@ def _earlier(state: ServerState, response_id: str | None, owner: bytes) -> list[
     if response_id is None:
         return []
     field = "previous_response_id"
-    if not state.responses.holds(response_id, owner):
+    if not state.responses.contains(response_id, owner):
         raise HttpError(404, f"previous_response_id: there is no response {response_id[:200]!r}, or no more", field)
     stored = state.responses.get(response_id, owner)
     if stored.status not in ("completed", "incomplete"):
