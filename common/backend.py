@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.pooling import Float32, PoolPlan
+from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.weights.sharded import ShardedCheckpoint
 
@@ -150,16 +150,16 @@ class CheckpointBackend(Backend, Protocol):
         ...
 
 
-class PendingVectors(Protocol):
+class PendingPooling(Protocol):
     """A pooling step under way."""
 
-    def result(self) -> tuple[Float32, ...]:
-        """Wait for the step: of each prompt what its rules ask for, [n] or [T, n]. Raises what the step raised."""
+    def result(self) -> PoolResult:
+        """Wait for the step and return its vectors. Raises what the step raised."""
         ...
 
 
 class PoolingBackend(Protocol):
-    """One model that pools, on one kind of device. Calls come in this order: load, warmup, pool..., close."""
+    """One model that pools, on one kind of device. Calls come in this order: load, warmup, execute..., close."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -176,11 +176,6 @@ class PoolingBackend(Protocol):
         """Bytes of the loaded weights."""
         ...
 
-    @property
-    def recompiles(self) -> int:
-        """Programs that were compiled while serving; more than none is a fault."""
-        ...
-
     def load(self, weights: Iterable[Weight]) -> None:
         """Take every parameter of the spec, each once. Raises WeightError naming what is missing or left over."""
         ...
@@ -189,7 +184,7 @@ class PoolingBackend(Protocol):
         """Run whatever would otherwise run slow in the first request."""
         ...
 
-    def pool(self, plan: PoolPlan) -> PendingVectors:
+    def execute(self, plan: PoolPlan) -> PendingPooling:
         """Start a step and return at once. Steps run in the order they are given."""
         ...
 

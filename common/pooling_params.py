@@ -1,6 +1,6 @@
-"""What a caller asks of a pooling model. Field names are vLLM's.
+"""PoolingParams: parameters of a pooling request. Field names are vLLM's.
 
-Values are checked as they come; what depends on the model is checked where the model is known. Knows no tokens.
+Values are checked here; what depends on the model is checked by the input processor.
 """
 
 from __future__ import annotations
@@ -16,31 +16,26 @@ from pagoda.common.sampling_params import RequestOutputKind
 TASKS: Final[tuple[str, ...]] = get_args(PoolingTask)
 
 NOT_YET: Final = {
-    "step_tag_id": "no model here scores steps",
-    "returned_token_ids": "no model here scores chosen tokens",
-    "requires_token_ids": "poolers here never see token ids",
-    "late_interaction_params": "documents are not kept for later queries",
-    "extra_kwargs": "no pooler here reads them",
+    "step_tag_id": "no model scores steps",
+    "returned_token_ids": "no model scores selected tokens",
+    "requires_token_ids": "poolers do not see token ids",
+    "late_interaction_params": "documents are not stored for later queries",
+    "extra_kwargs": "no pooler reads them",
 }
-"""Fields of the interface that are refused when they are set, and why."""
+"""Fields that are refused when set, with the reason."""
 
 
 @dataclass
 class PoolingParams:
-    """How to pool a prompt.
+    """How to pool a prompt. There is one output, at the end."""
 
-    `task`: one of the model's; None: its usual one. `use_activation`: normalise embeddings, turn labels into
-    probabilities; None: as the model's authors did. `dimensions`: numbers to keep of an embedding (Matryoshka), None:
-    all. `skip_reading_prefix_cache` changes nothing: pooling keeps no prefixes. There is one output, at the end.
-    """
-
-    use_activation: bool | None = None
-    dimensions: int | None = None
+    use_activation: bool | None = None  # normalise embeddings, turn labels into probabilities; None: model's default
+    dimensions: int | None = None  # leading dimensions of an embedding to keep (Matryoshka); None: all
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
-    task: str | None = None
+    task: str | None = None  # one of the model's tasks; None: its default
     requires_token_ids: bool = False
-    skip_reading_prefix_cache: bool | None = None
+    skip_reading_prefix_cache: bool | None = None  # no effect: pooling caches no prefixes
     late_interaction_params: Any = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
@@ -49,11 +44,11 @@ class PoolingParams:
         self.verify()
 
     def clone(self) -> PoolingParams:
-        """A copy that shares nothing with this one."""
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
     def verify(self) -> None:
-        """Raises RequestError naming the first field whose value is refused. Call it again after changing fields."""
+        """Raise RequestError naming the first invalid field. Call it again after changing fields."""
         for name, why in NOT_YET.items():
             if getattr(self, name):
                 raise RequestError(name, f"{name} is not supported: {why}; leave it unset")

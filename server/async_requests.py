@@ -1,6 +1,6 @@
-"""The generation requests of one AsyncLLM: a stream for each, which has its outputs.
+"""The requests of one AsyncLLM between its callers and the engine: prepared, streamed, paused.
 
-Runs in one event loop. Does not know how commands reach the engine: what the engine is to abort is returned.
+Runs in one event loop. Sends nothing to the engine: methods return the engine requests to abort.
 """
 
 from __future__ import annotations
@@ -8,50 +8,53 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineOutput
-from pagoda.common.errors import EngineDeadError, RequestError
+from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
+from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from pagoda.server.outputs import RequestOutput
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
-from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, Prompt, PromptType
-from pagoda.server.processing.output_processor import OutputProcessor, PoolingProcessor
-from pagoda.server.processing.pooling_inputs import PoolingInputs, PreparedPooling
+from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType
+from pagoda.server.processing.output_processor import OutputProcessor
 from pagoda.server.processing.request_stream import RequestStream
 
+LONG_TEXT: Final = 16_384
+"""Characters or token ids from which a prompt is prepared in a thread, so that other requests keep streaming."""
 
-class AsyncGeneration:
-    """Requests that have not finished."""
+
+class AsyncRequests:
+    """The unfinished requests, each with the stream of its outputs."""
 
     def __init__(self, processor: OutputProcessor) -> None:
         self._processor = processor
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream[Any]] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
 
     @property
     def request_ids(self) -> list[str]:
-        """All of them."""
+        """Ids of all unfinished requests."""
         return list(self._streams)
 
     @property
     def num_sequences(self) -> int:
-        """Answers under way, n for a request that asked for n."""
+        """Number of unfinished sequences: n for a request with n completions."""
         return self._processor.num_sequences
 
-    def add(self, prepared: PreparedRequest) -> RequestStream:
-        """Follow a request. Raises RequestError when its id is in use."""
+    def add(self, prepared: PreparedRequest) -> RequestStream[Any]:
+        """Track a request and return its stream. Raises RequestError if its id is in use."""
         self._processor.add(prepared)
-        stream = self._streams[prepared.request_id] = RequestStream(prepared.params.output_kind)
+        stream = self._streams[prepared.request_id] = RequestStream[Any](prepared.params.output_kind)
         return stream
 
     def take(self, outputs: Iterable[EngineOutput]) -> list[str]:
-        """Hand out what a step brought; the engine requests to abort, which a stop string ended."""
+        """Distribute the outputs of a step. Return the engine requests to abort because a stop string ended them."""
         ready, stopped = self._processor.process(outputs)
         for output in ready:
             stream = self._streams.get(output.request_id)
@@ -62,25 +65,30 @@ class AsyncGeneration:
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """End requests; their streams close with finish_reason "abort". Returns the engine requests to abort."""
+        """End requests. Return the engine requests to abort.
+
+        Streams of generation close with finish_reason "abort", those of pooling fail with AbortedError.
+        """
         ids = list(request_ids)
         streams = {each: self._streams.get(each) for each in ids}
         outputs, children = self._end(ids)
         for output in outputs:
-            stream = streams[output.request_id]
-            if stream is not None:
+            if (stream := streams.pop(output.request_id, None)) is not None:
                 stream.put(output)
+        for stream in streams.values():
+            if stream is not None:
+                stream.fail(AbortedError("the request was aborted before it finished"))
         return children
 
     def drop(self, request_id: str) -> list[str]:
-        """Forget a request whose stream nobody reads any more. Returns the engine requests to abort."""
+        """Forget a request whose stream is no longer read. Return the engine requests to abort."""
         return self._end([request_id])[1]
 
-    def refuse(self, child_id: str, error: RequestError) -> list[str] | None:
-        """The engine refused a request: the engine requests to abort; None for one that is not here."""
+    def refuse(self, child_id: str, error: RequestError) -> list[str]:
+        """Fail the request whose engine request was refused. Return the engine requests to abort."""
         request_id = self._processor.parent_of(child_id)
         if request_id is None:
-            return None
+            return []
         stream = self._streams.get(request_id)
         children = self.drop(request_id)
         if stream is not None:
@@ -88,105 +96,39 @@ class AsyncGeneration:
         return children
 
     def die(self, error: EngineDeadError) -> None:
-        """The engine is dead: fail all."""
+        """Fail all requests: the engine is dead."""
         for stream in self._streams.values():
             stream.fail(EngineDeadError(str(error)))
         self._streams.clear()
 
     def _end(self, request_ids: list[str]) -> tuple[list[RequestOutput], list[str]]:
-        """Forget requests: their last outputs, and the engine requests to abort."""
+        """Forget requests. Return their last outputs and the engine requests to abort."""
         ended = self._processor.abort(request_ids)
         for request_id in request_ids:
             self._streams.pop(request_id, None)
         return ended
 
 
-# The pooling requests of one AsyncLLM: a future for each, which has its one answer.
-#
-# Runs in one event loop. Does not know how commands reach the engine.
-
-PoolingAnswer: TypeAlias = "asyncio.Future[PoolingRequestOutput[PoolingOutput]]"
-
-
-class AsyncPooling:
-    """Requests that have not finished."""
-
-    def __init__(self) -> None:
-        self._processor = PoolingProcessor()
-        self._answers: dict[str, PoolingAnswer] = {}
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    @property
-    def request_ids(self) -> list[str]:
-        """All of them."""
-        return list(self._answers)
-
-    def add(self, prepared: PreparedPooling) -> PoolingAnswer:
-        """Follow a request. Raises RequestError when its id is in use."""
-        self._processor.add(prepared)
-        answer = self._answers[prepared.request_id] = asyncio.get_running_loop().create_future()
-        return answer
-
-    def take(self, outputs: Iterable[EngineOutput]) -> None:
-        """Hand out what a step brought."""
-        for output in self._processor.process(outputs):
-            answer = self._answers.pop(output.request_id)
-            if not answer.done():
-                answer.set_result(output)
-
-    def fail(self, request_ids: Iterable[str], error: Exception | None = None) -> list[str]:
-        """End requests with an error, or without anybody hearing of it; those of them that were known."""
-        known = self._processor.drop(request_ids)
-        for request_id in known:
-            answer = self._answers.pop(request_id)
-            if error is None:
-                answer.cancel()
-            elif not answer.done():
-                answer.set_exception(error)
-                answer.exception()  # it is nobody's fault when nobody waits for it any more
-        return known
-
-    def refuse(self, request_id: str, error: RequestError) -> bool:
-        """The engine refused a request; False for one that is not here."""
-        return bool(self.fail([request_id], error))
-
-
-# Prompts made ready beside an event loop: what takes long is done elsewhere, so that other requests keep streaming.
-
-LONG_TEXT: Final = 16_384
-"""Characters or token ids from which a prompt is prepared in a thread."""
-
-
 class AsyncInputs:
-    """An InputProcessor, with a thread for long prompts and embeddings, and a process that tries grammars."""
+    """An InputProcessor with a thread for long prompts and embeddings, and a process that compiles grammars first."""
 
     def __init__(self, processor: InputProcessor, grammars: GrammarCheck) -> None:
-        self._processor, self._grammars = processor, grammars
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, unless a request ignores them."""
-        return self._processor.end_token_ids
+        self.processor, self._grammars = processor, grammars
 
     async def prepare(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int
+        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int
     ) -> PreparedRequest:
-        """One engine request per answer. Raises RequestError."""
-        embedded = False
-        if isinstance(prompt, Mapping):
-            embedded = prompt.get("prompt_embeds") is not None
-            given = prompt.get("prompt_token_ids") or prompt.get("prompt")
-        else:
-            given = prompt.token_ids if isinstance(prompt, Prompt) else prompt
+        """Return the engine requests of a prompt, one per completion. Raises RequestError."""
+        given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         long = isinstance(given, str | list) and len(given) > LONG_TEXT
-        if long or embedded or params.structured_outputs is not None:
-            return await asyncio.to_thread(self._processor.prepare, request_id, prompt, params, priority)
-        return self._processor.prepare(request_id, prompt, params, priority)
+        embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
+        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        if long or embedded or structured:
+            return await asyncio.to_thread(self.processor.prepare, request_id, prompt, params, priority)
+        return self.processor.prepare(request_id, prompt, params, priority)
 
     async def check_grammar(self, prepared: PreparedRequest) -> None:
-        """Try the grammar of a request, if it has one. Raises RequestError when it cannot be had."""
+        """Compile the grammar of a request, if any, in another process. Raises RequestError if that fails."""
         grammar = prepared.children[0].grammar
         if grammar is not None:
             await self._grammars.check(grammar)
@@ -196,54 +138,46 @@ class AsyncInputs:
         self._grammars.close()
 
 
-# What the API's side knows and has once the engine is warm.
-
-
 @dataclass(frozen=True, slots=True)
 class WarmEngine:
-    """What an AsyncLLM needs for requests. `pooling_inputs`: None for a model that generates."""
+    """What an AsyncLLM needs for requests once the engine is warm."""
 
     info: EngineInfo
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init
     inputs: AsyncInputs
-    generation: AsyncGeneration
-    pooling_inputs: PoolingInputs | None
+    requests: AsyncRequests
 
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
-        """Built from what the engine says about itself. `tokenizer`: None with skip_tokenizer_init."""
+        """Build it from the engine's description."""
         tokenizer = None if tokenizer is None else tokenizer.with_context(info.max_model_len)
         processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
         return cls(
             info=info,
             tokenizer=tokenizer,
             inputs=AsyncInputs(processor, check_of(tokenizer, info)),
-            generation=AsyncGeneration(OutputProcessor(tokenizer, config.scheduler.stream_interval)),
-            pooling_inputs=None if info.pooling is None else PoolingInputs(info, tokenizer),
+            requests=AsyncRequests(OutputProcessor(tokenizer, config.scheduler.stream_interval)),
         )
 
 
-# A gate that requests pass on their way to the engine; while it is closed they wait.
-
-
 class Gate:
-    """Open at first. Belongs to the event loop in which it is first waited for."""
+    """Requests wait while it is closed. Open at first; belongs to the event loop in which it is first awaited."""
 
     def __init__(self) -> None:
         self._open: asyncio.Event | None = None
 
     @property
     def closed(self) -> bool:
-        """Whether requests wait."""
+        """True while requests wait."""
         return self._open is not None
 
     def close(self) -> None:
-        """Let requests wait."""
+        """Make requests wait."""
         if self._open is None:
             self._open = asyncio.Event()
 
     def open(self) -> None:
-        """Let those that wait go on."""
+        """Let waiting requests continue."""
         if self._open is not None:
             self._open.set()
             self._open = None

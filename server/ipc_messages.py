@@ -1,7 +1,4 @@
-"""What API process and engine process say to each other: tagged msgpack, decoded against these types, no pickle.
-
-Knows the messages, not the sockets.
-"""
+"""Messages between the API process and the engine process: tagged msgpack, decoded against these types, no pickle."""
 
 from __future__ import annotations
 
@@ -16,71 +13,54 @@ from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, Pagod
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pooling model offers.
+    """What a pooling model offers."""
 
-    `tasks`: those that requests may ask for, the usual one first. `embedding_size`: numbers in an embedding, 0 where
-    there is none to be had. `labels`: names of a classifier's labels by number, else empty.
-    `is_cross_encoder`: it scores a pair in one prompt; else a pair's score is the cosine of two embeddings.
-    `pairs`: how such a prompt is made, by the tokenizer's rules for pairs (`Tokenizer.encode_pair`) or of the two texts
-    end to end. `use_activation`: what PoolingRules get where a request says nothing.
-    `is_matryoshka`: requests may ask for fewer dimensions, one of `dimensions`, or where that is empty any number up to
-    embedding_size. `default_dimensions`: what they get where they say nothing; None: all.
-    `prompts`: texts that go before a text of some kind, by name, as the model's authors noted them; nothing adds them.
-    """
-
-    tasks: tuple[PoolingTask, ...]
-    embedding_size: int = 0
-    labels: tuple[str, ...] = ()
-    is_cross_encoder: bool = False
-    pairs: Literal["tokenizer", "concatenated"] = "tokenizer"
-    use_activation: bool = True
-    is_matryoshka: bool = False
-    dimensions: tuple[int, ...] = ()
-    default_dimensions: int | None = None
-    prompts: dict[str, str] = {}
+    tasks: tuple[PoolingTask, ...]  # tasks that requests may name, the default first
+    embedding_size: int = 0  # 0 for a model without embeddings
+    labels: tuple[str, ...] = ()  # names of a classifier's labels
+    is_cross_encoder: bool = False  # scores a pair in one prompt; else a score is the cosine of two embeddings
+    pairs: Literal["tokenizer", "concatenated"] = "tokenizer"  # `Tokenizer.encode_pair`, or the two texts concatenated
+    use_activation: bool = True  # default of requests
+    is_matryoshka: bool = False  # requests may name fewer dimensions
+    dimensions: tuple[int, ...] = ()  # allowed dimensions; empty: any up to embedding_size
+    default_dimensions: int | None = None  # None: all
+    prompts: dict[str, str] = {}  # text prefixes by input type, from the model's authors; added by Cohere's API only
 
     @property
     def num_labels(self) -> int:
-        """Numbers in a classification; 0 for a model without a classifier."""
+        """Number of classes; 0 for a model without a classifier."""
         return len(self.labels)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known once the engine is ready.
+    """What is known once the engine is ready."""
 
-    `names`: served model names. `vocab_size`: the model's, in tokens. `eos_token_ids`: of the model's configuration
-    and generation_config, the main one first. `sampling_defaults`: SamplingParams fields that generation_config sets.
-    `num_blocks`: KV blocks, the null block included. `phases`: start-up phases and their seconds, in order.
-    `pooling`: what a pooling model offers; None: the model generates. `embeds_width`: numbers in a row of
-    prompt_embeds, 0 where the engine takes none.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # served model names
     limits: Limits
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    sampling_defaults: dict[str, Any]
+    eos_token_ids: tuple[int, ...]  # of the model's configuration and generation_config, the main one first
+    sampling_defaults: dict[str, Any] = {}  # SamplingParams fields that generation_config sets
     backend: str
     device: str
     dtype: str
-    num_blocks: int
+    num_blocks: int = 0  # KV blocks, the null block included
     memory: str
-    phases: tuple[tuple[str, float], ...]
-    pooling: PoolingInfo | None = None
-    embeds_width: int = 0
+    phases: tuple[tuple[str, float], ...]  # start-up phases and their seconds, in order
+    pooling: PoolingInfo | None = None  # None: the model generates
+    embeds_width: int = 0  # numbers in a row of prompt_embeds; 0: prompt_embeds are refused
 
     @property
     def runner(self) -> Literal["generate", "pooling"]:
-        """What the model is for."""
+        """The kind of model."""
         return "generate" if self.pooling is None else "pooling"
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus answer, in tokens."""
+        """Maximum prompt plus output, in tokens."""
         return self.limits.max_model_len
 
     def startup_table(self) -> str:
-        """One line per start-up phase, with its seconds."""
+        """Return one line per start-up phase, with its seconds."""
         rows = [(name, f"{seconds:7.2f} s") for name, seconds in self.phases]
         rows.append(("total", f"{sum(seconds for _, seconds in self.phases):7.2f} s"))
         return "\n".join(f"  {name:<28}{seconds}" for name, seconds in rows)
@@ -93,33 +73,33 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Stop these sequences; nothing more is heard of them."""
+    """Stop these sequences; they have no further output."""
 
     request_ids: list[str]
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset", frozen=True):
-    """Forget all cached prefixes; answered by ResetDone with the same ticket."""
+    """Drop all cached prefixes; the reply is ResetDone with the same ticket."""
 
     ticket: int
 
 
 class Sleep(msgspec.Struct, tag="sleep", frozen=True):
-    """Finish the requests under way, then give the device's memory back; answered by SleepState."""
+    """Finish running requests, then free the device's memory; the reply is SleepState."""
 
     ticket: int
     level: int
 
 
 class WakeUp(msgspec.Struct, tag="wake", frozen=True):
-    """Have these parts of the memory again; answered by SleepState."""
+    """Restore these parts of the memory; the reply is SleepState."""
 
     ticket: int
     tags: tuple[str, ...]
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
-    """End the engine in good order."""
+    """End the engine after its current step."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -129,21 +109,21 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine could not start, or died. `kind`: the error's class. `name`: the flag or field it names."""
+    """The engine could not start, or died."""
 
-    kind: str
+    kind: str  # the error's class
     message: str
-    name: str = ""
+    name: str = ""  # the flag or field that it names
 
 
 class StepReply(msgspec.Struct, tag="step", frozen=True):
-    """What a step brought."""
+    """The outputs of a step."""
 
     outputs: StepOutputs
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The engine cannot take a request."""
+    """The engine refused a request."""
 
     request_id: str
     field: str
@@ -151,24 +131,24 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class ResetDone(msgspec.Struct, tag="reset_done", frozen=True):
-    """Answer to ResetPrefixCache."""
+    """Reply to ResetPrefixCache."""
 
     ticket: int
 
 
 class SleepState(msgspec.Struct, tag="sleep_state", frozen=True):
-    """Answer to Sleep and WakeUp. `asleep`: the parts that are away now. `error`: why not as asked."""
+    """Reply to Sleep and WakeUp."""
 
     ticket: int
-    asleep: tuple[str, ...]
-    error: str = ""
+    asleep: tuple[str, ...]  # the parts that are offloaded now
+    error: str = ""  # why the command failed
 
 
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
-    """Sent every second. `steps`: finished so far. `busy`: there is work."""
+    """Sent every second."""
 
-    steps: int
-    busy: bool
+    steps: int  # finished so far
+    busy: bool  # a request is unfinished
 
 
 ToEngine = AddRequest | Abort | ResetPrefixCache | Sleep | WakeUp | Shutdown
@@ -184,7 +164,7 @@ decode_from_engine = _from_engine.decode
 
 
 def failure(error: BaseException) -> Failed:
-    """An exception as a message."""
+    """Return the message for an exception."""
     if isinstance(error, ConfigError):
         return Failed("ConfigError", str(error).removeprefix(f"{error.setting}: "), error.setting)
     if isinstance(error, RequestError):
@@ -198,7 +178,7 @@ def failure(error: BaseException) -> Failed:
 
 
 def raised(failed: Failed) -> PagodaError:
-    """The exception that a message stands for."""
+    """Return the exception for a message."""
     match failed.kind:
         case "ConfigError":
             return ConfigError(failed.name, failed.message)

@@ -1,7 +1,4 @@
-"""LLM: the offline face. A list of prompts in, a list of answers out.
-
-Knows lists and progress bars; the engine below it knows the rest.
-"""
+"""LLM: offline inference. A list of prompts in, a list of outputs out."""
 
 from __future__ import annotations
 
@@ -23,18 +20,22 @@ from pagoda.server.llm_runs import OfflineRuns
 from pagoda.server.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
+    RawPoolingOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
 from pagoda.server.processing.beams import candidates_of, check_engine, check_prompts, step_params
-from pagoda.server.processing.inputs import PreparedRequest, PromptType, is_token_ids
-from pagoda.server.processing.pooling_inputs import PairTemplate, PooledPrompt, PoolingInputs, TextOptions
+from pagoda.server.processing.inputs import (
+    InputProcessor,
+    PairTemplate,
+    PreparedRequest,
+    Prompt,
+    PromptType,
+    is_token_ids,
+)
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
+from pagoda.server.processing.tokenization import TextOptions
 from pagoda.server.settings.args import EngineArgs
-
-# What LLM does with pooling models: vectors, labels and scores of lists of prompts.
 
 Prompts = PromptType | Sequence[PromptType]
 Params = PoolingParams | Sequence[PoolingParams] | None
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 
 class PoolingMethods(OfflineRuns):
-    """A face of LLM. Each method raises RequestError, before anything is run, for what the model cannot do.
+    """The methods of LLM for pooling models. Each raises RequestError before any prompt runs.
 
     `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults.
     `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side.
@@ -58,8 +59,8 @@ class PoolingMethods(OfflineRuns):
         lora_request: None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt, as numbers. `pooling_task`: one of its tasks; None: its usual one."""
+    ) -> list[RawPoolingOutput]:
+        """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
         inputs = self._pooling_inputs(lora_request)
         listed = listed_prompts(prompts)
         params = [
@@ -78,8 +79,8 @@ class PoolingMethods(OfflineRuns):
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt."""
-        found = self.encode(
+        """Return an embedding of each prompt."""
+        outputs = self.encode(
             prompts,
             pooling_params,
             use_tqdm=use_tqdm,
@@ -87,7 +88,7 @@ class PoolingMethods(OfflineRuns):
             pooling_task="embed",
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [EmbeddingRequestOutput.from_base(each) for each in found]
+        return [EmbeddingRequestOutput.from_base(each) for each in outputs]
 
     def classify(
         self,
@@ -98,8 +99,8 @@ class PoolingMethods(OfflineRuns):
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """How likely each label is, for each prompt."""
-        found = self.encode(
+        """Return the probabilities of the labels, for each prompt."""
+        outputs = self.encode(
             prompts,
             pooling_params,
             use_tqdm=use_tqdm,
@@ -107,7 +108,7 @@ class PoolingMethods(OfflineRuns):
             pooling_task="classify",
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [ClassificationRequestOutput.from_base(each) for each in found]
+        return [ClassificationRequestOutput.from_base(each) for each in outputs]
 
     def reward(
         self,
@@ -118,8 +119,8 @@ class PoolingMethods(OfflineRuns):
         use_tqdm: Bar = True,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """A reward model's numbers for each token of each prompt; for the whole prompt where it has no others."""
+    ) -> list[RawPoolingOutput]:
+        """Return a reward model's scores per token, or per prompt if the model has no token scores."""
         tasks = self._pooling_inputs(lora_request).pooling.tasks
         return self.encode(
             prompts,
@@ -141,10 +142,10 @@ class PoolingMethods(OfflineRuns):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: one with one, one with each of many, or many with as many.
+        """Return the score of each pair: one text with one, one with each of many, or many with as many.
 
-        A cross-encoder reads each pair as one prompt, made by `chat_template` when there is one (messages of roles
-        query and document); an embedder's score is the cosine of two vectors.
+        A cross-encoder reads each pair as one prompt, rendered by `chat_template` if given (messages of roles query and
+        document); an embedder's score is the cosine of two vectors.
         """
         inputs = self._pooling_inputs(lora_request)
         pairs = Pairs(inputs, texts_of("data_1", data_1), texts_of("data_2", data_2))
@@ -154,26 +155,28 @@ class PoolingMethods(OfflineRuns):
         params = _with_task(pooling_params or PoolingParams(), pairs.task)
         return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
 
-    def _pooling_inputs(self, lora_request: object) -> PoolingInputs:
+    def _pooling_inputs(self, lora_request: object) -> InputProcessor:
         if lora_request is not None:
             raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
-        return self.llm_engine.pooling_inputs
+        inputs = self.llm_engine.inputs
+        inputs.check_pools()
+        return inputs
 
     def _pool(
-        self, prompts: Sequence[PooledPrompt], params: Sequence[PoolingParams], use_tqdm: Bar
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        inputs = self.llm_engine.pooling_inputs
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: Bar
+    ) -> list[RawPoolingOutput]:
+        inputs = self.llm_engine.inputs
         return self._run([inputs.prepare(self._new_id(), *each) for each in zip(prompts, params)], use_tqdm)
 
 
 def listed_prompts(prompts: Prompts) -> list[PromptType]:
-    """One prompt or many, as a list."""
+    """Return one prompt or many as a list."""
     single = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
     return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
 
 
 def paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
-    """One value per prompt, of `count`: the same for all, or their own. Raises RequestError naming `name`."""
+    """Return one value per prompt: a single value repeated, or the given list. Raises RequestError naming `name`."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
@@ -182,27 +185,25 @@ def paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
 
 
 def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
-    """Params for a task, which may be theirs already."""
+    """Return the params with their task set. Raises RequestError if they name another task."""
     if not isinstance(params, PoolingParams):
         raise RequestError("pooling_params", f"pooling_params must be PoolingParams, not {type(params).__name__}")
     if task is None or params.task == task:
         return params
     if params.task is not None:
-        raise RequestError("task", f"pooling_params ask for {params.task!r}, but {task!r} is wanted here")
-    own = params.clone()
-    own.task = task
-    return own
+        raise RequestError("task", f"pooling_params name task {params.task!r}, but this call needs {task!r}")
+    params = params.clone()
+    params.task = task
+    return params
 
-
-# Beam search for lists of prompts, as LLM.beam_search gives it.
 
 Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
-"""Answers to token prompts, in their order."""
+"""Generates for token prompts and returns the outputs in order."""
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One answer. `tokens` and `text` begin with the prompt's."""
+    """One beam. `tokens` and `text` include the prompt."""
 
     tokens: list[int]
     cum_logprob: float
@@ -214,7 +215,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The answers to one prompt, best first."""
+    """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -228,12 +229,12 @@ def search(
     max_model_len: int,
     tokenizer: Tokenizer | None,
 ) -> list[BeamSearchOutput]:
-    """Search for all prompts (token ids) in step, so that each batch holds the live beams of all of them."""
+    """Search all prompts (token ids) in lockstep, so that each batch has the live beams of all of them."""
     searches = [BeamSearch(params, ends, max_model_len - len(prompt)) for prompt in prompts]
-    asked = step_params(params)
+    sampling = step_params(params)
     while live := [index for index, each in enumerate(searches) if not each.finished]:
         beams = [(index, beam) for index in live for beam in searches[index].live]
-        outputs = generate([{"prompt_token_ids": [*prompts[i], *beam.token_ids]} for i, beam in beams], asked)
+        outputs = generate([{"prompt_token_ids": [*prompts[i], *beam.token_ids]} for i, beam in beams], sampling)
         for index in live:
             searches[index].take([candidates_of(out) for out, (owner, _) in zip(outputs, beams) if owner == index])
     return [
@@ -269,12 +270,12 @@ class LLM(PoolingMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """The model that the arguments describe."""
+        """Load the model that the arguments describe."""
         return cls.from_engine(LLMEngine.from_engine_args(engine_args))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> Self:
-        """A face for an engine that runs already."""
+        """Wrap an engine that runs already."""
         llm = cls.__new__(cls)
         llm._start(engine)
         return llm
@@ -294,14 +295,14 @@ class LLM(PoolingMethods):
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the answers come in the prompts' order.
+        """Generate for each prompt and return the outputs in order.
 
         `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
-        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params serves all prompts, a list is
-        paired with them; None takes the model's defaults. `use_tqdm`: a bar on stderr, or a callable that makes one.
+        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params applies to all prompts, a
+        list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
         `priority`: smaller runs first, with scheduling_policy="priority".
 
-        Raises RequestError for the first prompt that cannot be served, before any is run. Ctrl-C ends all of them.
+        Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
         """
         if lora_request is not None:
             raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
@@ -326,15 +327,15 @@ class LLM(PoolingMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them. Each is a list of {"role": ..., "content": ...}.
+        """Generate the next message of one conversation or several. Each is a list of {"role": ..., "content": ...}.
 
-        `chat_template`: a jinja template instead of the model's. `continue_final_message`: go on with the last message
-        instead of answering it (add_generation_prompt must then be False). `tools`: functions that the template shows
-        to the model; its calls are in the text, as it writes them. Raises RequestError, as generate does.
+        `chat_template`: a jinja template instead of the model's. `continue_final_message`: continue the last message
+        instead of replying to it (add_generation_prompt must then be False). `tools`: functions that the template
+        renders; calls are returned in the text, unparsed. Raises RequestError, as generate does.
         """
         checked_tools(tools or ())
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if one else messages
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
         prompts = [
             self._render(
                 each,
@@ -350,25 +351,25 @@ class LLM(PoolingMethods):
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        """Return the model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json sets, on top of SamplingParams' own defaults."""
+        """Return SamplingParams with what generation_config.json sets."""
         return self.llm_engine.get_default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns True."""
+        """Drop all cached prefixes. Returns True."""
         return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give the device's memory back until wake_up(); generate() raises SleepError meanwhile. Needs
+        """Free the device's memory until wake_up(); generate() raises SleepError meanwhile. Needs
         enable_sleep_mode=True. See LLMEngine.sleep.
         """
         self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Have the memory again, or only the parts named of `weights` and `kv_cache`. See LLMEngine.wake_up."""
+        """Restore the memory, or only the named parts of `weights` and `kv_cache`. See LLMEngine.wake_up."""
         self.llm_engine.wake_up(tags)
 
     def shutdown(self) -> None:
@@ -383,7 +384,7 @@ class LLM(PoolingMethods):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `params.beam_width` best answers to each prompt. `concurrency_limit`: prompts searched for at once.
+        """Return the `params.beam_width` best beams of each prompt. `concurrency_limit`: prompts searched at once.
 
         Raises RequestError, as generate does.
         """
@@ -395,17 +396,17 @@ class LLM(PoolingMethods):
         check_prompts(listed)
         ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed]
         size = concurrency_limit or max(1, len(ids))
-        found: list[BeamSearchOutput] = []
+        outputs: list[BeamSearchOutput] = []
         for first in range(0, len(ids), size):
-            found += search(
-                lambda asked, step: self.generate(asked, step, use_tqdm=use_tqdm),
+            outputs += search(
+                lambda batch, step: self.generate(batch, step, use_tqdm=use_tqdm),
                 ids[first : first + size],
                 params,
                 ends=engine.inputs.end_token_ids,
                 max_model_len=engine.info.max_model_len,
                 tokenizer=engine.tokenizer,
             )
-        return found
+        return outputs
 
     def _prepare(self, prompt: PromptType, params: SamplingParams, priority: int) -> PreparedRequest:
         if not isinstance(params, SamplingParams):

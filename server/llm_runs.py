@@ -1,4 +1,4 @@
-"""How offline faces run requests: all of them, to their ends, with a bar; Ctrl-C ends them."""
+"""Offline runs: all requests to their ends, with a progress bar; Ctrl-C ends them."""
 
 from __future__ import annotations
 
@@ -10,52 +10,47 @@ from typing import Any, Self
 
 from pagoda.common.sampling_params import RequestOutputKind
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.outputs import PoolingRequestOutput, RequestOutput
+from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import PreparedRequest
-from pagoda.server.processing.pooling_inputs import PreparedPooling
-
-# Ctrl-C between engine steps: a step that is torn in the middle would leave the scheduler without its result.
 
 
 class InterruptBetweenSteps:
-    """While entered, the first Ctrl-C waits for `check`; a second one interrupts at once.
+    """A context in which the first Ctrl-C waits for `check`; a second one interrupts at once.
 
-    Outside the main thread, where Python delivers no signals, this does nothing.
+    Interrupting a step would leave the scheduler without its result. Outside the main thread, where Python delivers no
+    signals, this does nothing.
     """
 
     def __init__(self) -> None:
-        self._usual: Any = None
-        self._asked = False
+        self._previous: Any = None
+        self._interrupted = False
 
     def check(self) -> None:
-        """Let a Ctrl-C that came in take effect: usually KeyboardInterrupt."""
-        if self._asked:
+        """Deliver a deferred Ctrl-C: usually KeyboardInterrupt."""
+        if self._interrupted:
             self._restore()
             signal.raise_signal(signal.SIGINT)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._usual = signal.signal(signal.SIGINT, self._note)
+            self._previous = signal.signal(signal.SIGINT, self._defer)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
         self._restore()
 
     def _restore(self) -> None:
-        if self._usual is not None:
-            signal.signal(signal.SIGINT, self._usual)
-            self._usual = None
-
-
-# The progress bar of offline generation: prompts done, and tokens per second in and out.
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
 
 
 class GenerationBar:
-    """A tqdm bar over `total` answers; `use_tqdm` False: none, a callable: makes the bar instead of tqdm."""
+    """A tqdm bar over `total` outputs, with tokens per second; `use_tqdm`: False for none, or a callable like tqdm."""
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
         self._bar: Any = None
@@ -64,14 +59,14 @@ class GenerationBar:
             make = use_tqdm if callable(use_tqdm) else _tqdm
             self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0.0, 0.0))
 
-    def update(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
+    def update(self, output: RequestOutput | RawPoolingOutput) -> None:
         """Count a finished request."""
         if self._bar is None:
             return
-        answers = output.outputs if isinstance(output, RequestOutput) else ()
-        count = len(answers) or 1
+        completions = output.outputs if isinstance(output, RequestOutput) else ()
+        count = len(completions) or 1
         self._tokens_in += len(output.prompt_token_ids or ()) * count
-        self._tokens_out += sum(len(answer.token_ids) for answer in answers)
+        self._tokens_out += sum(len(completion.token_ids) for completion in completions)
         seconds = max(self._bar.format_dict["elapsed"], 1e-9)
         self._bar.postfix = _speed(self._tokens_in / seconds, self._tokens_out / seconds)
         self._bar.update(count)
@@ -95,7 +90,7 @@ def _speed(tokens_in: float, tokens_out: float) -> str:
 
 
 class OfflineRuns:
-    """An engine, and numbers for its requests."""
+    """An engine and a counter of request ids."""
 
     llm_engine: LLMEngine
     _next_id = 0
@@ -104,26 +99,21 @@ class OfflineRuns:
         self._next_id += 1
         return str(self._next_id - 1)
 
-    def _run(
-        self, prepared: Sequence[PreparedRequest | PreparedPooling], use_tqdm: bool | Callable[..., Any]
-    ) -> list[Any]:
-        """The outputs of requests, in their order."""
+    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+        """Run requests and return their outputs, in order."""
         engine = self.llm_engine
-        answers: dict[str, RequestOutput | PoolingRequestOutput[Any]] = {}
+        outputs: dict[str, RequestOutput | RawPoolingOutput] = {}
         try:
             for request in prepared:
-                if isinstance(request, PreparedPooling):
-                    engine.add_pooling(request)
-                else:
-                    engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
+                engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
             total = sum(len(request.children) for request in prepared)
             with GenerationBar(total, use_tqdm) as bar, InterruptBetweenSteps() as interrupt:
                 while engine.has_unfinished_requests():
                     interrupt.check()
                     for output in engine.step():
-                        answers[output.request_id] = output
+                        outputs[output.request_id] = output
                         bar.update(output)
         except BaseException:
             engine.abort_all()
             raise
-        return [answers[request.request_id] for request in prepared]
+        return [outputs[request.request_id] for request in prepared]

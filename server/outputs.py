@@ -1,7 +1,4 @@
-"""What a caller gets back: text, token ids, log-probabilities and timings of one request.
-
-Field names are vLLM's. Knows no engine and no tokenizer; these are plain values.
-"""
+"""Outputs of requests: completions with logprobs and timings, vectors, labels and scores. Field names are vLLM's."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from pagoda.common.errors import RequestError
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate token at one position: natural log of its probability, its rank (1 is the best), its text."""
+    """One candidate token at one position."""
 
-    logprob: float
-    rank: int | None = None
+    logprob: float  # natural log
+    rank: int | None = None  # 1 is the best
     decoded_token: str | None = None
 
 
@@ -36,10 +33,7 @@ PromptLogprobs = list[LogprobsOnePosition | None]
 
 @dataclass(slots=True)
 class AnswerMetrics:
-    """When things happened to one of the n answers, monotonic seconds, 0 before they do; and what was counted.
-
-    `is_complete`: it came to an end of its own, which an abort is not.
-    """
+    """Timings of one of the n completions, in monotonic seconds, 0 before the event; and its counts."""
 
     scheduled_ts: float = 0.0
     first_token_ts: float = 0.0
@@ -47,39 +41,36 @@ class AnswerMetrics:
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    is_complete: bool = False
+    is_complete: bool = False  # it finished and was not aborted
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request. `arrival_time` is wall-clock (Unix seconds); `*_ts` are monotonic seconds.
+    """Timings of a request; `*_ts` are monotonic seconds."""
 
-    `queued_ts`: when its prompt was ready and went to the engine.
-    """
-
-    arrival_time: float = 0.0
+    arrival_time: float = 0.0  # Unix seconds
     arrival_ts: float = 0.0
-    queued_ts: float = 0.0
+    queued_ts: float = 0.0  # when its prompt was tokenised and sent to the engine
     answers: list[AnswerMetrics] = field(default_factory=list)
 
     @property
     def scheduled_ts(self) -> float:
-        """When the engine first had a place for one of the answers."""
+        """When the first of the completions was scheduled."""
         return min((each.scheduled_ts for each in self.answers if each.scheduled_ts), default=0.0)
 
     @property
     def first_token_ts(self) -> float:
-        """When the first token of any answer came."""
+        """When the first token of any completion was received."""
         return min((each.first_token_ts for each in self.answers if each.first_token_ts), default=0.0)
 
     @property
     def last_token_ts(self) -> float:
-        """When the latest token of any answer came."""
+        """When the latest token of any completion was received."""
         return max((each.last_token_ts for each in self.answers), default=0.0)
 
     @property
     def num_generation_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Generated tokens of all completions."""
         return sum(each.num_generation_tokens for each in self.answers)
 
     @property
@@ -90,23 +81,19 @@ class RequestMetrics:
 
 
 class CompletionOutput(msgspec.Struct):
-    """One of the n answers to a prompt.
-
-    `finish_reason`: "stop", "length", "abort", "repetition", or None while it runs. `stop_reason`: the stop string or
-    stop token id that ended it; None for end-of-sequence, length and abort.
-    """
+    """One of the n completions of a prompt."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort", "repetition", or None while it runs
+    stop_reason: int | str | None = None  # stop string or token id that ended it; None for EOS, length and abort
     lora_request: None = None
 
     def finished(self) -> bool:
-        """True once there is a finish reason."""
+        """Return True once there is a finish reason."""
         return self.finish_reason is not None
 
     def _extend(self, later: CompletionOutput) -> None:
@@ -120,9 +107,9 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """The state of one request: its prompt and its n answers (while streaming: those that have news).
+    """One request: its prompt and its n completions (while streaming: those with new tokens).
 
-    A Struct, as its answers are: two are made per token of a stream, and dataclasses take three times as long.
+    A Struct, as its completions are: two are created per token of a stream, and dataclasses take three times as long.
     """
 
     request_id: str
@@ -138,7 +125,7 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int | None = None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
-        """Take a later output of the same request in. `aggregate`: outputs are deltas and are joined, not replaced."""
+        """Merge a later output of the same request. `aggregate`: concatenate deltas instead of replacing outputs."""
         self.finished |= later.finished
         self.metrics = later.metrics
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
@@ -156,19 +143,15 @@ class RequestOutput(msgspec.Struct):
                 self.outputs.append(output)
 
 
-# What a caller gets back from a pooling model: vectors, probabilities, scores.
-#
-# Field names are vLLM's; numbers come as numpy arrays and Python floats. Knows no engine; these are plain values.
-
 Array = npt.NDArray[np.float32]
 OutputT = TypeVar("OutputT")
 
 
 @dataclass(slots=True, eq=False)
 class PoolingOutput:
-    """What the model made of a prompt. `data`: float32 [n], or [T, n] with a row for each token."""
+    """The vectors of a prompt."""
 
-    data: Array
+    data: Array  # float32 [n], or [T, n] with a row per token
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PoolingOutput) and np.array_equal(self.data, other.data)
@@ -178,47 +161,47 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """A vector that stands for a prompt."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """A vector's numbers. Raises RequestError for one vector per token."""
-        return cls(_vector(output, "an embedding of the whole prompt"))
+        """Convert a vector. Raises RequestError for one vector per token."""
+        return cls(_vector(output, "an embedding"))
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """Number of dimensions."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """How likely each label is, by the label's number."""
+    """The probability of each label."""
 
     probs: list[float]
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """One prompt's labels. Raises RequestError for labels of each token."""
-        return cls(_vector(output, "labels of the whole prompt"))
+        """Convert a vector. Raises RequestError for one vector per token."""
+        return cls(_vector(output, "a classification"))
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts go together; greater is better."""
+    """The relevance of two texts to each other; greater is better."""
 
     score: float
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> Self:
-        """The one number that is there. Raises RequestError when there are more."""
+        """Convert a single number. Raises RequestError if there are more."""
         if output.data.size != 1:
             raise RequestError("task", f"a score is one number, but the model gave {output.data.size}")
         return cls(float(output.data.reshape(-1)[0]))
@@ -226,7 +209,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput(Generic[OutputT]):
-    """One request's answer, and the prompt's tokens. `scheduled_ts`: when it first ran, monotonic seconds."""
+    """The output of one pooling request. `*_ts`: when it first ran and when it finished, monotonic seconds."""
 
     request_id: str
     outputs: OutputT
@@ -234,43 +217,54 @@ class PoolingRequestOutput(Generic[OutputT]):
     num_cached_tokens: int = 0
     finished: bool = True
     scheduled_ts: float = field(default=0.0, repr=False, compare=False)
+    finished_ts: float = field(default=0.0, repr=False, compare=False)
 
     @classmethod
     def _of(cls, base: PoolingRequestOutput[PoolingOutput], outputs: Any) -> Self:
         return cls(
-            base.request_id, outputs, base.prompt_token_ids, base.num_cached_tokens, base.finished, base.scheduled_ts
+            base.request_id,
+            outputs,
+            base.prompt_token_ids,
+            base.num_cached_tokens,
+            base.finished,
+            base.scheduled_ts,
+            base.finished_ts,
         )
 
 
+RawPoolingOutput = PoolingRequestOutput[PoolingOutput]
+"""The vectors of one request, before a task-specific output is made of them."""
+
+
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """One prompt's embedding."""
+    """The embedding of one prompt."""
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """The vector in an output. Raises RequestError."""
+        """Convert an output. Raises RequestError for one vector per token."""
         return cls._of(base, EmbeddingOutput.from_base(base.outputs))
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """One prompt's labels."""
+    """The label probabilities of one prompt."""
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """The probabilities in an output. Raises RequestError."""
+        """Convert an output. Raises RequestError for one vector per token."""
         return cls._of(base, ClassificationOutput.from_base(base.outputs))
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """One pair's score."""
+    """The score of one pair."""
 
     @classmethod
     def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """The score in an output. Raises RequestError."""
+        """Convert an output. Raises RequestError if it has more than one number."""
         return cls._of(base, ScoringOutput.from_base(base.outputs))
 
 
 def _vector(output: PoolingOutput, wanted: str) -> list[float]:
     if output.data.ndim != 1:
-        raise RequestError("task", f"{wanted} is wanted, but the task gives numbers for each token")
-    found: list[float] = output.data.tolist()
-    return found
+        raise RequestError("task", f"{wanted} needs one vector per prompt, but the task returns one per token")
+    vector: list[float] = output.data.tolist()
+    return vector

@@ -31,7 +31,7 @@ from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, Float32, PoolingRules, PoolPlan
+from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, Float32, PoolingRules, PoolPlan, PoolResult
 from pagoda.common.models.spec import ModelSpec, Pooler
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
@@ -71,7 +71,7 @@ def create(
 
 @dataclass(frozen=True, slots=True)
 class JaxPendingVectors:
-    """Implements common.backend.PendingVectors. `whole` float32 [S, n]: an answer a prompt, `each` [T, n]: one a token;
+    """Implements common.backend.PendingPooling. `whole` float32 [S, n]: an answer a prompt, `each` [T, n]: one a token;
     None where no prompt asks for it.
     """
 
@@ -79,8 +79,9 @@ class JaxPendingVectors:
     each: jax.Array | None
     plan: PoolPlan
     pooler: Pooler
+    recompiles: int
 
-    def result(self) -> tuple[Float32, ...]:
+    def result(self) -> PoolResult:
         """Wait for the step."""
         whole, each = (_NO_ROWS if raw is None else np.asarray(raw) for raw in (self.whole, self.each))
         starts = self.plan.query_start.tolist()
@@ -90,7 +91,7 @@ class JaxPendingVectors:
                 each[starts[index] : starts[index + 1]] if _of_tokens(rules, self.pooler) else whole[index : index + 1]
             )
             answers.append(_finished(rows, rules, self.pooler))
-        return tuple(answers)
+        return PoolResult(tuple(answers), self.recompiles)
 
 
 class JaxPooling:
@@ -124,11 +125,6 @@ class JaxPooling:
         """Bytes of the loaded weights."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
-    @property
-    def recompiles(self) -> int:
-        """Programs that were compiled while serving; more than none is a fault."""
-        return self.programs.recompiles
-
     def load(self, weights: Iterable[Weight]) -> None:
         """Take every parameter, each straight to its devices. Raises WeightError."""
         self._leaves = load(self.model, weights)
@@ -137,7 +133,7 @@ class JaxPooling:
         """Compile every program there is, so that none is compiled while serving, and run one."""
         logger.info("%s", self.prepare())
         rules = PoolingRules(task="token_embed", use_activation=False)
-        self.pool(PoolPlan(np.zeros(1, np.int32), np.array([0, 1], np.int32), None, (rules,))).result()
+        self.execute(PoolPlan(np.zeros(1, np.int32), np.array([0, 1], np.int32), None, (rules,))).result()
 
     def prepare(self) -> JaxCompileReport:
         """Compile all programs, or load them from the bundle; what that cost."""
@@ -145,11 +141,12 @@ class JaxPooling:
             return self.programs.adopt(self._bundle.load(self.catalogue))
         return self.programs.prepare()
 
-    def pool(self, plan: PoolPlan) -> JaxPendingVectors:
+    def execute(self, plan: PoolPlan) -> JaxPendingVectors:
         """Queue a step. One whose prompts ask for answers of both kinds is computed twice."""
+        before = self.programs.recompiles
         kinds = {_of_tokens(rules, self.pooler) for rules in plan.rules}
         whole, each = (self._run(plan, kind) if kind in kinds else None for kind in (False, True))
-        return JaxPendingVectors(whole, each, plan, self.pooler)
+        return JaxPendingVectors(whole, each, plan, self.pooler, self.programs.recompiles - before)
 
     def _run(self, plan: PoolPlan, of_tokens: bool) -> jax.Array:
         shape = self.catalogue.shape_for(plan.num_tokens, of_tokens)

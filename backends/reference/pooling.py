@@ -16,7 +16,7 @@ from pagoda.backends.reference.model.pooler import ReferencePooler
 from pagoda.backends.reference.weights import Packer
 from pagoda.common.backend import Capabilities, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.pooling import Float32, PoolingRules, PoolPlan
+from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.models.spec import ModelSpec
 
 
@@ -34,7 +34,6 @@ class ReferencePooling:
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
         self._parts: tuple[Encoder, ReferencePooler] | None = None
         self.num_bytes = 0
-        self.recompiles = 0  # nothing is compiled
 
     @property
     def capabilities(self) -> Capabilities:
@@ -58,21 +57,21 @@ class ReferencePooling:
         tokens = min(8, self.limits.max_model_len)
         rules = PoolingRules(task="token_embed", use_activation=False)
         plan = PoolPlan(np.zeros(tokens, np.int32), np.array([0, tokens], np.int32), None, (rules,))
-        self.pool(plan).result()
+        self.execute(plan).result()
 
-    def pool(self, plan: PoolPlan) -> Future[tuple[Float32, ...]]:
+    def execute(self, plan: PoolPlan) -> Future[PoolResult]:
         """Queue a step."""
-        return self._worker.submit(self._pool, plan)
+        return self._worker.submit(self._execute, plan)
 
     def close(self) -> None:
         """Stop the worker."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _pool(self, plan: PoolPlan) -> tuple[Float32, ...]:
-        assert self._parts is not None, "load comes before pool"
+    def _execute(self, plan: PoolPlan) -> PoolResult:
+        assert self._parts is not None, "load comes before execute"
         encoder, pooler = self._parts
         with torch._C.DisableTorchFunctionSubclass():  # see ReferenceBackend
             hidden = encoder.hidden(make_packed(plan))
             answers = pooler(hidden, plan.query_start.tolist(), plan.rules)
-        return tuple(answer.numpy() for answer in answers)
+        return PoolResult(tuple(answer.numpy() for answer in answers))

@@ -22,7 +22,7 @@ from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Capabilities, Weight
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.pooling import Float32, PoolingRules, PoolPlan
+from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
@@ -36,16 +36,17 @@ def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> TorchCudaPooling:
 
 @dataclass(frozen=True, slots=True)
 class CudaPendingVectors:
-    """Implements common.backend.PendingVectors. `flat`: all answers' numbers, one after another."""
+    """Implements common.backend.PendingPooling. `flat`: all answers' numbers, one after another."""
 
     flat: DeviceToHost
     shapes: tuple[tuple[int, ...], ...]
+    recompiles: int
 
-    def result(self) -> tuple[Float32, ...]:
+    def result(self) -> PoolResult:
         """Wait for the step."""
         sizes = [int(np.prod(shape)) for shape in self.shapes]
         parts = np.split(self.flat.array(), np.cumsum(sizes)[:-1])
-        return tuple(part.reshape(shape) for part, shape in zip(parts, self.shapes))
+        return PoolResult(tuple(part.reshape(shape) for part, shape in zip(parts, self.shapes)), self.recompiles)
 
 
 class TorchCudaPooling:
@@ -56,13 +57,8 @@ class TorchCudaPooling:
         self._stream: DeviceStream = GpuStream(device) if device.is_gpu else CpuStream(device)
         self._parts: tuple[CudaEncoder, ReferencePooler] | None = None
         self.num_bytes = 0
-        self._compiles, self._warm = CompileCount(), 0
+        self._compiles = CompileCount()
         self._compiles.watch()
-
-    @property
-    def recompiles(self) -> int:
-        """Kernels that were compiled while serving; more than none is a fault."""
-        return self._compiles.count - self._warm
 
     @property
     def capabilities(self) -> Capabilities:
@@ -101,7 +97,7 @@ class TorchCudaPooling:
         steps = [(1, 1), (min(longest, 8), 2)] + ([(longest, prompts)] if self.device.is_gpu else [])
         try:
             for length, count in steps:
-                self.pool(_plan(length, count)).result()
+                self.execute(_plan(length, count)).result()
         except torch.OutOfMemoryError:
             free, _ = torch.cuda.mem_get_info(self.device.torch)
             raise ConfigError(
@@ -109,17 +105,19 @@ class TorchCudaPooling:
                 f"{self.device.name} has too little memory for {prompts} prompts of {longest} tokens in a step, "
                 f"{free / GIB:.1f} GiB are left; lower it, or --max-model-len",
             ) from None
-        self._compiles.loud, self._warm = True, self._compiles.count
+        self._compiles.loud = True
 
-    def pool(self, plan: PoolPlan) -> CudaPendingVectors:
+    def execute(self, plan: PoolPlan) -> CudaPendingVectors:
         """Queue a step."""
-        assert self._parts is not None, "load comes before pool"
+        assert self._parts is not None, "load comes before execute"
+        before = self._compiles.count
         encoder, pooler = self._parts
         with self._stream.running():
             hidden = encoder.hidden(make_packed(plan, self.device.torch))
             answers = pooler(hidden, plan.query_start.tolist(), plan.rules)
             flat = self._stream.fetch(torch.cat([answer.flatten() for answer in answers]))
-        return CudaPendingVectors(flat, tuple(tuple(answer.shape) for answer in answers))
+        shapes = tuple(tuple(answer.shape) for answer in answers)
+        return CudaPendingVectors(flat, shapes, self._compiles.count - before)
 
     def close(self) -> None:
         """Let go of the device's memory."""

@@ -1,19 +1,20 @@
-"""The step loop: requests in, outputs out, with the next step planned while one runs on the device.
-
-Knows the order of things and nothing else: the scheduler decides, the backend computes.
+"""The step loop of an engine: requests in, outputs out, with the next step planned while one runs on the device.
 
     plan 1, start 1, plan 2, start 2 | wait for 1, report 1 | plan 3, start 3 | wait for 2, report 2 | ...
+
+Generation, pooling and data parallelism share this loop. They differ in the scheduler, which plans steps and turns
+results into outputs, and in the backend method that executes its plans.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
-from pagoda.common.backend import Backend, PendingResult
+from pagoda.common.backend import Backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
@@ -25,111 +26,227 @@ from pagoda.common.engine.structured_output.grammar import no_tokenizer, refused
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import ConfigError, RequestError
 
-# Requests on their way to a scheduler: those with a grammar come in once it is compiled, the others at once.
+PlanT = TypeVar("PlanT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+ResultT_contra = TypeVar("ResultT_contra", contravariant=True)
 
-PAUSE_SECONDS: Final = 0.005
-"""How long an engine without any other work waits for a grammar before it looks for commands again."""
+GRAMMAR_WAIT_SECONDS: Final = 0.005
+"""How long a step waits for a grammar when there is nothing else to do, so that commands are still read."""
 
-Add = Callable[[EngineRequest, TokenMaskState | None], None]
-"""Puts a request in line. Raises RequestError."""
+CHECK_INTERVAL: Final = 256
+"""Steps between two integrity checks under load. A check costs about 1 ns per KV block."""
+
+
+class PendingStep(Protocol[ResultT_co]):
+    """A step that was started."""
+
+    def result(self) -> ResultT_co:
+        """Wait for the step and return its result. Raises what the step raised."""
+        ...
+
+
+class StepScheduler(Protocol[PlanT, ResultT_contra]):
+    """Plans steps and takes their results, in the same order. Plug-in schedulers implement this interface; most
+    subclass scheduler.Scheduler.
+    """
+
+    def add(self, request: EngineRequest, guide: TokenMaskState | None = None, /) -> None:
+        """Queue a request. `guide`: its token masks. Raises RequestError naming the field if it can never run."""
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests and free their blocks; unknown ids are skipped."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of running and waiting requests."""
+        ...
+
+    def schedule(self) -> PlanT | None:
+        """Return the next step; None if nothing can be computed until a result or a request arrives."""
+        ...
+
+    def update(self, plan: PlanT, result: ResultT_contra) -> StepOutputs:
+        """Apply the result of the oldest step in flight and return its outputs."""
+        ...
+
+    def stats(self, last_step_tokens: int = 0) -> EngineStats:
+        """Return a snapshot."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every slot and block is accounted for."""
+        ...
+
+
+GenerationScheduler = StepScheduler[StepPlan, StepResult]
+MakeScheduler = Callable[[Limits, KvManager], GenerationScheduler]
 
 
 class GrammarQueue:
-    """`structured`: makes guides; None: requests that need one are refused."""
+    """Requests on their way to the scheduler: those with a grammar wait until it is compiled, the others pass.
 
-    def __init__(self, add: Add, structured: Structured | None) -> None:
+    `add`: queues a request in the scheduler. `structured`: compiles grammars; None refuses requests that need one.
+    """
+
+    def __init__(
+        self, add: Callable[[EngineRequest, TokenMaskState | None], None], structured: Structured | None
+    ) -> None:
         self._add = add
         self._structured = structured
-        self._coming: dict[str, tuple[EngineRequest, Future[TokenMaskState]]] = {}
+        self._compiling: dict[str, tuple[EngineRequest, Future[TokenMaskState]]] = {}
 
     def __len__(self) -> int:
-        return len(self._coming)
+        return len(self._compiling)
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request in. Raises RequestError naming the field when it can never run."""
-        if request.request_id in self._coming:
+        """Accept a request. Raises RequestError naming the field if it can never run."""
+        if request.request_id in self._compiling:
             raise RequestError("request_id", f"request {request.request_id} is already in the engine")
         if request.grammar is None and request.thinking is None:
             self._add(request, None)
             return
         if self._structured is None:
             raise no_tokenizer()
-        self._coming[request.request_id] = request, self._structured.begin(request)
+        self._compiling[request.request_id] = request, self._structured.begin(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; unknown ids are skipped."""
+        """Drop requests; unknown ids are skipped."""
         for request_id in request_ids:
-            if (coming := self._coming.pop(request_id, None)) is not None:
-                coming[1].cancel()
+            if (entry := self._compiling.pop(request_id, None)) is not None:
+                entry[1].cancel()
 
     def admit(self) -> list[EngineOutput]:
-        """Put in line those that are ready; the outputs of those that cannot run."""
+        """Pass on requests whose grammar is compiled. Return the outputs of those that cannot run."""
         outputs: list[EngineOutput] = []
-        for request_id in [each for each, (_, guide) in self._coming.items() if guide.done()]:
-            request, guide = self._coming.pop(request_id)
-            fault = guide.exception()
-            if fault is not None and not isinstance(fault, RequestError):
-                # A library's own fault, a panic of its native code included, is its request's end, not the engine's.
-                fault = refused(repr(fault))
+        for request_id in [each for each, (_, guide) in self._compiling.items() if guide.done()]:
+            request, guide = self._compiling.pop(request_id)
+            error = guide.exception()
+            if error is not None and not isinstance(error, RequestError):
+                # A failure of the grammar library, even a panic of its native code, ends the request, not the engine.
+                error = refused(repr(error))
             try:
-                if fault is not None:
-                    raise fault
+                if error is not None:
+                    raise error
                 self._add(request, guide.result())
-            except RequestError as error:
-                outputs.append(failed(request_id, error))
+            except RequestError as refusal:
+                outputs.append(_failed_output(request_id, refusal))
         return outputs
 
-    def pause(self) -> None:
-        """Wait a moment for one to be ready."""
-        wait([guide for _, guide in self._coming.values()], PAUSE_SECONDS, FIRST_COMPLETED)
+    def wait(self) -> None:
+        """Wait briefly for the next grammar."""
+        wait([guide for _, guide in self._compiling.values()], GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
 
 
-def failed(request_id: str, error: RequestError) -> EngineOutput:
-    """The only output of a request that could not run."""
+def _failed_output(request_id: str, error: RequestError) -> EngineOutput:
     return EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=(error.field, str(error)))
 
 
-class StepScheduler(Protocol):
-    """What the step loop asks of a scheduler: the interface of another one. Most subclass scheduler.Scheduler."""
+class EngineCore:
+    """One model's engine over a loaded backend; see generation_core, sharded_core and pooling_core.
 
-    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
-        """Put a request in line. Raises RequestError naming the field when it can never run.
+    `execute`: starts a step of `scheduler`'s plans. `kv_managers`: one per copy of the model, none for pooling.
+    `structured`: compiles grammars. Not thread-safe. After `step` raised, the engine is dead: create a new one.
+    """
 
-        `guide`: what its tokens may be; its masks go into the plans.
+    def __init__(
+        self,
+        execute: Callable[[Any], PendingStep[Any]],
+        scheduler: StepScheduler[Any, Any],
+        limits: Limits,
+        *,
+        kv_managers: Sequence[KvManager] = (),
+        structured: Structured | None = None,
+    ) -> None:
+        self.limits = limits
+        self._execute = execute
+        self._scheduler = scheduler
+        self._kv_managers = tuple(kv_managers)
+        self._grammars = GrammarQueue(scheduler.add, structured)
+        self._depth = 2 if limits.async_scheduling else 1  # steps in flight
+        self._pending: deque[tuple[Any, PendingStep[Any]]] = deque()
+        self._unchecked_steps = 0
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError naming the field if it can never run.
+
+        A request whose grammar does not compile ends with an output that has the error.
         """
-        ...
+        if request.pooling is not None and self._kv_managers:
+            raise RequestError("model", "the model generates text, it does not pool; start it with --runner pooling")
+        self._grammars.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests and free what they hold; unknown ids are skipped."""
-        ...
+        """Drop requests and free their blocks at once; they have no further output. Unknown ids are skipped."""
+        request_ids = list(request_ids)
+        self._grammars.abort(request_ids)
+        self._scheduler.abort(request_ids)
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests running or waiting."""
-        ...
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a step is in flight."""
+        return bool(self._pending) or self._scheduler.num_unfinished > 0 or len(self._grammars) > 0
 
-    def schedule(self) -> StepPlan | None:
-        """The next step; None when nothing can be computed before a result comes back or a request is added."""
-        ...
+    def step(self) -> StepOutputs:
+        """Start the steps that can start, then wait for the oldest one. Returns no outputs if there is no work."""
+        refusals = self._grammars.admit()
+        while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
+            self._pending.append((plan, self._execute(plan)))
+        if not self._pending:
+            if self._scheduler.num_unfinished:
+                raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
+            if len(self._grammars) and not refusals:
+                self._grammars.wait()
+            return StepOutputs(outputs=refusals, stats=self.stats)
+        plan, pending = self._pending.popleft()
+        outputs = self._scheduler.update(plan, pending.result())
+        self._check_kv_cache()
+        return replace(outputs, outputs=refusals + outputs.outputs) if refusals else outputs
 
-    def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Take the result of the oldest step in flight. Returns what is new for whom."""
-        ...
+    def _check_kv_cache(self) -> None:
+        """Check the KV blocks when the engine becomes idle, and every CHECK_INTERVAL steps. Raises RuntimeError."""
+        idle = not self.has_work
+        self._unchecked_steps += 1
+        if idle or self._unchecked_steps >= CHECK_INTERVAL:
+            self._unchecked_steps = 0
+            for kv in self._kv_managers:
+                kv.check_integrity(idle=idle)
 
-    def stats(self, last_step_tokens: int = 0) -> EngineStats:
-        """A snapshot."""
-        ...
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot between steps."""
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; running requests keep their blocks. Always returns True."""
+        for kv in self._kv_managers:
+            kv.pool.forget_all()
+        return True
 
     def check_integrity(self) -> None:
-        """Every row and block is accounted for. Raises RuntimeError."""
-        ...
+        """Raise RuntimeError unless every block, slot and request is accounted for. Walks the whole pool."""
+        self._scheduler.check_integrity()
 
 
-MakeScheduler = Callable[[Limits, KvManager], StepScheduler]
+def generation_core(
+    backend: Backend,
+    layout: KvLayout,
+    limits: Limits,
+    num_blocks: int,
+    make_scheduler: MakeScheduler = Scheduler,
+    structured: Structured | None = None,
+) -> EngineCore:
+    """Return the engine of a generating model. `num_blocks`: KV blocks, the null block included.
+
+    Raises ConfigError if block sizes differ.
+    """
+    kv = make_kv_manager(backend, layout, limits, num_blocks)
+    return EngineCore(backend.execute, make_scheduler(limits, kv), limits, kv_managers=(kv,), structured=structured)
 
 
 def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: int) -> KvManager:
-    """The manager of so many blocks, the null block included. Raises ConfigError."""
+    """Return a manager of `num_blocks` blocks (block 0 is the null block). Raises ConfigError if block sizes differ."""
     if layout.block_size != limits.block_size:
         raise ConfigError("--block-size", f"{limits.block_size} differs from the cache layout's {layout.block_size}")
     return KvManager(
@@ -141,87 +258,3 @@ def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_bloc
         prefix_caching=limits.prefix_caching,
         prefers_extents=backend.capabilities.prefers_extents,
     )
-
-
-def depth_of(limits: Limits) -> int:
-    """Steps that are in flight at a time."""
-    return 2 if limits.async_scheduling else 1
-
-
-def refuse_pooling(request: EngineRequest) -> None:
-    """Raises RequestError for a request that only a pooling model could answer."""
-    if request.pooling is not None:
-        raise RequestError("model", "the model generates text, it does not pool; start it with --runner pooling")
-
-
-class EngineCore:
-    """One model's engine over a backend that is loaded and has `num_blocks` KV blocks, the null block included.
-
-    `scheduler`: makes the scheduler. `structured`: compiles grammars. Not thread-safe. When `step` raises what the
-    backend raised, the engine is dead: make a new one.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        layout: KvLayout,
-        limits: Limits,
-        num_blocks: int,
-        scheduler: MakeScheduler = Scheduler,
-        structured: Structured | None = None,
-    ) -> None:
-        self.limits = limits
-        self._backend = backend
-        self._kv = make_kv_manager(backend, layout, limits, num_blocks)
-        self._scheduler = scheduler(limits, self._kv)
-        self._intake = GrammarQueue(self._scheduler.add, structured)
-        self._depth = depth_of(limits)
-        self._pending: deque[tuple[StepPlan, PendingResult]] = deque()
-
-    def add_request(self, request: EngineRequest) -> None:
-        """Put a request in line. Raises RequestError naming the field when it can never run.
-
-        One whose grammar turns out to be wrong ends with an output that says so.
-        """
-        refuse_pooling(request)
-        self._intake.add(request)
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests: their blocks are free at once and no output follows. Unknown ids are skipped."""
-        request_ids = list(request_ids)
-        self._intake.abort(request_ids)
-        self._scheduler.abort(request_ids)
-
-    @property
-    def has_work(self) -> bool:
-        """True while a request is unfinished or a step is in flight."""
-        return bool(self._pending) or self._scheduler.num_unfinished > 0 or len(self._intake) > 0
-
-    def step(self) -> StepOutputs:
-        """Start what can start, then wait for the oldest step. Without work, returns no outputs."""
-        refused = self._intake.admit()
-        while len(self._pending) < self._depth and (plan := self._scheduler.schedule()) is not None:
-            self._pending.append((plan, self._backend.execute(plan)))
-        if not self._pending:
-            if self._scheduler.num_unfinished:
-                raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
-            if len(self._intake) and not refused:
-                self._intake.pause()
-            return StepOutputs(outputs=refused, stats=self.stats)
-        plan, pending = self._pending.popleft()
-        found = self._scheduler.update(plan, pending.result())
-        return replace(found, outputs=refused + found.outputs) if refused else found
-
-    @property
-    def stats(self) -> EngineStats:
-        """A snapshot between steps."""
-        return self._scheduler.stats()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; running requests keep their blocks. True: this engine can always do it."""
-        self._kv.pool.forget_all()
-        return True
-
-    def check_integrity(self) -> None:
-        """Every block and row is accounted for; walks the whole pool. Raises RuntimeError."""
-        self._scheduler.check_integrity()

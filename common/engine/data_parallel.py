@@ -1,155 +1,124 @@
-"""The step loop over several shards: copies of the model, each with requests, rows and KV blocks of its own.
+"""Data parallelism: one scheduler over several copies of the model, each with its own slots and KV blocks.
 
-A step of the engine is one step of every shard, because the device runs them as one program. A request goes to a shard
-when it is added and stays there. Knows which shard, and nothing of what happens in one: that is an engine's own
-scheduler and KV manager, with limits of their own.
+A step of the engine is one step of every shard, because the device runs them as one program. A request is assigned to a
+shard when it is added and stays there.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from pagoda.common.backend import PendingShards, ShardedBackend
+from pagoda.common.backend import ShardedBackend
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import (
-    EngineCore,
-    GrammarQueue,
-    MakeScheduler,
-    StepScheduler,
-    depth_of,
-    make_kv_manager,
-    refuse_pooling,
-)
+from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeScheduler, make_kv_manager
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
-from pagoda.common.engine.pooling_core import PoolingCore
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.scheduler import Scheduler
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
-SLACK: Final = 4
-"""A shard may have a request more than the emptiest, and another for every so many of its, for a cached prompt."""
+AFFINITY_DIVISOR: Final = 4
+"""Prefix affinity: prefer a shard with the prompt cached unless it has more than 1 + min_load / 4 requests over the
+least loaded one."""
+
+ShardPlans = tuple[StepPlan | None, ...]
+ShardResults = tuple[StepResult | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShard:
-    """What one copy of the model is given to do."""
+    """One copy of the model."""
 
     kv: KvManager
-    scheduler: StepScheduler
+    scheduler: GenerationScheduler
 
 
-class ShardedCore:
-    """One model's engine over `shards` copies of it, each with `num_blocks` KV blocks, the null block included.
+class ShardedScheduler:
+    """Implements core.StepScheduler over one scheduler per shard."""
 
-    The same to its users as `EngineCore`, and as little thread-safe. `limits` are those of each shard.
-    """
+    def __init__(self, shards: tuple[EngineShard, ...]) -> None:
+        self.shards = shards
+        self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
 
-    def __init__(
-        self,
-        backend: ShardedBackend,
-        layout: KvLayout,
-        limits: Limits,
-        num_blocks: int,
-        shards: int,
-        scheduler: MakeScheduler = Scheduler,
-        structured: Structured | None = None,
-    ) -> None:
-        self.limits = limits
-        self._backend = backend
-        managers = [make_kv_manager(backend, layout, limits, num_blocks) for _ in range(shards)]
-        self._shards = tuple(EngineShard(kv, scheduler(limits, kv)) for kv in managers)
-        self._homes: dict[str, EngineShard] = {}
-        self._intake = GrammarQueue(self._put_in_line, structured)
-        self._depth = depth_of(limits)
-        self._pending: deque[tuple[tuple[StepPlan | None, ...], PendingShards]] = deque()
-
-    def add_request(self, request: EngineRequest) -> None:
-        """Put a request in a shard's line. Raises RequestError as EngineCore's does."""
-        refuse_pooling(request)
-        self._intake.add(request)
-
-    def _put_in_line(self, request: EngineRequest, guide: TokenMaskState | None) -> None:
-        shard = self._homes.get(request.request_id) or self._choose(request)
+    def add(self, request: EngineRequest, guide: TokenMaskState | None = None) -> None:
+        """Queue a request in a shard. Raises RequestError naming the field if it can never run."""
+        shard = self._shard_of.get(request.request_id) or self._choose(request)
         shard.scheduler.add(request, guide)
-        self._homes[request.request_id] = shard
+        self._shard_of[request.request_id] = shard
+
+    def _choose(self, request: EngineRequest) -> EngineShard:
+        """Return the shard with the longest cached prefix among those with low load; ties go to the least loaded."""
+        probe = Request.of(request, limit=0, rank=())
+        cached = [shard.kv.find_prefix(probe).num_tokens for shard in self.shards]
+        loads = [shard.scheduler.num_unfinished for shard in self.shards]
+        max_load = min(loads) + 1 + min(loads) // AFFINITY_DIVISOR
+        candidates = [index for index, load in enumerate(loads) if load <= max_load]
+        return self.shards[max(candidates, key=lambda index: (cached[index], -loads[index]))]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests: their blocks are free at once and no output follows. Unknown ids are skipped."""
-        request_ids = list(request_ids)
-        self._intake.abort(request_ids)
+        """Drop requests and free their blocks; unknown ids are skipped."""
         for request_id in request_ids:
-            shard = self._homes.pop(request_id, None)
+            shard = self._shard_of.pop(request_id, None)
             if shard is not None:
                 shard.scheduler.abort([request_id])
 
     @property
-    def has_work(self) -> bool:
-        """True while a request is unfinished or a step is in flight."""
-        return bool(self._pending) or bool(self._homes) or len(self._intake) > 0
+    def num_unfinished(self) -> int:
+        """Number of running and waiting requests."""
+        return len(self._shard_of)
 
-    def step(self) -> StepOutputs:
-        """Start what can start, then wait for the oldest step. Without work, returns no outputs."""
-        refused = self._intake.admit()
-        while len(self._pending) < self._depth:
-            plans = tuple(shard.scheduler.schedule() for shard in self._shards)
-            if all(plan is None for plan in plans):
-                break
-            self._pending.append((plans, self._backend.execute_shards(plans)))
-        if not self._pending:
-            if self._homes:
-                raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
-            if len(self._intake) and not refused:
-                self._intake.pause()
-            return StepOutputs(outputs=refused, stats=self.stats)
-        plans, pending = self._pending.popleft()
-        outputs: list[EngineOutput] = refused
-        for shard, plan, result in zip(self._shards, plans, pending.result(), strict=True):
-            if plan is not None and result is not None:
-                outputs += shard.scheduler.update(plan, result).outputs
+    def schedule(self) -> ShardPlans | None:
+        """Return the next step of every shard; None if no shard can compute anything."""
+        plans = tuple(shard.scheduler.schedule() for shard in self.shards)
+        return None if all(plan is None for plan in plans) else plans
+
+    def update(self, plan: ShardPlans, result: ShardResults) -> StepOutputs:
+        """Apply the results of the oldest step in flight and return the outputs of all shards."""
+        outputs: list[EngineOutput] = []
+        for shard, own_plan, own_result in zip(self.shards, plan, result, strict=True):
+            if own_plan is not None and own_result is not None:
+                outputs += shard.scheduler.update(own_plan, own_result).outputs
         for output in outputs:
             if output.finish_reason is not None:
-                self._homes.pop(output.request_id, None)
-        tokens = sum(plan.num_tokens for plan in plans if plan is not None)
-        return StepOutputs(outputs=outputs, stats=replace(self.stats, last_step_tokens=tokens))
+                self._shard_of.pop(output.request_id, None)
+        num_tokens = sum(own_plan.num_tokens for own_plan in plan if own_plan is not None)
+        return StepOutputs(outputs=outputs, stats=self.stats(num_tokens))
 
-    @property
-    def stats(self) -> EngineStats:
-        """A snapshot between steps: of all shards together."""
-        found = [shard.scheduler.stats() for shard in self._shards]
-        return EngineStats(
-            **{each.name: sum(getattr(part, each.name) for part in found) for each in fields(EngineStats)}
+    def stats(self, last_step_tokens: int = 0) -> EngineStats:
+        """Return a snapshot: the sum over all shards."""
+        parts = [shard.scheduler.stats() for shard in self.shards]
+        total = EngineStats(
+            **{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(EngineStats)}
         )
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; running requests keep their blocks. True: this engine can always do it."""
-        for shard in self._shards:
-            shard.kv.pool.forget_all()
-        return True
+        return replace(total, last_step_tokens=last_step_tokens)
 
     def check_integrity(self) -> None:
-        """Every block, row and request of every shard is accounted for. Raises RuntimeError."""
-        for shard in self._shards:
+        """Raise RuntimeError unless every block, slot and request of every shard is accounted for."""
+        for shard in self.shards:
             shard.scheduler.check_integrity()
-        held = sum(shard.scheduler.num_unfinished for shard in self._shards)
-        if held != len(self._homes):
-            raise RuntimeError(f"the shards hold {held} requests, {len(self._homes)} were sent to them")
-
-    def _choose(self, request: EngineRequest) -> EngineShard:
-        """Of the shards with few requests, the one that holds most of the prompt; then the emptiest."""
-        probe = Request.of(request, limit=0, rank=())
-        held = [shard.kv.find_prefix(probe).num_tokens for shard in self._shards]
-        loads = [shard.scheduler.num_unfinished for shard in self._shards]
-        most = min(loads) + 1 + min(loads) // SLACK
-        near = [index for index, load in enumerate(loads) if load <= most]
-        return self._shards[max(near, key=lambda index: (held[index], -loads[index]))]
+        in_shards = sum(shard.scheduler.num_unfinished for shard in self.shards)
+        if in_shards != len(self._shard_of):
+            raise RuntimeError(f"the shards have {in_shards} requests, {len(self._shard_of)} were assigned to them")
 
 
-Engine = EngineCore | ShardedCore | PoolingCore
-"""What requests are given to."""
+def sharded_core(
+    backend: ShardedBackend,
+    layout: KvLayout,
+    limits: Limits,
+    num_blocks: int,
+    num_shards: int,
+    make_scheduler: MakeScheduler = Scheduler,
+    structured: Structured | None = None,
+) -> EngineCore:
+    """Return the engine over `num_shards` copies of a model. `limits` and `num_blocks` are those of each copy.
+
+    Raises ConfigError if block sizes differ.
+    """
+    managers = [make_kv_manager(backend, layout, limits, num_blocks) for _ in range(num_shards)]
+    scheduler = ShardedScheduler(tuple(EngineShard(kv, make_scheduler(limits, kv)) for kv in managers))
+    return EngineCore(backend.execute_shards, scheduler, limits, kv_managers=managers, structured=structured)

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of it: token ids and numbers, no text.
 
-These values cross a process boundary (msgpack), so they hold plain Python types only.
+These values cross a process boundary (msgpack), so they have plain Python types only.
 """
 
 from __future__ import annotations
@@ -19,38 +19,29 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One sequence to generate, or to pool; `pooling_request` makes the latter.
-
-    `max_tokens`: resolved, at least 1, and prompt + max_tokens fits the model's context (0 only with prompt_logprobs
-    work is refused by the caller). `stop_token_ids`: end the sequence when sampled (EOS included unless ignored).
-    `eos_token_ids`: the subset of them for which `stop_reason` stays None. `priority`: smaller runs first.
-    `arrival`: seconds, any monotonic clock; ties of priority go to the earlier. `grammar`: what the answer spells,
-    after the `thinking` if there is any.
-    `pooling`: how a pooling model pools the prompt, in place of everything about generation.
-    `prompt_embeds`: the rows, one after another, of the prompt's places that are EMBEDDED in `prompt_token_ids` (see
-    step): D numbers each, in the model's dtype.
-    """
+    """One sequence to generate, or one prompt to pool; see `pooling_request`."""
 
     request_id: str
     prompt_token_ids: list[int]
     rules: SamplingRules
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    eos_token_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    arrival: float = 0.0
+    max_tokens: int  # resolved, at least 1; prompt + max_tokens fits the model's context
+    stop_token_ids: frozenset[int] = frozenset()  # end the sequence when sampled (EOS included unless ignored)
+    eos_token_ids: frozenset[int] = frozenset()  # the subset of stop_token_ids with stop_reason None
+    priority: int = 0  # smaller runs first
+    arrival: float = 0.0  # seconds of any monotonic clock; breaks ties of priority
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
-    grammar: Grammar | None = None
+    grammar: Grammar | None = None  # constrains the output, after the `thinking` if any
     thinking: Thinking | None = None
-    pooling: PoolingRules | None = None
+    pooling: PoolingRules | None = None  # pool the prompt; fields about generation are ignored
+    # One row per EMBEDDED position of `prompt_token_ids` (see step): D numbers each, in the model's dtype.
     prompt_embeds: bytes | None = None
 
 
 def pooling_request(
     request_id: str, prompt_token_ids: list[int], pooling: PoolingRules, *, priority: int = 0, arrival: float = 0.0
 ) -> EngineRequest:
-    """A prompt for a pooling model."""
+    """Return a request to pool a prompt."""
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
@@ -64,43 +55,31 @@ def pooling_request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionLogprobs:
-    """One position: the chosen (or prompt) token first, then the best k. Natural logs; rank 1 is the best.
-
-    `rank`: the first token's. `ranks`: those of the others, where they are not the best in order.
-    """
+    """One position: the chosen (or prompt) token first, then the best k."""
 
     token_ids: list[int]
-    logprobs: list[float]
-    rank: int
-    ranks: list[int] | None = None
+    logprobs: list[float]  # natural log
+    rank: int  # of the first token; 1 is the best
+    ranks: list[int] | None = None  # of the others, unless they are the best in order
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """What one step added to one request. `logprobs`: one entry per new token, when asked for.
+    """What one step added to one request.
 
-    A Struct, not a dataclass: one is made per request and step, and a frozen dataclass costs ten times as much.
-
-    `prompt_logprobs`: sent once, whole, with the first output: entry p is of prompt token p+1 (so len = prompt-1).
-    `stop_reason`: the stop token id that ended it, None for EOS, length and abort.
-    `num_cached_tokens`: prompt tokens that came from the prefix cache (at first admission). `scheduled`: with the first
-    output only, when the request first got a place in a step; monotonic seconds, the same clock for all processes of
-    the machine. `num_preemptions`: so far; an output that brings only a token leaves it out, but not the first after a
-    preemption and not the last. `error`: the field and the reason with which a request ended as "error", such as a
-    grammar that leaves no token; None otherwise. `pooled`: the one answer of a pooling model,
-    which comes with finish_reason "stop" and no tokens.
+    A Struct, not a dataclass: one is created per request and step, and a frozen dataclass costs ten times as much.
     """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    logprobs: list[PositionLogprobs] | None = None
-    prompt_logprobs: list[PositionLogprobs] | None = None
-    num_cached_tokens: int = 0
-    scheduled: float = 0.0
-    num_preemptions: int = 0
-    error: tuple[str, str] | None = None
-    pooled: Pooled | None = None
+    stop_reason: int | None = None  # stop token id that ended it; None for EOS, length and abort
+    logprobs: list[PositionLogprobs] | None = None  # one entry per new token, if requested
+    prompt_logprobs: list[PositionLogprobs] | None = None  # in the first output; entry p is of prompt token p+1
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache, at first admission
+    scheduled: float = 0.0  # in the first output: when it was first scheduled, seconds of the machine's monotonic clock
+    num_preemptions: int = 0  # so far; sent with the last output and the first one after a preemption
+    error: tuple[str, str] | None = None  # field and reason of finish_reason "error"
+    pooled: Pooled | None = None  # the only output of a pooling request, with finish_reason "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,22 +91,22 @@ class EngineStats:
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     prefix_queries: int = 0  # tokens looked up
-    prefix_hits: int = 0  # tokens found
+    prefix_hits: int = 0  # tokens served from the cache
     preemptions: int = 0
-    recompiles: int = 0  # programs compiled while serving; more than none is a fault
+    recompiles: int = 0  # programs compiled while serving; should be 0
     steps: int = 0
     last_step_tokens: int = 0  # tokens of the step these outputs come from
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks held by requests, 0 to 1."""
+        """Fraction of KV blocks used by requests, 0 to 1."""
         return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """All outputs of one engine step, or of several that its reader joined: `earlier` is then of those but the last."""
+    """All outputs of one engine step, or of several that the client coalesced."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
     stats: EngineStats = EngineStats()
-    earlier: tuple[EngineStats, ...] = ()
+    earlier: tuple[EngineStats, ...] = ()  # of the coalesced steps before the last

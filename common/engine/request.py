@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
+from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED, Int32, UInt8
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
@@ -94,6 +95,7 @@ class Request:
     prompt_logprobs: list[PositionLogprobs] | None = None
     guide: TokenMaskState | None = None
     embeds: UInt8 | None = None
+    pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
 
     @classmethod
     def of(
@@ -117,6 +119,7 @@ class Request:
             prompt_logprobs=[] if wants_prompt else None,
             guide=guide,
             embeds=None if asked.prompt_embeds is None else _rows(asked.prompt_embeds, prompt),
+            pooling=asked.pooling,
         )
 
     @property

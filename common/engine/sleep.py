@@ -1,7 +1,4 @@
-"""Putting an idle engine to sleep and waking it up: which parts of its memory are away, and in what order they return.
-
-Knows the parts by the names that requests use. How memory goes and comes back is the backend's.
-"""
+"""Sleep and wake-up of an idle engine: which parts of its memory are offloaded, and in what order they are restored."""
 
 from __future__ import annotations
 
@@ -10,40 +7,45 @@ from typing import Final
 
 from pagoda.common.backend import SleepingBackend, Weight
 from pagoda.common.config.groups.model import ModelConfig
-from pagoda.common.engine.data_parallel import Engine
+from pagoda.common.engine.core import EngineCore
 from pagoda.common.errors import ConfigError, ModelError, RequestError, SleepError
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
 TAGS: Final = (WEIGHTS, KV_CACHE)
-"""The parts of an engine's memory that sleep and wake up."""
+"""The parts of an engine's memory that can be offloaded, in the order of wake-up."""
 
 LEVELS: Final = (1, 2)
-"""1: the weights are kept in host memory. 2: they are read again from the checkpoint. The KV cache is forgotten."""
+"""1: weights are kept in host memory. 2: weights are read again from the checkpoint. Both drop the KV cache."""
+
+MODES: Final = ("abort", "wait")
+"""What happens to running requests: they are aborted, or finish first."""
 
 ASLEEP: Final = "the engine is asleep; wake it up first (POST /wake_up, or wake_up())"
 
 
 class Sleeper:
-    """The sleep of one engine. `read_weights`: every parameter of the model, as often as it is called."""
+    """The sleep state of one engine. `read_weights`: returns every parameter of the model, on each call."""
 
-    def __init__(self, backend: SleepingBackend, core: Engine, read_weights: Callable[[], Iterable[Weight]]) -> None:
+    def __init__(
+        self, backend: SleepingBackend, core: EngineCore, read_weights: Callable[[], Iterable[Weight]]
+    ) -> None:
         self._backend, self._core, self._read_weights = backend, core, read_weights
         self._asleep: tuple[str, ...] = ()
         self._level = 0
 
     @property
     def asleep(self) -> tuple[str, ...]:
-        """The parts that are away; none: the engine is awake."""
+        """The offloaded parts; empty while the engine is awake."""
         return self._asleep
 
     @property
     def level(self) -> int:
-        """1 or 2 while a part is away, else 0."""
+        """1 or 2 while a part is offloaded, else 0."""
         return self._level if self._asleep else 0
 
     def sleep(self, level: int) -> None:
-        """Send both parts away; the engine has no work. Raises SleepError, and nothing has changed."""
+        """Offload both parts of an idle engine. Raises SleepError and changes nothing if that fails."""
         assert not self._core.has_work, "requests end first"
         if WEIGHTS in self._asleep:
             if level != self._level:
@@ -57,7 +59,7 @@ class Sleeper:
         self._asleep, self._level = TAGS, level
 
     def wake_up(self, tags: Iterable[str]) -> None:
-        """Have parts back; those that are awake stay so. Raises SleepError, and a part that failed stays away."""
+        """Restore parts; those that are awake stay so. Raises SleepError if one fails, which stays offloaded."""
         for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
             try:
                 if tag == WEIGHTS:
@@ -67,18 +69,12 @@ class Sleeper:
             except MemoryError as error:
                 raise SleepError(f"{tag} cannot wake up: {error}; free device memory and try again") from error
             except ModelError as error:
-                raise SleepError(f"{tag} cannot wake up: {error}; put the checkpoint back and try again") from error
+                raise SleepError(f"{tag} cannot wake up: {error}; restore the checkpoint and try again") from error
             self._asleep = tuple(other for other in self._asleep if other != tag)
 
 
-# What may be asked about sleep, before an engine is asked.
-
-MODES: Final = ("abort", "wait")
-"""What becomes of requests under way: they end at once, or the engine finishes them first."""
-
-
 def check_sleep(config: ModelConfig, level: int, mode: str) -> None:
-    """Raises RequestError for a level or mode that there is not, ConfigError for an engine that cannot sleep."""
+    """Raise RequestError for an unknown level or mode, ConfigError for an engine that cannot sleep."""
     _check_enabled(config)
     if level not in LEVELS:
         raise RequestError("level", f"level {level} is not 1 (weights kept in host memory) or 2 (nothing kept)")
@@ -87,13 +83,13 @@ def check_sleep(config: ModelConfig, level: int, mode: str) -> None:
 
 
 def check_wake_up(config: ModelConfig, tags: Iterable[str] | None) -> tuple[str, ...]:
-    """The parts to wake up, all where none is named. Raises as check_sleep does."""
+    """Return the parts to wake up, all if none is named. Raises as check_sleep does."""
     _check_enabled(config)
-    named = tuple(tags or TAGS)
-    for tag in named:
+    checked = tuple(tags or TAGS)
+    for tag in checked:
         if tag not in TAGS:
             raise RequestError("tags", f"tag {tag[:50]} is not {' or '.join(TAGS)}")
-    return named
+    return checked
 
 
 def _check_enabled(config: ModelConfig) -> None:

@@ -20,7 +20,8 @@ from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.reader import AnswerReader
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
-from pagoda.server.processing.inputs import Prompt, encode_kept
+from pagoda.server.processing.inputs import Prompt
+from pagoda.server.processing.tokenization import encode_kept
 
 LONG_CONVERSATION: Final = 16_384
 """Length in characters, tools and documents included, from which a conversation is rendered and tokenised in a thread,

@@ -27,8 +27,9 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Settled, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
-from pagoda.server.core_client.client import NoEngine, check_start, start_engine
+from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
+from pagoda.server.core_client.start import check_start, start_engine
 from pagoda.server.parsers.registry import check_formats
 from pagoda.server.settings.args import AsyncEngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings

@@ -18,8 +18,9 @@ from pagoda.server.http.state import server_of
 from pagoda.server.pooling.answer import Array
 from pagoda.server.pooling.fields import check_count, renamed
 from pagoda.server.pooling.routes import Asked, count_tokens
-from pagoda.server.processing.pooling_inputs import PooledPrompt, TextOptions
+from pagoda.server.processing.inputs import Prompt
 from pagoda.server.processing.scoring import texts_of
+from pagoda.server.processing.tokenization import TextOptions
 
 # The body of POST /v2/embed, which is Cohere's, and its answer.
 
@@ -135,7 +136,7 @@ async def embed(request: Request) -> Response:
     asked = Asked.of(request, body, "embd")
     texts = body.listed(asked.inputs.pooling.prompts)
 
-    def prompts() -> list[PooledPrompt]:
+    def prompts() -> list[Prompt]:
         found = [asked.inputs.parse(text, body.text_options) for text in texts]
         longest = max(len(each.token_ids) for each in found)
         if body.most_tokens is not None and longest > body.most_tokens:

@@ -1,1 +1,1 @@
-"""The engine's process, or thread, and the API's side of it: commands, steps, and the watch over its life."""
+"""The engine's process or thread, and the API process's clients: commands, messages, supervision."""

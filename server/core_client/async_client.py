@@ -1,7 +1,4 @@
-"""One engine as an event loop sees it: commands go out, questions get their answers, its death is told once.
-
-Knows an EngineClient and its messages. Does not know requests.
-"""
+"""One engine in an event loop: sends commands, matches replies to calls, and reports the engine's death once."""
 
 from __future__ import annotations
 
@@ -24,17 +21,16 @@ from pagoda.server.ipc_messages import (
     WakeUp,
 )
 
-Question: TypeAlias = ResetPrefixCache | Sleep | WakeUp
-"""A command that the engine answers, under the same ticket."""
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp
+"""A command with a reply that has the same ticket."""
 
 Reply: TypeAlias = ResetDone | SleepState
 
 
 class CoreClientAsync:
-    """Commands to one engine, and what it says, in the loop that `attach` was called in last.
+    """Commands to one engine and its messages, in the loop that `attach` was last called in.
 
-    `listener` hears every message but the engine's death; that is told to `on_death`, once, before anybody who waits
-    for an answer learns of it.
+    `listener` gets every message except Failed. `on_death` is called once, before pending calls fail.
     """
 
     def __init__(self, client: EngineClient, listener: Listener, on_death: Callable[[EngineDeadError], None]) -> None:
@@ -43,7 +39,7 @@ class CoreClientAsync:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDeadError | None = None
         self._tickets = itertools.count()
-        self._answers: dict[int, asyncio.Future[Reply]] = {}
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -51,7 +47,7 @@ class CoreClientAsync:
         return self._dead
 
     def raise_if_dead(self) -> None:
-        """Raise EngineDeadError with the cause."""
+        """Raise EngineDeadError with the cause if the engine is dead."""
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
 
@@ -60,63 +56,63 @@ class CoreClientAsync:
         return self._client.wait_ready()
 
     def attach(self) -> None:
-        """Hear the engine in the running loop."""
+        """Receive the engine's messages in the running loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
-            self._client.listen(loop, self._hear)
+            self._client.listen(loop, self._receive)
 
     def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError when the engine is gone."""
+        """Queue a command. Raises EngineDeadError if the engine is dead."""
         try:
             self._client.send(command)
         except EngineDeadError as error:
             self.die(error)
             raise
 
-    def tell(self, command: ToEngine) -> None:
-        """Queue what a dead engine need not hear."""
+    def send_if_alive(self, command: ToEngine) -> None:
+        """Queue a command that a dead engine need not get."""
         if self._dead is None:
             try:
                 self._client.send(command)
             except EngineDeadError as error:
                 self.die(error)
 
-    async def ask(self, question: Callable[[int], Question]) -> Reply:
-        """Queue the question of a ticket and wait for the answer. Raises EngineDeadError."""
+    async def call(self, command: Callable[[int], Command]) -> Reply:
+        """Queue the command made with a new ticket and wait for its reply. Raises EngineDeadError."""
         self.attach()
         self.raise_if_dead()
         ticket = next(self._tickets)
-        self.send(question(ticket))
-        answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
-        return await answer
+        self.send(command(ticket))
+        reply = self._replies[ticket] = asyncio.get_running_loop().create_future()
+        return await reply
 
     def check(self) -> None:
-        """Raise EngineDeadError when the engine is dead, silent or stuck in a step."""
+        """Raise EngineDeadError if the engine is dead, silent or stuck in a step."""
         self.raise_if_dead()
         self._client.check()
 
     def die(self, error: EngineDeadError) -> None:
-        """Take the engine for dead, once."""
+        """Mark the engine dead, once, and fail pending calls."""
         if self._dead is not None:
             return
         self._dead = error
         self._on_death(error)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(str(error)))
-        self._answers.clear()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(EngineDeadError(str(error)))
+        self._replies.clear()
 
     def close(self, timeout: float = 2.0) -> None:
         """End the engine, by force after `timeout` seconds. Idempotent."""
         self._client.close(timeout)
 
-    def _hear(self, message: FromEngine) -> None:
+    def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Failed):
             self.die(EngineDeadError(message.message))
             return
         self._listener(message)
         if isinstance(message, ResetDone | SleepState):
-            answer = self._answers.pop(message.ticket)
-            if not answer.done():
-                answer.set_result(message)
+            reply = self._replies.pop(message.ticket)
+            if not reply.done():
+                reply.set_result(message)

@@ -1,7 +1,6 @@
-"""The API's side of the engine: start it, send it commands, hear from it, notice when it dies.
+"""The API process's side of an engine: the client protocol and the supervision that both implementations share.
 
-The protocol and the supervision that its implementations share: process_client (the engine in a process of its own)
-and thread_client (in a thread of this one). Knows messages, not requests.
+Implementations: process_client (the engine in its own process) and thread_client (in a thread of this one).
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
-from pagoda.common.errors import ConfigError, EngineDeadError
+from pagoda.common.errors import EngineDeadError
 from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, Heartbeat, Ready, StepReply, ToEngine
 
 Listener = Callable[[FromEngine], None]
-"""Called in the event loop for every message; the last one of a dead engine is Failed."""
+"""Called in the event loop for every message; the last message of a dead engine is Failed."""
 
 
 class EngineClient(Protocol):
@@ -32,11 +30,11 @@ class EngineClient(Protocol):
         ...
 
     def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError when the engine is gone."""
+        """Queue a command. Raises EngineDeadError if the engine is dead."""
         ...
 
     def check(self) -> None:
-        """Raise EngineDeadError when the engine is dead, silent or stuck."""
+        """Raise EngineDeadError if the engine is dead, silent or stuck."""
         ...
 
     def close(self, timeout: float = 2.0) -> None:
@@ -44,49 +42,8 @@ class EngineClient(Protocol):
         ...
 
 
-def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
-    """Start an engine for `config`, in a thread of this process or in a process of its own.
-
-    General plugins run in both processes; the engine itself runs them in its own. Raises ConfigError for a broken one,
-    and on a host that takes no requests.
-    """
-    only_first_host(config)
-    if in_process:
-        from pagoda.server.core_client.thread_client import ThreadClient
-
-        return ThreadClient(config)
-    from pagoda.server.core_client.process_client import ProcessClient
-    from pagoda.server.plugins import load_general_plugins
-
-    client = ProcessClient(config)
-    try:
-        load_general_plugins(config)
-    except BaseException:
-        client.close()
-        raise
-    return client
-
-
-def check_start(config: EngineConfig, *, in_process: bool) -> None:
-    """Raise ConfigError where `start_engine` would; plugins are left to `check_engine`, which runs them as well."""
-    only_first_host(config)
-    if not in_process:
-        from pagoda.server.core_client.process_client import check_folder
-
-        check_folder(config.runtime)
-
-
-def only_first_host(config: EngineConfig) -> None:
-    """Raise ConfigError on a host that takes no requests."""
-    if config.parallel.node_rank:
-        raise ConfigError(
-            "--node-rank",
-            "requests go to host 0; on the others run pagoda serve MODEL --headless with the flags of host 0",
-        )
-
-
 class NoEngine:
-    """Implements EngineClient for an application that is only made to see whether it can be."""
+    """Implements EngineClient without an engine, for an application that is only built to be checked."""
 
     def wait_ready(self) -> EngineInfo:
         """See EngineClient."""
@@ -108,39 +65,39 @@ class NoEngine:
 
 
 class Supervisor:
-    """How an engine died, and whether its steps go on."""
+    """Tracks from an engine's messages whether it failed, is silent, or is stuck in a step."""
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self._silent_seconds = config.rpc_timeout / 1000
-        self._stall_seconds = config.engine_iteration_timeout_s
+        self._silence_timeout = config.rpc_timeout / 1000
+        self._step_timeout = config.engine_iteration_timeout_s
         self.failed: Failed | None = None
         self.ready = False
-        self._heard = self._moved = time.monotonic()
+        self._last_message = self._last_progress = time.monotonic()
         self._steps, self._busy = 0, False
 
-    def hear(self, message: FromEngine) -> None:
-        """Note a sign of life."""
-        self._heard = time.monotonic()
+    def note(self, message: FromEngine) -> None:
+        """Record a message from the engine."""
+        self._last_message = time.monotonic()
         match message:
             case Heartbeat(steps, busy):
                 if steps != self._steps or not busy:
-                    self._moved = self._heard
+                    self._last_progress = self._last_message
                 self._steps, self._busy = steps, busy
             case StepReply():
-                self._moved = self._heard
+                self._last_progress = self._last_message
             case Ready():
-                self.ready, self._moved = True, self._heard
+                self.ready, self._last_progress = True, self._last_message
             case Failed():
                 self.failed = self.failed or message
             case _:
                 pass
 
     def check(self) -> None:
-        """Raise EngineDeadError when there is no life or no progress."""
+        """Raise EngineDeadError if the engine failed, is silent, or makes no progress."""
         if self.failed is not None:
             raise EngineDeadError(self.failed.message)
         now = time.monotonic()
-        if now - self._heard > self._silent_seconds:
-            raise EngineDeadError(f"the engine has not answered for {now - self._heard:.0f} s")
-        if self.ready and self._busy and now - self._moved > self._stall_seconds:
-            raise EngineDeadError(f"the engine has been in one step for {now - self._moved:.0f} s")
+        if now - self._last_message > self._silence_timeout:
+            raise EngineDeadError(f"the engine has not answered for {now - self._last_message:.0f} s")
+        if self.ready and self._busy and now - self._last_progress > self._step_timeout:
+            raise EngineDeadError(f"the engine has been in one step for {now - self._last_progress:.0f} s")

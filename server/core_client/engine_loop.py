@@ -1,11 +1,11 @@
-"""The engine's loop: take commands, run a step, send what it brought. Knows no socket and no process."""
+"""The engine's loop: receive commands, run a step, send its outputs. Independent of sockets and processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from pagoda.common.engine.data_parallel import Engine
+from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.errors import RequestError, SleepError
@@ -28,25 +28,25 @@ Send = Callable[[FromEngine], None]
 
 
 class Inbox(Protocol):
-    """Where commands come from."""
+    """A queue of commands."""
 
     def receive(self, wait: bool) -> list[ToEngine]:
-        """All commands that have come; with `wait`, at least one."""
+        """Return all queued commands; with `wait`, block until there is one."""
         ...
 
 
 class Progress:
-    """How far the loop has come; written by it, read by the heartbeat."""
+    """The loop's progress, read by the heartbeat."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.busy = False
 
 
-def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
-    """Serve until Shutdown: take all commands, run one step, send what it brought; wait when there is no work.
+def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
+    """Serve until Shutdown: handle all commands, run one step, send its outputs; block while there is no work.
 
-    `sleeper`: of an engine that can be put to sleep; only such a one is asked to.
+    `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive.
     """
     while True:
         progress.busy = core.has_work
@@ -63,7 +63,7 @@ def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleep
                     while core.has_work:
                         _step(core, send, progress)
                     progress.busy = False
-                    send(_changed(sleeper, command))
+                    send(_change_sleep(sleeper, command))
                 case Shutdown():
                     return
         if core.has_work:
@@ -73,14 +73,13 @@ def run_engine(core: Engine, inbox: Inbox, send: Send, progress: Progress, sleep
             send(StepReply(StepOutputs(stats=core.stats)))
 
 
-def _step(core: Engine, send: Send, progress: Progress) -> None:
+def _step(core: EngineCore, send: Send, progress: Progress) -> None:
     send(StepReply(core.step()))
     progress.steps += 1
 
 
-def _changed(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
-    """Fall asleep or wake up; how it went."""
-    assert sleeper is not None, "only an engine that can is asked to"
+def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
+    assert sleeper is not None, "--enable-sleep-mode was checked by the client"
     error = ""
     try:
         if isinstance(command, Sleep):
@@ -92,7 +91,7 @@ def _changed(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
     return SleepState(command.ticket, sleeper.asleep, error)
 
 
-def _add(core: Engine, request: EngineRequest, send: Send) -> None:
+def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
     try:
         core.add_request(request)
     except RequestError as error:

@@ -1,10 +1,10 @@
-"""The process that an engine runs in.
+"""The entry point of an engine process.
 
-    python -m pagoda.server.core_client.engine_process ADDRESS        (started by engine_client, never by hand)
+    python -m pagoda.server.core_client.engine_process ADDRESS        (started by process_client, never by hand)
 
-The configuration comes as msgpack on stdin, which stays open: its end means that the parent is gone. Requests come
-from ADDRESS.in, outputs go to ADDRESS.out. A failure is told to the parent in one message before the process ends.
-Where several hosts run the engine, all but the first take their work from that one, and no requests.
+The configuration is read as msgpack from stdin, which stays open: EOF means that the parent ended. Commands arrive on
+ADDRESS.in, messages are sent to ADDRESS.out. A failure is sent to the parent before the process ends. On several hosts,
+all but the first execute the steps of the first and take no requests.
 """
 
 from __future__ import annotations
@@ -60,19 +60,21 @@ class _SocketInbox:
 
 
 def serve(address: str, build: Build = build_engine) -> int:
-    """Build the engine that stdin describes and run it. Returns the exit status."""
+    """Build the engine of the configuration on stdin and run it. Return the exit status."""
     faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole terminal, a service manager's all of a
-        signal.signal(number, signal.SIG_IGN)  # service; the parent decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     stdin = sys.stdin.buffer
     config = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(4), "big")), type=EngineConfig)
     configure(config.logging)
     threading.Thread(target=_end_with_parent, name="pagoda-parent", daemon=True).start()
     context = zmq.Context()
     progress = Progress()
-    threading.Thread(target=_beat, args=(context, address, progress), name="pagoda-heartbeat", daemon=True).start()
-    output_context = zmq.Context()  # its own, so that ending it waits for the last message and for nothing else
-    outputs = _outputs(output_context, address)
+    threading.Thread(
+        target=_send_heartbeats, args=(context, address, progress), name="pagoda-heartbeat", daemon=True
+    ).start()
+    output_context = zmq.Context()  # separate, so that term() waits for the last message only
+    outputs = _connect(output_context, address)
 
     def send(message: FromEngine) -> None:
         outputs.send(encode(message))
@@ -84,7 +86,7 @@ def serve(address: str, build: Build = build_engine) -> int:
         built = build(config, "server")
         try:
             if built.hosts is not None:
-                built.hosts.watch(lambda death: _tell(context, address, death))
+                built.hosts.watch(lambda death: _send_failure(context, address, death))
             _run(built, _SocketInbox(commands), send, progress)
         finally:
             built.backend.close()
@@ -100,9 +102,8 @@ def serve(address: str, build: Build = build_engine) -> int:
 
 
 def _run(built: BuiltEngine, inbox: _SocketInbox, send: Callable[[FromEngine], None], progress: Progress) -> None:
-    """Say that the engine is warm, and run it until it is told to end."""
     gc.collect()
-    gc.freeze()  # what is here now stays: collections between steps look at requests only
+    gc.freeze()  # collections between steps then visit requests only
     send(Ready(built.info))
     if isinstance(built.hosts, FollowingBackend):
         built.hosts.follow(built.sleeper)
@@ -110,14 +111,14 @@ def _run(built: BuiltEngine, inbox: _SocketInbox, send: Callable[[FromEngine], N
         run_engine(built.core, inbox, send, progress, built.sleeper)
 
 
-def _tell(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:
-    """From any thread: the engine is dead, whatever its own thread is waiting for."""
-    outputs = _outputs(context, address)
+def _send_failure(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:
+    """Report the engine's death. Thread-safe: the engine's own thread may be blocked."""
+    outputs = _connect(context, address)
     outputs.send(encode(failure(death)))
     outputs.close(linger=1000)
 
 
-def _outputs(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
     socket.connect(f"{address}.out")
@@ -125,14 +126,14 @@ def _outputs(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socke
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of stdin, then end at once, whatever the engine is doing."""
+    """Wait for EOF on stdin, then exit at once."""
     while os.read(0, 4096):
         pass
     os._exit(0)
 
 
-def _beat(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
-    socket = _outputs(context, address)
+def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
+    socket = _connect(context, address)
     while True:
         socket.send(encode(Heartbeat(progress.steps, progress.busy)))
         time.sleep(HEARTBEAT_SECONDS)
@@ -142,4 +143,4 @@ if __name__ == "__main__":
     status = serve(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # daemon threads hold sockets; an orderly interpreter exit would wait for them
+    os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads

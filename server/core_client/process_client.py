@@ -1,7 +1,7 @@
-"""An engine in a process of its own, and the watch over it.
+"""An engine in its own process, and its supervision.
 
-Three things hold the two together: two Unix sockets in a folder that only this user may enter, the engine's stdin,
-whose end tells it that this process is gone, and a thread here that waits for the engine's end.
+The processes share two Unix sockets in a folder that only this user may enter. The engine ends when its stdin closes,
+which happens when this process ends; a thread here waits for the engine's exit.
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ from pagoda.server.ipc_messages import (
     raised,
 )
 
-# Steps that waited to be heard are handed on as one: what they brought each sequence, in one output.
+# Coalescing: queued steps are merged into one, with one output per sequence.
 #
-# Where the engine is faster than this process, an event for each token costs more time than there is, and clients
-# would hear later and later. A backlog that is joined before anything is made of it costs hardly more than a single
-# step, so it does not grow. An engine that is slower never has two steps waiting, and nothing is joined.
+# If the engine is faster than this process, one event per token takes longer than a step and latency would grow without
+# bound. Merging a backlog costs hardly more than a single step, so the backlog does not grow. A slower engine never has
+# two steps queued, and nothing is merged.
 
 
-def joined(messages: Sequence[FromEngine]) -> list[FromEngine]:
-    """Messages in order, each run of steps in one."""
-    told: list[FromEngine] = []
-    waiting: list[StepOutputs] = []
+def coalesce(messages: Sequence[FromEngine]) -> list[FromEngine]:
+    """Return the messages in order, with consecutive steps merged into one."""
+    merged: list[FromEngine] = []
+    steps: list[StepOutputs] = []
     for message in messages:
         if isinstance(message, StepReply) and not any(output.error for output in message.outputs.outputs):
-            waiting.append(message.outputs)
+            steps.append(message.outputs)
             continue
-        # An error goes by itself: it ends a request at once, and what was said before it is to be heard before it.
-        told += [*_one(waiting), message]
-        waiting = []
-    return told + _one(waiting)
+        # An error is not merged: it ends a request at once, after the outputs before it.
+        merged += [*_merge_steps(steps), message]
+        steps = []
+    return merged + _merge_steps(steps)
 
 
-def _one(steps: list[StepOutputs]) -> list[FromEngine]:
-    """At most one message, of all these steps."""
+def _merge_steps(steps: list[StepOutputs]) -> list[FromEngine]:
+    """Return at most one message with the outputs of all steps."""
     if len(steps) < 2:
         return [StepReply(step) for step in steps]
-    news: defaultdict[str, list[EngineOutput]] = defaultdict(list)
+    by_request: defaultdict[str, list[EngineOutput]] = defaultdict(list)
     for step in steps:
         for output in step.outputs:
-            news[output.request_id].append(output)
-    outputs = [outputs[0] if len(outputs) == 1 else _joined_outputs(outputs) for outputs in news.values()]
+            by_request[output.request_id].append(output)
+    outputs = [outputs[0] if len(outputs) == 1 else _merge_outputs(outputs) for outputs in by_request.values()]
     earlier = tuple(stats for step in steps[:-1] for stats in (*step.earlier, step.stats))
     return [StepReply(StepOutputs(outputs=outputs, stats=steps[-1].stats, earlier=earlier))]
 
 
-def _joined_outputs(outputs: list[EngineOutput]) -> EngineOutput:
-    """Of one sequence: what comes with the first output, what comes with the last, and all tokens."""
+def _merge_outputs(outputs: list[EngineOutput]) -> EngineOutput:
+    """Merge outputs of one sequence: first-only fields, last-only fields, and all tokens."""
     first, last = outputs[0], outputs[-1]
     logprobs = None
     if first.logprobs is not None:
@@ -95,15 +95,15 @@ def _joined_outputs(outputs: list[EngineOutput]) -> EngineOutput:
 
 ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.core_client.engine_process")
 
-_AT_ONCE: Final = 32
-"""Messages that are handed over at most before requests that have just come get their turn."""
+_MAX_MESSAGES: Final = 32
+"""Maximum messages delivered before the event loop handles other events."""
 
-_LONGEST_SOCKET_PATH: Final = 107
+_MAX_SOCKET_PATH: Final = 107
 """Bytes, on Linux."""
 
 
 class ProcessClient:
-    """The engine in a process of its own, over two Unix sockets in a folder that only this user may enter."""
+    """Implements client.EngineClient over two Unix sockets."""
 
     def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM) -> None:
         self._supervisor = Supervisor(config.runtime)
@@ -112,7 +112,7 @@ class ProcessClient:
         self._out = self._context.socket(zmq.PULL)
         self._out.set_hwm(0)
         self._out.bind(f"ipc://{self._folder}/engine.out")
-        # The connecting side queues, even when nobody listens: it never blocks.
+        # The connecting side queues while the engine is not connected: it never blocks.
         self._in = self._context.socket(zmq.PUSH)
         self._in.set_hwm(0)
         self._in.connect(f"ipc://{self._folder}/engine.in")
@@ -125,8 +125,8 @@ class ProcessClient:
             stdin=subprocess.PIPE,
             env=environment(),
         )
-        self._hand_over(config)
-        watched = (self._process, weakref.ref(self))  # not this itself, which could not end before the engine then
+        self._send_config(config)
+        watched = (self._process, weakref.ref(self))  # weak: the client may be deleted before the engine ends
         threading.Thread(target=_watch, args=watched, name="pagoda-watch", daemon=True).start()
 
     @property
@@ -141,25 +141,25 @@ class ProcessClient:
                 raise EngineDeadError("the engine was shut down while it was starting")
             ended = self._process.poll() is not None
             while (message := self._receive(0 if ended else 50)) is not None:
-                self._supervisor.hear(message)
+                self._supervisor.note(message)
                 if isinstance(message, Ready):
                     return message.info
             if self._supervisor.failed is not None:
                 raise raised(self._supervisor.failed)
             if ended:
-                raise raised(self._obituary())
+                raise raised(self._exit_failure())
 
     def wait_end(self) -> None:
-        """Block until the engine ends by itself. Raises what it died of."""
+        """Block until the engine exits by itself. Raises the cause of its death."""
         while True:
             ended = self._process.poll() is not None
             while (message := self._receive(0 if ended else 200)) is not None:
-                self._supervisor.hear(message)
+                self._supervisor.note(message)
             if self._supervisor.failed is not None:
                 raise raised(self._supervisor.failed)
             if ended:
                 if self._process.returncode:
-                    raise raised(self._obituary())
+                    raise raised(self._exit_failure())
                 return
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
@@ -173,18 +173,18 @@ class ProcessClient:
             loop.call_soon(self._deliver_end)
 
     def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError when the engine is gone."""
+        """Queue a command. Raises EngineDeadError if the engine is dead."""
         if self._closed or self._supervisor.failed is not None or self._process.poll() is not None:
-            raise EngineDeadError((self._supervisor.failed or self._obituary()).message)
+            raise EngineDeadError((self._supervisor.failed or self._exit_failure()).message)
         self._in.send(encode(command))
 
     def check(self) -> None:
-        """Raise EngineDeadError when the engine is dead, silent or stuck."""
+        """Raise EngineDeadError if the engine is dead, silent or stuck."""
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         self._deliver()
         if self._supervisor.failed is None and self._process.poll() is not None:
-            self._supervisor.hear(self._obituary())
+            self._supervisor.note(self._exit_failure())
         self._supervisor.check()
 
     def close(self, timeout: float = 2.0) -> None:
@@ -197,11 +197,11 @@ class ProcessClient:
         if self._process.poll() is None:
             self._in.send(encode(Shutdown()))
             if not self._supervisor.ready or not self._ends_within(timeout):
-                self._process.kill()  # it leaves every other signal to this process
+                self._process.kill()  # it ignores other signals
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        # By name: a context that is garbage together with its sockets has forgotten them, and would wait for ever.
+        # Explicitly: garbage collection of a context with open sockets would block for ever.
         for socket in (self._in, self._out):
             socket.close(linger=0)
         self._context.term()
@@ -211,15 +211,15 @@ class ProcessClient:
         if hasattr(self, "_process"):
             self.close()
 
-    def _hand_over(self, config: EngineConfig) -> None:
-        """Write the configuration to the engine's stdin, and leave that open: its end tells that this process ended."""
+    def _send_config(self, config: EngineConfig) -> None:
+        """Write the configuration to the engine's stdin and keep it open: EOF tells the engine that we ended."""
         assert self._process.stdin is not None
         text = msgspec.msgpack.encode(config)
         try:
             self._process.stdin.write(len(text).to_bytes(4, "big") + text)
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the process has ended already; wait_ready tells why
+            pass  # the process has ended already; wait_ready raises the cause
 
     def _receive(self, timeout_ms: int) -> FromEngine | None:
         if timeout_ms and not self._out.poll(timeout_ms):
@@ -230,15 +230,15 @@ class ProcessClient:
             return None
 
     def _deliver(self) -> None:
-        """Hand over what has come, `_AT_ONCE` messages at most: more wait until these have been read."""
+        """Deliver up to `_MAX_MESSAGES` messages; schedule the delivery of more."""
         messages: list[FromEngine] = []
-        while len(messages) < _AT_ONCE and not self._closed and (message := self._receive(0)) is not None:
-            self._supervisor.hear(message)
+        while len(messages) < _MAX_MESSAGES and not self._closed and (message := self._receive(0)) is not None:
+            self._supervisor.note(message)
             messages.append(message)
-        for message in joined(messages):
+        for message in coalesce(messages):
             if self._listener is not None and not self._closed:
                 self._listener(message)
-        if len(messages) < _AT_ONCE or self._closed:
+        if len(messages) < _MAX_MESSAGES or self._closed:
             return
         if self._loop is not None and not self._resuming:
             self._resuming = True
@@ -249,18 +249,18 @@ class ProcessClient:
         self._deliver()
 
     def _deliver_end(self) -> None:
-        """The process has ended: deliver its last messages, then its obituary unless one of them was it."""
+        """Deliver the last messages of a process that ended, and its exit status unless one of them was Failed."""
         while not self._closed and self._out.poll(0):
             self._deliver()
         if self._closed or self._supervisor.failed is not None:
             return
-        failed = self._obituary()
-        self._supervisor.hear(failed)
+        failed = self._exit_failure()
+        self._supervisor.note(failed)
         if self._listener is not None:
             self._listener(failed)
 
-    def tell_end(self) -> None:
-        """Have the end of the process delivered. From any thread."""
+    def notify_exit(self) -> None:
+        """Schedule the delivery of the process's end. Thread-safe."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._deliver_end)
@@ -272,37 +272,35 @@ class ProcessClient:
             return False
         return True
 
-    def _obituary(self) -> Failed:
+    def _exit_failure(self) -> Failed:
         status = self._process.poll()
         why = "the engine was shut down" if status is None else f"the engine process {fate(status)}"
         return Failed("EngineDeadError", why)
 
 
 def _watch(process: subprocess.Popen[bytes], watcher: weakref.ref[ProcessClient]) -> None:
-    """In a thread: wait for the end of the process, and tell the client if it is still there."""
+    """Wait for the process to end, then notify the client if it still exists. Runs in a thread."""
     process.wait()
     client = watcher()
     if client is not None:
-        client.tell_end()
+        client.notify_exit()
 
 
 def check_folder(config: RuntimeConfig) -> None:
-    """Raise ConfigError where the sockets of an engine's process could not be made."""
+    """Raise ConfigError if the engine's sockets cannot be created."""
     _private_folder(config.rpc_base_path).rmdir()
 
 
 def _private_folder(base: str | None) -> Path:
-    """A new folder with mode 0700 in `base`, whose path is short enough for a socket in it. Raises ConfigError."""
+    """Create a folder with mode 0700 in `base`, with a path short enough for a socket. Raises ConfigError."""
     flag = "--rpc-base-path"
     try:
         folder = Path(tempfile.mkdtemp(prefix="pagoda-", dir=base))
     except OSError as error:
-        raise ConfigError(
-            flag, f"{base or tempfile.gettempdir()}: {error.strerror}; name a folder to write in"
-        ) from None
-    if len(bytes(folder / "engine.out")) <= _LONGEST_SOCKET_PATH:
+        raise ConfigError(flag, f"{base or tempfile.gettempdir()}: {error.strerror}; use a writable folder") from None
+    if len(bytes(folder / "engine.out")) <= _MAX_SOCKET_PATH:
         return folder
     folder.rmdir()
     if base is not None:
-        raise ConfigError(flag, f"{base}: too long for a socket; name a folder with a shorter path")
+        raise ConfigError(flag, f"{base}: too long for a socket; use a folder with a shorter path")
     return Path(tempfile.mkdtemp(prefix="pagoda-", dir="/tmp"))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ThreadClient:
-    """Implements engine_client.EngineClient. `build` makes the engine; default: build_engine."""
+    """Implements client.EngineClient. `build` builds the engine; default: build_engine."""
 
     def __init__(self, config: EngineConfig, build: Callable[[EngineConfig], BuiltEngine] | None = None) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class ThreadClient:
         self._progress = Progress()
         self._commands: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
-        self._listening = threading.Lock()
+        self._listener_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
         self._closed = False
@@ -54,13 +54,13 @@ class ThreadClient:
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         """Deliver messages to `listener` in `loop` from now on; replaces an earlier listener."""
-        with self._listening:
+        with self._listener_lock:
             self._loop, self._listener = loop, listener
             if self._supervisor.failed is not None:
                 loop.call_soon_threadsafe(listener, self._supervisor.failed)
 
     def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError when the engine is gone."""
+        """Queue a command. Raises EngineDeadError if the engine is dead."""
         if self._supervisor.failed is not None:
             raise EngineDeadError(self._supervisor.failed.message)
         if self._closed:
@@ -68,11 +68,11 @@ class ThreadClient:
         self._commands.put(command)
 
     def check(self) -> None:
-        """Raise EngineDeadError when the engine is dead or stuck."""
+        """Raise EngineDeadError if the engine is dead or stuck."""
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         if self._supervisor.failed is None:
-            self._supervisor.hear(Heartbeat(self._progress.steps, self._progress.busy))
+            self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
         self._supervisor.check()
 
     def close(self, timeout: float = 2.0) -> None:
@@ -83,7 +83,7 @@ class ThreadClient:
             self._thread.join(timeout)
 
     def receive(self, wait: bool) -> list[ToEngine]:
-        """The engine's inbox."""
+        """Implement engine_loop.Inbox."""
         commands = [self._commands.get()] if wait else []
         while not self._commands.empty():
             commands.append(self._commands.get())
@@ -91,34 +91,34 @@ class ThreadClient:
 
     def _run(self) -> None:
         try:
-            built = self._make()
+            built = self._build_engine()
         except BaseException as error:
-            self._tell(failure(error))
+            self._deliver(failure(error))
             self._started.put(error)
             return
         if built.hosts is not None:
-            built.hosts.watch(lambda death: self._tell(failure(death)))
-        self._tell(Ready(built.info))
+            built.hosts.watch(lambda death: self._deliver(failure(death)))
+        self._deliver(Ready(built.info))
         self._started.put(built.info)
         try:
-            run_engine(built.core, self, self._tell, self._progress, built.sleeper)
+            run_engine(built.core, self, self._deliver, self._progress, built.sleeper)
         except BaseException as error:
             traceback.print_exc()
-            self._tell(failure(error))
+            self._deliver(failure(error))
         else:
-            self._tell(Failed("EngineDeadError", "the engine was shut down"))
+            self._deliver(Failed("EngineDeadError", "the engine was shut down"))
         finally:
             built.backend.close()
 
-    def _make(self) -> BuiltEngine:
+    def _build_engine(self) -> BuiltEngine:
         if self._build is not None:
             return self._build(self._config)
         from pagoda.server.startup.engine import build_engine
 
         return build_engine(self._config, "server")
 
-    def _tell(self, message: FromEngine) -> None:
-        with self._listening:
-            self._supervisor.hear(message)
+    def _deliver(self, message: FromEngine) -> None:
+        with self._listener_lock:
+            self._supervisor.note(message)
             if self._loop is not None and self._listener is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._listener, message)

@@ -1,5 +1,7 @@
-"""The generation of one HTTP request: submits its prompts, merges their outputs, records metrics and logs, and aborts
-what is unfinished when the request ends."""
+"""The prompts of one HTTP request in the engine: queued, metered, logged, and aborted when the client leaves.
+
+The same for generation, whose outputs are merged into one stream, and for pooling, whose outputs are a list.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,33 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
+from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.observe.metrics import FINISH_REASONS, FinishedAnswer, FinishedRequest
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
+from pagoda.server.async_requests import LONG_TEXT
 from pagoda.server.http.state import ServerState
-from pagoda.server.outputs import AnswerMetrics, RequestOutput
+from pagoda.server.outputs import AnswerMetrics, RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType
-from pagoda.server.processing.pooling_inputs import PooledPrompt
+from pagoda.server.processing.pooling_rules import resolve_task
 from pagoda.server.processing.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES: Final = MAX_N
-"""Maximum number of sequences of one request, over all its prompts."""
+"""Maximum completions of all prompts of one request."""
+
+MAX_TOKENS: Final = 1 << 20
+"""Maximum tokens in all prompts of one pooling request."""
+
+MAX_NUMBERS: Final = 1 << 26
+"""Maximum numbers in the token embeddings of one pooling request."""
 
 
 class RequestLog:
@@ -40,7 +49,7 @@ class RequestLog:
         self._logs_deltas = config.enable_log_deltas and params.output_kind is RequestOutputKind.DELTA
         self._texts: dict[tuple[str, int], list[str]] = {}
 
-    def log_prompt(self, request_id: str, prompt: PromptType | PooledPrompt, user: str | None) -> None:
+    def log_prompt(self, request_id: str, prompt: PromptType, user: str | None) -> None:
         """Log a prompt that is submitted."""
         if not self._logs_prompts:
             return
@@ -72,8 +81,61 @@ class RequestLog:
         logger.info("request %s: choice %d output %r, finish reason %s", request_id, index, text, reason)
 
 
-class Generation:
-    """The prompts of one HTTP request, each an engine request with a unique id. Raises RequestError for too many."""
+class PromptBatch:
+    """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        user: str | None,
+    ) -> None:
+        self.request_id = request_id
+        self._state = state
+        self._llm = state.llm()
+        self._priority = priority
+        self._user = user
+        self._stem = f"{request_id}-{secrets.token_hex(4)}"
+        logs = self._llm.config.observability.enable_log_requests
+        self._log = RequestLog(state.config, params, enabled=logs) if logs else None
+
+    def _meters(self) -> Iterator[_Meter]:
+        """Yield the meters of the prompts that were queued."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncGenerator[None, None]:
+        """A context in which the request counts as running. Leaving it aborts unfinished prompts and meters them."""
+        self._state.running += 1
+        reason: str | None = "error"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit, AbortedError):
+            reason = "abort"
+            raise
+        except (RequestError, QueueFullError):
+            reason = None  # refused: it never ran
+            raise
+        finally:
+            self._state.running -= 1
+            unfinished = [meter for meter in self._meters() if not meter.finished]
+            if unfinished:
+                with suppress(EngineDeadError):
+                    await self._llm.abort([meter.request_id for meter in unfinished])
+            if reason is not None:
+                for meter in unfinished:
+                    meter.finish(reason)
+                    if self._log is not None:
+                        self._log.log_abort(meter.request_id, reason)
+
+
+class Generation(PromptBatch):
+    """The prompts of a request to generate. `accepted` is set once the engine has all prompts.
+
+    Raises RequestError for too many completions.
+    """
 
     def __init__(
         self,
@@ -92,90 +154,138 @@ class Generation:
                 f"n {params.n} for {len(prompts)} prompts makes {sequences} sequences; "
                 f"at most {MAX_SEQUENCES} are allowed in one request",
             )
-        self._state = state
-        self._llm = state.llm()
+        super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
         self._params = params
-        self._priority = priority
-        self._user = user
-        self.request_id = request_id  # the client's
-        self.accepted = asyncio.Event()  # set once the engine has accepted all prompts
-        logs = self._llm.config.observability.enable_log_requests
-        self._log = RequestLog(state.config, params, enabled=logs) if logs else None
-        stem = f"{request_id}-{secrets.token_hex(4)}"
-        self._meters = [_GenerationMeter(state, f"{stem}-{index}", params) for index in range(len(prompts))]
+        self.accepted = asyncio.Event()
+        self._metered = [_GenerationMeter(state, f"{self._stem}-{index}", params) for index in range(len(prompts))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield (prompt index, output) until all prompts are finished. Closing the generator aborts them.
+        """Yield (prompt index, output) until all prompts are finished. Leaving aborts the others.
 
         Raises RequestError or QueueFullError before the first output, EngineDeadError with the cause when the engine
         dies.
         """
-        self._state.running += 1
-        reason: str | None = "error"  # finish reason of unfinished requests; None: they never ran
         log = self._log if self._log is not None and self._log.logs_outputs else None
-        try:
+        async with self._running():
             streams = await self._start()
             self.accepted.set()
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
-                    meter = self._meters[index]
+                    meter = self._metered[index]
                     meter.take(output)
                     if log is not None:
                         log.log_output(meter.request_id, output)
                     yield index, output
-        except (asyncio.CancelledError, GeneratorExit):
-            reason = "abort"
-            raise
-        except (RequestError, QueueFullError):
-            reason = None
-            raise
-        finally:
-            self._state.running -= 1
-            await self._end(reason)
 
-    async def _start(self) -> list[RequestStream]:
+    async def _start(self) -> list[RequestStream[RequestOutput]]:
         if self._log is not None:
-            for meter, prompt in zip(self._meters, self._prompts):
+            for meter, prompt in zip(self._metered, self._prompts):
                 self._log.log_prompt(meter.request_id, prompt, self._user)
         streams = []
-        for meter, prompt in zip(self._meters, self._prompts):
-            # Yield to other requests between thousands of prompts; and let requests that arrived together be parsed
-            # before the first of them is submitted, so that they start in the same step.
+        for meter, prompt in zip(self._metered, self._prompts):
+            # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
+            # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
             streams.append(await self._llm.add_request(meter.request_id, prompt, self._params, self._priority))
         return streams
 
-    async def _end(self, reason: str | None) -> None:
-        unfinished = [meter for meter in self._meters if not meter.finished]
-        if not unfinished:
-            return
-        with suppress(EngineDeadError):
-            await self._llm.abort([meter.request_id for meter in unfinished])
-        if reason is not None:
-            for meter in unfinished:
-                meter.finish(reason)
-                if self._log is not None:
-                    self._log.log_abort(meter.request_id, reason)
+    def _meters(self) -> Iterator[_Meter]:
+        yield from self._metered
 
 
-class _GenerationMeter:
-    """Records the metrics of one prompt's outputs."""
+class PoolingBatch(PromptBatch):
+    """The prompts of a request to pool."""
 
-    def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> None:
+        super().__init__(state, request_id, params, priority, user)
+        self._params = params
+        self._started: list[tuple[_PoolingMeter, RequestStream[RawPoolingOutput]]] = []
+
+    async def run(self, make: Callable[[], list[Prompt]], characters: int) -> list[RawPoolingOutput]:
+        """Return the outputs of the prompts that `make` returns, in order. `characters`: the length of their texts.
+
+        Raises RequestError, QueueFullError, or EngineDeadError with the cause when the engine dies.
+        """
+        async with self._running():
+            prompts = await asyncio.to_thread(make) if characters > LONG_TEXT else make()
+            self._check(prompts)
+            for index, prompt in enumerate(prompts):
+                await self._start(f"{self._stem}-{index}", prompt)
+            try:
+                return [meter.take(await stream.get()) for meter, stream in self._started]
+            finally:
+                for meter, stream in self._started:  # finished, but not read
+                    if not meter.finished and (output := stream.take_pending()) is not None:
+                        meter.take(output)
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise RequestError for more prompts, tokens or numbers than one request may have."""
+        limit = self._llm.config.scheduler.max_num_queued_reqs
+        if limit is not None and len(prompts) > limit:
+            raise RequestError(
+                "prompt", f"{len(prompts)} texts are above the limit of {limit} sequences (--max-num-queued-reqs)"
+            )
+        total = sum(len(prompt.token_ids) for prompt in prompts)
+        if total > MAX_TOKENS:
+            raise RequestError("prompt", f"the request has {total} tokens in all; at most {MAX_TOKENS} are allowed")
+        info = self._llm.pooling_inputs.pooling
+        if resolve_task(info, self._params.task) == "token_embed":
+            numbers = total * (self._params.dimensions or info.embedding_size)
+            if numbers > MAX_NUMBERS:
+                raise RequestError(
+                    "prompt", f"vectors of {total} tokens have {numbers} numbers; at most {MAX_NUMBERS} are allowed"
+                )
+
+    async def _start(self, request_id: str, prompt: Prompt) -> None:
+        if self._log is not None:
+            self._log.log_prompt(request_id, prompt, self._user)
+        stream = await self._llm.add_request(request_id, prompt, self._params, self._priority)
+        self._started.append((_PoolingMeter(self._state, request_id), stream))
+
+    def _meters(self) -> Iterator[_Meter]:
+        return (meter for meter, _ in self._started)
+
+
+class _Meter:
+    """Reports one prompt to the metrics."""
+
+    def __init__(self, state: ServerState, request_id: str) -> None:
         self.request_id = request_id
         self.finished = False
         self._metrics = state.metrics
-        self._params = params
         self._arrival = time.monotonic()
+
+    def finish(self, reason: str) -> None:
+        """Report the end, once."""
+        if not self.finished:
+            self.finished = True
+            self._report(reason)
+
+    def _report(self, reason: str) -> None:
+        raise NotImplementedError
+
+
+class _GenerationMeter(_Meter):
+    def __init__(self, state: ServerState, request_id: str, params: SamplingParams) -> None:
+        super().__init__(state, request_id)
+        self._params = params
         self._latest: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> None:
-        """Record the first token and the end."""
-        if self._latest is None and output.metrics is not None and (first_token := output.metrics.first_token_ts):
+        """Note an output."""
+        if self._latest is None and output.metrics is not None and output.metrics.first_token_ts:
             self._metrics.on_first_token(
                 arrival=self._arrival,
-                first_token=first_token,
+                first_token=output.metrics.first_token_ts,
                 prompt_tokens=len(output.prompt_token_ids or ()),
                 cached_tokens=output.num_cached_tokens or 0,
             )
@@ -183,11 +293,7 @@ class _GenerationMeter:
         if output.finished:
             self.finish(next((each.finish_reason for each in output.outputs if each.finish_reason), "abort"))
 
-    def finish(self, reason: str) -> None:
-        """Record the end, once."""
-        if self.finished:
-            return
-        self.finished = True
+    def _report(self, reason: str) -> None:
         latest = self._latest
         times = latest.metrics if latest is not None else None
         self._metrics.on_finish(
@@ -203,6 +309,26 @@ class _GenerationMeter:
         )
 
 
+class _PoolingMeter(_Meter):
+    _output: RawPoolingOutput | None = None
+
+    def take(self, output: RawPoolingOutput) -> RawPoolingOutput:
+        """Note the output and return it."""
+        self._output = output
+        self.finish("stop")
+        return output
+
+    def _report(self, reason: str) -> None:
+        output = self._output
+        self._metrics.on_pooled(
+            reason,
+            arrival=self._arrival,
+            scheduled=0.0 if output is None else output.scheduled_ts,
+            finished=time.monotonic() if output is None else output.finished_ts,
+            prompt_tokens=0 if output is None else len(output.prompt_token_ids),
+        )
+
+
 def _finished(times: AnswerMetrics) -> FinishedAnswer:
     return FinishedAnswer(
         is_complete=times.is_complete,
@@ -215,8 +341,8 @@ def _finished(times: AnswerMetrics) -> FinishedAnswer:
     )
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield the outputs of all streams in order of arrival, until every stream has finished."""
+async def _merged(streams: Sequence[RequestStream[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield the outputs of all streams as they arrive, until every stream has finished."""
     if len(streams) == 1:
         finished = False
         while not finished:
@@ -224,15 +350,15 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
             finished = output.finished
             yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
-    pumps = [asyncio.ensure_future(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.ensure_future(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
     try:
-        unfinished = len(streams)
-        while unfinished:
-            index, item = await queue.get()
+        left = len(streams)
+        while left:
+            index, item = await arrived.get()
             if isinstance(item, Exception):
                 raise item
-            unfinished -= item.finished
+            left -= item.finished
             yield index, item
     finally:
         for pump in pumps:
@@ -240,12 +366,16 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(index: int, stream: RequestStream, queue: asyncio.Queue[tuple[int, RequestOutput | Exception]]) -> None:
+async def _pump(
+    index: int,
+    stream: RequestStream[RequestOutput],
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]],
+) -> None:
     try:
         finished = False
         while not finished:
             output = await stream.get()
             finished = output.finished
-            await queue.put((index, output))
+            await arrived.put((index, output))
     except Exception as error:
-        await queue.put((index, error))
+        await arrived.put((index, error))

@@ -64,7 +64,7 @@ class BeamGeneration:
             for index in dict.fromkeys(owners):
                 searches[index].take([candidates_of(o) for o, owner in zip(outputs, owners) if owner == index])
         for index, (search, output) in enumerate(zip(searches, first)):
-            output.outputs = self._text.answers(ids[index], search.best())
+            output.outputs = self._text.completions(ids[index], search.best())
             yield index, output
 
     def _prompt(self, prompt_token_ids: list[int], beam: Beam) -> Prompt:

@@ -22,8 +22,9 @@ from pagoda.server.http.response import respond
 from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
-from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept
+from pagoda.server.processing.inputs import Prompt, PromptType
 from pagoda.server.processing.prompt_embeds import from_base64
+from pagoda.server.processing.tokenization import encode_kept
 
 MAX_PROMPTS: Final = 4096
 DEFAULT_MAX_TOKENS: Final = 16

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import RequestError
-from pagoda.server.outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
+from pagoda.server.outputs import RawPoolingOutput, ScoringRequestOutput
 
 # Vectors as they go over the wire: numbers in JSON, base64, or bytes; in any of five types and both byte orders.
 
@@ -95,8 +95,6 @@ def _positive_values(exponent_bits: int) -> Array:
     return np.array(values, np.float32)
 
 
-BaseOutput = PoolingRequestOutput[PoolingOutput]
-
 MAX_METADATA = 400
 """Most vectors whose places in the bytes fit the header that tells them."""
 
@@ -128,7 +126,7 @@ class PoolingHead:
 
 
 def vectors_answer(
-    head: PoolingHead, outputs: Sequence[BaseOutput], encoding: Encoding, kind: str, key: str
+    head: PoolingHead, outputs: Sequence[RawPoolingOutput], encoding: Encoding, kind: str, key: str
 ) -> dict[str, Any]:
     """A vector for each prompt: `kind` is what each is called, `key` what its numbers are."""
     return head.listing(
@@ -148,7 +146,7 @@ def check_binary(encoding: Encoding, count: int) -> None:
 
 
 def binary_answer(
-    head: PoolingHead, outputs: Sequence[BaseOutput], encoding: Encoding
+    head: PoolingHead, outputs: Sequence[RawPoolingOutput], encoding: Encoding
 ) -> tuple[bytes, dict[str, Any] | None]:
     """All vectors one after the other, and where each is; None where only the bytes are wanted."""
     chunks = [encoding.in_bytes(output.outputs.data) for output in outputs]
@@ -164,7 +162,7 @@ def binary_answer(
     return b"".join(chunks), told
 
 
-def classes_answer(head: PoolingHead, outputs: Sequence[BaseOutput], labels: Sequence[str]) -> dict[str, Any]:
+def classes_answer(head: PoolingHead, outputs: Sequence[RawPoolingOutput], labels: Sequence[str]) -> dict[str, Any]:
     """The likeliest label of each prompt, and the probabilities of all."""
     data = []
     for index, output in enumerate(outputs):

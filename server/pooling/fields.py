@@ -15,7 +15,7 @@ from pagoda.common.text.chat_template import fault_of_keywords
 from pagoda.server.chat.conversation import Conversation
 from pagoda.server.http.body import INT64_MAX, Int64, RequestBody, hint, unsupported
 from pagoda.server.pooling.answer import EmbedDType, Encoding, EncodingFormat, Endianness
-from pagoda.server.processing.pooling_inputs import Side, TextOptions
+from pagoda.server.processing.tokenization import Side, TextOptions
 
 MAX_INPUTS: Final = 4096
 """Most texts, conversations or documents in one request."""

@@ -14,8 +14,10 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.chat.prompt import rendered
 from pagoda.server.http.body import parse_body, read_json
+from pagoda.server.http.generation import PoolingBatch
 from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header
 from pagoda.server.http.state import Identified, ServerState, answer_id, server_of
+from pagoda.server.outputs import RawPoolingOutput
 from pagoda.server.pooling.answer import (
     Encoding,
     PoolingHead,
@@ -37,8 +39,7 @@ from pagoda.server.pooling.fields import (
     PoolingCompletionRequest,
     holds_conversation,
 )
-from pagoda.server.pooling.work import BaseOutput, PoolingWork
-from pagoda.server.processing.pooling_inputs import PooledPrompt, PoolingInputs
+from pagoda.server.processing.inputs import InputProcessor, Prompt
 
 # What the routes of pooling models share: the request's place in the server, its run, the responses.
 
@@ -63,7 +64,7 @@ class Asked:
     state: ServerState
     id: str
     model: str
-    inputs: PoolingInputs
+    inputs: InputProcessor
 
     @classmethod
     def of(cls, request: Request, body: PoolingBody, prefix: str) -> Asked:
@@ -73,18 +74,18 @@ class Asked:
         return cls(request, body, state, answer_id(request, body, prefix), model, state.llm().pooling_inputs)
 
     async def run(
-        self, params: PoolingParams, make: Callable[[], list[PooledPrompt]], characters: int
-    ) -> list[BaseOutput]:
-        """The outputs of the prompts that `make` makes of so many characters. Raises what PoolingWork.run raises."""
+        self, params: PoolingParams, make: Callable[[], list[Prompt]], characters: int
+    ) -> list[RawPoolingOutput]:
+        """The outputs of the prompts that `make` makes of so many characters. Raises what PoolingBatch.run raises."""
         body = self.body
-        work = PoolingWork(self.state, self.id, params, priority=body.priority or 0, user=getattr(body, "user", None))
+        batch = PoolingBatch(self.state, self.id, params, priority=body.priority or 0, user=getattr(body, "user", None))
         try:
-            running = work.run(make, characters)
+            running = batch.run(make, characters)
             return await cancel_on_disconnect(self.request.receive, self.state.stopping, running)
         except RequestError as error:
             raise body.in_own_names(error) from None
 
-    def head(self, outputs: Sequence[BaseOutput]) -> PoolingHead:
+    def head(self, outputs: Sequence[RawPoolingOutput]) -> PoolingHead:
         """What the answer begins and ends with."""
         return PoolingHead(self.id, int(time.time()), self.model, count_tokens(outputs))
 
@@ -98,7 +99,7 @@ class Asked:
         return id_header(self.id) if self.state.config.enable_request_id_headers else {}
 
 
-def count_tokens(outputs: Sequence[BaseOutput]) -> int:
+def count_tokens(outputs: Sequence[RawPoolingOutput]) -> int:
     """Tokens of all prompts."""
     return sum(len(output.prompt_token_ids) for output in outputs)
 
@@ -156,7 +157,7 @@ def _body(request: Request, chat: type[ChatT], completion: type[CompletionT], ra
 
 async def _outputs(
     asked: Asked, body: InputFields | ConversationFields, params: PoolingParams, encoding: Encoding
-) -> list[BaseOutput]:
+) -> list[RawPoolingOutput]:
     """What the model makes of the body's prompts. Raises RequestError."""
     options = body.text_options
     prompts: list[Any]
@@ -174,7 +175,7 @@ async def _outputs(
     return await asked.run(params, lambda: [asked.inputs.parse(each, options) for each in prompts], characters)
 
 
-def _vectors(asked: Asked, outputs: list[BaseOutput], encoding: Encoding, kind: str, key: str) -> Response:
+def _vectors(asked: Asked, outputs: list[RawPoolingOutput], encoding: Encoding, kind: str, key: str) -> Response:
     """Vectors as they were asked for: in JSON, or as bytes."""
     head = asked.head(outputs)
     if not encoding.is_binary:

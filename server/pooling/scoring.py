@@ -19,7 +19,7 @@ from pagoda.server.outputs import ScoringRequestOutput
 from pagoda.server.pooling.answer import PoolingHead, ranking_answer, scores_answer
 from pagoda.server.pooling.fields import PoolingFields, check_count, renamed
 from pagoda.server.pooling.routes import Asked
-from pagoda.server.processing.pooling_inputs import PairTemplate
+from pagoda.server.processing.inputs import PairTemplate
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, texts_of
 
 # The bodies of POST /score and /rerank, in all their spellings.
@@ -58,8 +58,8 @@ class ScoringFields(PoolingFields):
             raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
         return ScoreOptions(
             text=self.text_options,
-            most_query=self.max_tokens_per_query,
-            most_document=self.max_tokens_per_doc,
+            max_query_tokens=self.max_tokens_per_query,
+            max_document_tokens=self.max_tokens_per_doc,
             template=None if template is None else PairTemplate(source=template, keywords=keywords),
         )
 

@@ -1,1 +1,1 @@
-"""A request's way in and out: prompts become the engine's requests, its tokens and vectors become what callers read."""
+"""Input and output processing: prompts become engine requests, tokens and vectors become outputs."""

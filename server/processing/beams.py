@@ -1,6 +1,6 @@
-"""What a beam search asks of an engine, and how its beams become answers.
+"""Beam search over an engine: the params of its steps, its checks, and completions from beams.
 
-How beams are chosen: common.beam_search.
+common.beam_search selects the beams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagoda.server.processing.inputs import PromptType
 
 
 def step_params(params: BeamSearchParams) -> SamplingParams:
-    """One token with its rivals. The token itself is of no interest, so it is the likeliest."""
+    """Return params for one step: one token with its candidates' logprobs."""
     return SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -30,50 +30,50 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
 
 
 def candidates_of(output: RequestOutput) -> dict[int, float]:
-    """The best next tokens of one beam."""
+    """Return the logprobs of the best next tokens of one beam."""
     (position,) = output.outputs[0].logprobs or ({},)
     return {token: each.logprob for token, each in position.items()}
 
 
 def check_engine(config: ModelConfig, params: BeamSearchParams, vocab_size: int) -> None:
-    """Raises RequestError where the engine does not report what a search needs."""
+    """Raise RequestError if the engine does not report the logprobs that a search needs."""
     if config.logprobs_mode != "raw_logprobs":
         raise RequestError(
             "use_beam_search", f"beam search needs --logprobs-mode raw_logprobs; it is {config.logprobs_mode}"
         )
-    most = vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, vocab_size)
-    if params.candidates > most:
+    limit = vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, vocab_size)
+    if params.candidates > limit:
         raise RequestError(
             "beam_width",
             f"a beam search {params.beam_width} wide needs {params.candidates} logprobs a step; "
-            f"the limit is {most} (--max-logprobs)",
+            f"the limit is {limit} (--max-logprobs)",
         )
 
 
 def check_prompts(prompts: Iterable[PromptType]) -> None:
-    """Raises RequestError for a prompt that has no tokens to search on from."""
+    """Raise RequestError for a prompt without token ids."""
     if any(isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None for prompt in prompts):
-        raise RequestError("prompt_embeds", "beam search goes on from tokens, and prompt_embeds have none; drop one")
+        raise RequestError("prompt_embeds", "beam search needs tokens, which prompt_embeds replace; drop one")
 
 
 @dataclass(frozen=True, slots=True)
 class BeamText:
-    """How beams become answers."""
+    """Turns beams into completions."""
 
     tokenizer: Tokenizer | None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_end: bool = False
 
-    def answers(self, prompt_token_ids: list[int], beams: Sequence[Beam]) -> list[CompletionOutput]:
-        """Best first."""
-        return [self._answer(index, prompt_token_ids, beam) for index, beam in enumerate(beams)]
+    def completions(self, prompt_token_ids: list[int], beams: Sequence[Beam]) -> list[CompletionOutput]:
+        """Return a completion per beam, in order."""
+        return [self._completion(index, prompt_token_ids, beam) for index, beam in enumerate(beams)]
 
-    def _answer(self, index: int, prompt_token_ids: list[int], beam: Beam) -> CompletionOutput:
-        spoken = beam.token_ids if self.include_end or not beam.ended else beam.token_ids[:-1]
+    def _completion(self, index: int, prompt_token_ids: list[int], beam: Beam) -> CompletionOutput:
+        shown = beam.token_ids if self.include_end or not beam.ended else beam.token_ids[:-1]
         return CompletionOutput(
             index=index,
-            text=self._text(prompt_token_ids, spoken),
+            text=self._text(prompt_token_ids, shown),
             token_ids=list(beam.token_ids),
             cumulative_logprob=beam.logprob,
             finish_reason="stop" if beam.ended else "length",

@@ -1,6 +1,6 @@
-"""Grammars are tried in a process of their own before the engine sees them; what passed is remembered.
+"""Compiles grammars in a separate process before the engine gets them, and caches which passed.
 
-A grammar that takes too long, or takes the process with it, is refused; the next one gets a new process.
+A grammar that takes too long or crashes the process is refused; the next one gets a new process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pagoda.server.processing.inputs import open_tokenizer
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.grammar_worker")
 SECONDS: Final = 5.0
-"""That a grammar may take."""
+"""Maximum compile time of a grammar."""
 START_SECONDS: Final = 60.0
 MAX_PASSED: Final = 4096
 MAX_WAITING: Final = 64
-"""Grammars that wait for the process; what comes beyond is refused at once."""
+"""Maximum queued grammars; further ones are refused at once."""
 
 
 class _TooLongError(Exception):
@@ -42,7 +42,7 @@ class _TooLongError(Exception):
 
 
 class GrammarCheck:
-    """Tries grammars. `make_vocabulary`: called once, when the first one comes; raises RequestError."""
+    """Compiles grammars to check them. `make_vocabulary`: called once, for the first grammar; raises RequestError."""
 
     def __init__(
         self, make_vocabulary: Callable[[], Vocabulary], program: Sequence[str] = WORKER, seconds: float = SECONDS
@@ -57,7 +57,7 @@ class GrammarCheck:
         self._closed = False
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises RequestError when the grammar cannot be had."""
+        """Raise RequestError if the grammar does not compile."""
         name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
         if name in self._passed:
             self._passed.move_to_end(name)
@@ -66,11 +66,11 @@ class GrammarCheck:
             raise refused("too many new grammars at once; try again in a few seconds")
         self._waiting += 1
         try:
-            why = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
+            error = await asyncio.get_running_loop().run_in_executor(self._thread, self._try, grammar)
         finally:
             self._waiting -= 1
-        if why:
-            raise refused(why)
+        if error:
+            raise refused(error)
         self._passed[name] = None
         if len(self._passed) > MAX_PASSED:
             self._passed.popitem(last=False)
@@ -82,42 +82,42 @@ class GrammarCheck:
         self._end()
 
     def _try(self, grammar: Grammar) -> str:
-        """What is wrong with a grammar; empty: nothing. In the thread."""
+        """Return the error of a grammar, empty if there is none. Runs in the thread."""
         try:
             data = msgspec.msgpack.encode(grammar)
         except ValueError:  # half of a surrogate pair
-            return "the grammar holds characters that are no text"
+            return "the grammar has invalid characters (lone surrogates)"
         process = self._start()
         try:
-            answer = _ask(process, data, self._seconds)
+            reply = _call(process, data, self._seconds)
         except _TooLongError:
             self._end()
             return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
-        if answer is None:
+        if reply is None:
             self._end()
             return "the grammar is too large or nested too deeply to compile; make it simpler"
-        return answer.decode("utf-8", "replace")
+        return reply.decode("utf-8", "replace")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """The process, ready. Raises RequestError."""
+        """Return the running process. Raises RequestError."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         if self._words is None:
-            found = self._make_vocabulary()
-            self._words = msgspec.msgpack.encode(Words(found.tokens, found.special, found.ends))
+            vocabulary = self._make_vocabulary()
+            self._words = msgspec.msgpack.encode(Words(vocabulary.tokens, vocabulary.special, vocabulary.ends))
         self._process = subprocess.Popen(
             self._program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()
         )
-        if self._closed:  # it was closed while the thread was on its way here
+        if self._closed:  # closed since this call was queued
             self._end()
-            raise RuntimeError("the check of grammars is closed")
+            raise RuntimeError("the grammar check is closed")
         try:
-            ready = _ask(self._process, self._words, START_SECONDS)
+            ready = _call(self._process, self._words, START_SECONDS)
         except _TooLongError:
             ready = None
         if ready != READY:
             self._end()
-            raise RuntimeError("the process that tries grammars did not start")
+            raise RuntimeError("the grammar check's process did not start")
         return self._process
 
     def _end(self) -> None:
@@ -130,8 +130,8 @@ class GrammarCheck:
                     stream.close()
 
 
-def _ask(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
-    """Send a frame and wait for its answer; None when the process ended. Raises _TooLongError."""
+def _call(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> bytes | None:
+    """Send a frame and return the reply; None if the process ended. Raises _TooLongError."""
     assert process.stdin is not None
     assert process.stdout is not None
     until = time.monotonic() + seconds
@@ -154,23 +154,20 @@ def _send(descriptor: int, data: bytes, until: float) -> None:
 
 
 def _receive(descriptor: int, size: int, until: float) -> bytes | None:
-    found = b""
-    while len(found) < size:
+    data = b""
+    while len(data) < size:
         readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
         if not readable:
             raise _TooLongError
-        piece = os.read(descriptor, size - len(found))
+        piece = os.read(descriptor, size - len(data))
         if not piece:
             return None
-        found += piece
-    return found
-
-
-# The grammars of one server: what compiles them in the engine, and what tries them before.
+        data += piece
+    return data
 
 
 def structured_of(config: EngineConfig, info: EngineInfo) -> Structured | None:
-    """For the engine; it opens the tokenizer when the first grammar comes. None without a tokenizer."""
+    """Return the engine's grammar compiler, which opens the tokenizer for the first grammar; None without one."""
     if config.model.skip_tokenizer_init:
         return None
 
@@ -182,7 +179,7 @@ def structured_of(config: EngineConfig, info: EngineInfo) -> Structured | None:
 
 
 def check_of(tokenizer: Tokenizer | None, info: EngineInfo) -> GrammarCheck:
-    """For the API process."""
+    """Return the API process's grammar check."""
     return GrammarCheck(lambda: _vocabulary(tokenizer, info))
 
 

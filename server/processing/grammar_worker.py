@@ -1,10 +1,10 @@
-"""The process in which grammars of requests are compiled first, because one may take its compiler's life or an hour.
+"""The process that compiles grammars first, because a grammar may crash its compiler or take an hour.
 
-    python -P -m pagoda.server.processing.grammar_worker        (started by check.py, never by hand)
+    python -P -m pagoda.server.processing.grammar_worker        (started by grammar_check, never by hand)
 
-Frames come from stdin and go to stdout, each with its length before it: the vocabulary once, then a grammar each time,
-answered by what is wrong with it, or nothing. The end of stdin is its end. Compiling runs on a stack that is smaller
-than any of the engine's: what passes here does not overflow there.
+Length-prefixed frames are read from stdin and written to stdout: the vocabulary once, then one grammar at a time. The
+reply is the grammar's error, or empty. The process ends at EOF. Grammars compile on a smaller stack than the engine's:
+what passes here does not overflow there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pagoda.common.engine.structured_output.grammar import Grammar, GrammarEngin
 
 STACK_BYTES: Final = 2 << 20
 MEMORY_BYTES: Final = 6 << 30
-"""Of address space; a vocabulary and its tables take under one GiB."""
+"""Limit of the address space; a vocabulary and its tables take under 1 GiB."""
 
 READY: Final = b"ready"
 
 
 class Words(msgspec.Struct, frozen=True):
-    """A vocabulary on its way."""
+    """A vocabulary as a message."""
 
     tokens: tuple[bytes, ...]
     special: frozenset[int]
@@ -39,54 +39,54 @@ class Words(msgspec.Struct, frozen=True):
 
 
 def write_frame(stream: BinaryIO, data: bytes) -> None:
-    """A frame, flushed."""
+    """Write a frame and flush."""
     stream.write(len(data).to_bytes(4, "big") + data)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame; None at the stream's end."""
+    """Read the next frame; None at EOF."""
     size = stream.read(4)
     return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
 
 
 def longest_first(words: Words) -> Callable[[str], list[int]]:
-    """Spells a text with the longest token that fits, again and again: all that compiling asks of a tokenizer."""
-    ids = {spelt: token for token, spelt in enumerate(words.tokens) if spelt and token not in words.special}
+    """Return an encoder that always takes the longest matching token: all that compiling needs of a tokenizer."""
+    ids = {spelling: token for token, spelling in enumerate(words.tokens) if spelling and token not in words.special}
     longest = max(map(len, ids), default=1)
 
     def encode(text: str) -> list[int]:
-        data, found, at = text.encode(), [], 0
-        while at < len(data):
-            size = next((size for size in range(longest, 0, -1) if data[at : at + size] in ids), 0)
+        data, tokens, start = text.encode(), [], 0
+        while start < len(data):
+            size = next((size for size in range(longest, 0, -1) if data[start : start + size] in ids), 0)
             if size:
-                found.append(ids[data[at : at + size]])
-            at += size or 1
-        return found
+                tokens.append(ids[data[start : start + size]])
+            start += size or 1
+        return tokens
 
     return encode
 
 
 def serve() -> None:
-    """Answer grammars until stdin ends."""
+    """Check grammars until EOF."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a library's words are no frames
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # libraries may print
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
     words = msgspec.msgpack.decode(first, type=Words)
     vocabulary = Vocabulary(words.tokens, words.special, words.ends, longest_first(words))
     libraries: dict[GrammarEngine, Library] = {}
-    write_frame(answers, READY)
+    write_frame(replies, READY)
     while (data := read_frame(sys.stdin.buffer)) is not None:
-        write_frame(answers, _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries).encode())
+        write_frame(replies, _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries).encode())
 
 
 def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEngine, Library]) -> str:
-    """What is wrong with a grammar; empty: nothing."""
-    found: list[str] = []
+    """Return the error of a grammar, empty if there is none."""
+    errors: list[str] = []
 
     def check() -> None:
         try:
@@ -99,15 +99,15 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
             if matcher.error is not None:
                 raise GrammarError(matcher.error)
             if not bits.any():
-                raise GrammarError("no answer fits the grammar")
+                raise GrammarError("no token sequence matches the grammar")
         except GrammarError as error:
-            found.append(str(error) or "the grammar cannot be compiled")
+            errors.append(str(error) or "the grammar cannot be compiled")
 
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=check)
     thread.start()
     thread.join()
-    return found[0] if found else ""
+    return errors[0] if errors else ""
 
 
 if __name__ == "__main__":

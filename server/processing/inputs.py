@@ -1,6 +1,6 @@
-"""From what a caller passes as a prompt to the engine's requests: tokenised, truncated, checked against the model.
+"""Input processing: a caller's prompt and params become engine requests, tokenised, truncated and checked.
 
-Every refusal is a RequestError that names the field. Knows the model's limits, not its device.
+Every refusal is a RequestError that names the field.
 """
 
 from __future__ import annotations
@@ -15,44 +15,33 @@ from typing import Any, Final, TypeGuard
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
-from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
 from pagoda.common.weights.gguf.file import pick_gguf
 from pagoda.common.weights.hub import resolve_model
-from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.processing.output_constraints import AnswerForms
+from pagoda.server.ipc_messages import EngineInfo, PoolingInfo
+from pagoda.server.processing.output_constraints import OutputConstraints
+from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
-
-# The token sequences that a list of bad words stands for.
-
-
-def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each word, as it stands at the start of a text and as it stands after a space.
-
-    Tokenizers spell the two differently. Doubles are dropped, and so is a word that the tokenizer spells with no token.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if ids:
-                found[ids] = None
-    return [list(ids) for ids in found]
-
+from pagoda.server.processing.tokenization import PLAIN, TextOptions, encode, encode_pair
 
 MAX_COPIED: Final = 1 << 24
-"""Most tokens of a request's prompt and lists, times n: each answer has a copy of its own in the engine."""
+"""Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
 
 MAX_COPIED_BYTES: Final = 1 << 28
-"""Most bytes of the copies of a request's prompt_embeds that the answers after the first have."""
+"""Maximum bytes of the copies of a request's prompt_embeds, beyond the first."""
 
-_USUAL = StructuredOutputsConfig()
-_PLAIN = SamplingParams()
+NO_POOLING: Final = "this model generates text; for embeddings, labels or scores, start it with --runner pooling"
+NO_GENERATION: Final = "this model was started for pooling and generates no text; start it with --runner generate"
+
+_DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
 _REFUSED_KEYS = {
     "multi_modal_data": "this version serves text only",
@@ -65,56 +54,62 @@ _REFUSED_KEYS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready to run. `text`: None when the caller gave token ids only.
+    """A tokenised prompt."""
 
-    `embeds`: in place of tokens; `token_ids` are zeros then, which stand for no token.
-    """
-
-    text: str | None
-    token_ids: list[int]
+    text: str | None  # None if the caller gave token ids only, and for pooling
+    token_ids: list[int]  # zeros if `embeds` stand in place of tokens
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
+    second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
 
     @property
     def known_ids(self) -> list[int]:
-        """The tokens whose text goes before the answer: none for embeddings."""
+        """Tokens whose text precedes the output: none for embeddings."""
         return [] if self.embeds is not None else self.token_ids
 
-    def cut(self, kept: slice) -> Prompt:
-        """With some of its tokens."""
+    def slice(self, kept: slice) -> Prompt:
+        """Return the prompt with only these tokens."""
         embeds = None if self.embeds is None else self.embeds.part(kept)
         return dataclasses.replace(self, token_ids=self.token_ids[kept], embeds=embeds)
 
 
 PromptType = str | Sequence[int] | Mapping[str, Any] | Prompt
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may have
-"cache_salt". A Prompt is used as it is."""
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
+"cache_salt". A Prompt is tokenised and truncated already."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PairTemplate:
+    """A jinja template for pairs, which are messages of roles `query` and `document`."""
+
+    source: str
+    keywords: Mapping[str, Any]  # further template variables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """One request of a caller: its prompt, its params, and one engine request per answer (n)."""
+    """A caller's request: its prompt, its params, and one engine request per completion (one for pooling)."""
 
     request_id: str
     prompt: Prompt
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     children: list[EngineRequest]
     arrival_time: float  # Unix seconds
     arrival: float  # monotonic seconds
 
 
-def open_tokenizer(whole: EngineConfig) -> Tokenizer | None:
-    """The model's tokenizer, or the one that was asked for; None with skip_tokenizer_init. Raises ModelError."""
-    config, load = whole.model, whole.load
-    if config.skip_tokenizer_init:
+def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """Open the tokenizer of --tokenizer or of the model; None with skip_tokenizer_init. Raises ModelError."""
+    model, load = config.model, config.load
+    if model.skip_tokenizer_init:
         return None
-    own = config.tokenizer is None or config.tokenizer == config.model
+    own = model.tokenizer is None or model.tokenizer == model.model
     path = resolve_model(
-        config.model if config.tokenizer is None else config.tokenizer,
+        model.model if model.tokenizer is None else model.tokenizer,
         load.load_format if own else "dummy",
         weights=False,
-        revision=config.tokenizer_revision or (config.revision if own else None),
-        token=config.hf_token,
+        revision=model.tokenizer_revision or (model.revision if own else None),
+        token=model.hf_token,
         download_dir=load.download_dir,
         ignore_patterns=load.ignore_patterns,
     )
@@ -122,7 +117,7 @@ def open_tokenizer(whole: EngineConfig) -> Tokenizer | None:
 
 
 def _lone_gguf(folder: Path) -> Path | None:
-    """The GGUF model of a folder without tokenizer.json: it carries the tokenizer. Raises ModelError for several."""
+    """Return the GGUF model of a folder without tokenizer.json: it has the tokenizer. Raises ModelError for several."""
     names = [] if (folder / "tokenizer.json").exists() else sorted(path.name for path in folder.glob("*.gguf"))
     try:
         return folder / pick_gguf(names) if names else None
@@ -131,7 +126,7 @@ def _lone_gguf(folder: Path) -> Path | None:
 
 
 def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
-    """True for a sequence of integers, which is one prompt, not many."""
+    """Return True for a sequence of integers, which is one prompt, not many."""
     return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], int)
 
 
@@ -143,51 +138,38 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         raise RequestError(field, f"token id {bad} is out of range; the vocabulary has {vocab_size} entries")
 
 
-def kept_tokens(params: SamplingParams, max_model_len: int) -> int | None:
-    """How many tokens of a prompt truncate_prompt_tokens keeps; -1 leaves room for one token of answer; None: all.
+def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of each word, at the start of a text and after a space, without duplicates.
 
-    Raises RequestError for more than the context has.
+    Tokenizers encode the two differently. A word without tokens is dropped.
     """
-    keep = params.truncate_prompt_tokens
-    if keep is None:
-        return None
-    if keep > max_model_len:
-        raise RequestError(
-            "truncate_prompt_tokens", f"truncate_prompt_tokens {keep} is above the context, {max_model_len}"
-        )
-    return max(1, max_model_len - 1) if keep == -1 else keep
-
-
-def encode_kept(
-    tokenizer: Tokenizer, text: str, params: SamplingParams, max_model_len: int, add_special_tokens: bool = True
-) -> list[int]:
-    """Return the token ids of a text, truncated as `params` specify. Raise RequestError."""
-    keep = kept_tokens(params, max_model_len)
-    if keep is not None:
-        text = tokenizer.end_with(text, keep, "right" if params.truncation_side == "right" else "left")
-    ids = tokenizer.encode(text, add_special_tokens)
-    if keep is None or len(ids) <= keep:
-        return ids
-    return ids[:keep] if params.truncation_side == "right" else ids[len(ids) - keep :]
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids:
+                sequences[ids] = None
+    return [list(ids) for ids in sequences]
 
 
 class InputProcessor:
-    """Turns prompts and params into engine requests for one model."""
+    """Turns prompts and params into engine requests for one model, generating or pooling."""
 
     def __init__(
         self,
         config: ModelConfig,
         info: EngineInfo,
         tokenizer: Tokenizer | None,
-        structured: StructuredOutputsConfig = _USUAL,
+        structured: StructuredOutputsConfig = _DEFAULT_STRUCTURED_OUTPUTS,
     ) -> None:
         self._info = info
-        self._forms = AnswerForms(structured, tokenizer)
+        self._constraints = OutputConstraints(structured, tokenizer)
         self._tokenizer = tokenizer
-        self._longest_answer: int | None = info.sampling_defaults.get("max_tokens")  # the generation config's cap
+        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
         self._reads_extra_args = bool(config.logits_processors)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
+        self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
         main = tokenizer.eos_token_id if tokenizer is not None else None
         if main is None and info.eos_token_ids:
             main = info.eos_token_ids[0]
@@ -196,114 +178,166 @@ class InputProcessor:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, unless a request ignores them."""
+        """Tokens that end a sequence, unless a request ignores them."""
         return self._all_eos
 
+    @property
+    def pooling(self) -> PoolingInfo:
+        """What the pooling model offers. Raises RequestError if the model generates."""
+        if self._info.pooling is None:
+            raise RequestError("model", NO_POOLING)
+        return self._info.pooling
+
+    def check_pools(self) -> None:
+        """Raise RequestError if the model generates."""
+        _ = self.pooling
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError if it is switched off."""
+        if self._tokenizer is None:
+            raise RequestError("prompt", "the tokenizer is switched off (skip_tokenizer_init); give prompt_token_ids")
+        return self._tokenizer
+
+    def check_generates(self) -> None:
+        """Raise RequestError if the model was started for pooling."""
+        if self._info.pooling is not None:
+            raise RequestError("model", NO_GENERATION)
+
     def prepare(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        priority: int = 0,
     ) -> PreparedRequest:
-        """One engine request per answer. Raises RequestError."""
+        """Return the engine requests of a prompt; a Prompt is tokenised already. Raises RequestError."""
         arrival_time, arrival = time.time(), time.monotonic()
-        if not isinstance(prompt, Prompt):  # the server creates Prompts with verified params
-            params.verify()
-        ready = self._truncate(self.parse(prompt, params), params)
-        self._check(ready, params)
-        children = self._children(request_id, ready, params, priority, arrival)
+        if isinstance(params, PoolingParams):
+            info = self.pooling
+            ready = self.parse(prompt)
+            self._check_prompt(ready)
+            rules = pooling_rules(info, params, ready.second_text)
+            children = [pooling_request(request_id, ready.token_ids, rules, priority=priority, arrival=arrival)]
+        else:
+            self.check_generates()
+            if not isinstance(prompt, Prompt):  # the server creates Prompts with verified params
+                params.verify()
+            ready = self.parse(prompt, TextOptions.of_sampling(params))
+            self._check_prompt(ready)
+            self._check_params(ready, params)
+            children = self._children(request_id, ready, params, priority, arrival)
         return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
 
-    def parse(self, prompt: PromptType, params: SamplingParams = _PLAIN) -> Prompt:
-        """Tokenise a prompt of any accepted form; of a long text only what truncation by `params` keeps.
-
-        Raises RequestError.
-        """
-        if isinstance(prompt, str):
-            return Prompt(prompt, self._encode(prompt, params))
+    def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
+        """Tokenise and truncate a prompt of any accepted form. Raises RequestError."""
         if isinstance(prompt, Prompt):
             return prompt
+        keep = options.keep(self._info.max_model_len, self._reserved)
+        if isinstance(prompt, str):
+            return self._encoded(prompt, options, keep)
         if not isinstance(prompt, Mapping):
-            return Prompt(None, self._token_ids("prompt", prompt, params))
+            return self._token_prompt("prompt", prompt, options, keep)
         check_keys(prompt)
         salt, text = prompt.get("cache_salt"), prompt.get("prompt")
         if salt is not None and not (isinstance(salt, str) and salt):
-            raise RequestError("cache_salt", "cache_salt must be a string that is not empty")
+            raise RequestError("cache_salt", "cache_salt must be a non-empty string")
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
-        if (embeds := prompt.get("prompt_embeds")) is not None:
-            return self._embedded(embeds, prompt, params.truncate_prompt_tokens)
+        if prompt.get("prompt_embeds") is not None:
+            return self._embedded(prompt, options, keep)
         if (ids := prompt.get("prompt_token_ids")) is not None:
-            return Prompt(text, self._token_ids("prompt_token_ids", ids, params), salt)
+            ready = self._token_prompt("prompt_token_ids", ids, options, keep)
+            return dataclasses.replace(ready, text=text, cache_salt=salt)
         if text is None:
             raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
-        return Prompt(text, self._encode(text, params), salt)
+        return dataclasses.replace(self._encoded(text, options, keep), cache_salt=salt)
 
-    def _token_ids(self, field: str, ids: object, params: SamplingParams) -> list[int]:
-        if params.truncate_prompt_tokens is None and isinstance(ids, list):
-            self._check_count(len(ids))  # before millions of them are looked at
-        return checked_token_ids(field, ids)
+    def pair(
+        self, first: str, second: str, options: TextOptions = PLAIN, template: PairTemplate | None = None
+    ) -> Prompt:
+        """Return two texts as one prompt, as a cross-encoder reads them. Raises RequestError."""
+        keep, tokenizer = options.keep(self._info.max_model_len, self._reserved), self.tokenizer
+        if template is not None:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            text = render_chat(
+                tokenizer, messages, template=template.source, add_generation_prompt=False, **template.keywords
+            )
+            return self._encoded(text, options, keep)
+        if self.pooling.pairs == "concatenated":
+            return self._encoded(first + second, options, keep)
+        ids, second_text = encode_pair(tokenizer, first, second, keep=keep, side=options.truncation_side)
+        return Prompt(None, ids, second_text=second_text)
 
-    def _embedded(self, values: Any, prompt: Mapping[str, Any], keep: int | None) -> Prompt:
+    def _encoded(self, text: str, options: TextOptions, keep: int | None) -> Prompt:
+        tokenizer, side = self.tokenizer, options.truncation_side
+        if self._info.pooling is not None:  # special tokens survive truncation
+            return Prompt(None, encode(tokenizer, text, special=options.add_special_tokens, keep=keep, side=side))
+        shortened = text if keep is None else tokenizer.end_with(text, keep, side or "right")
+        return _truncated(Prompt(text, tokenizer.encode(shortened, options.add_special_tokens)), options, keep)
+
+    def _token_prompt(self, field: str, ids: object, options: TextOptions, keep: int | None) -> Prompt:
+        if keep is None and isinstance(ids, list):
+            self._check_count(len(ids))  # before millions of them are checked
+        return _truncated(Prompt(None, checked_token_ids(field, ids)), options, keep)
+
+    def _embedded(self, prompt: Mapping[str, Any], options: TextOptions, keep: int | None) -> Prompt:
+        if self._info.pooling is not None:
+            raise RequestError(EMBEDS, "prompt_embeds are for models that generate; give text or token ids")
         if prompt.get("prompt_token_ids") is not None:
             raise RequestError(EMBEDS, "a prompt has prompt_embeds or prompt_token_ids, not both")
+        values = prompt[EMBEDS]
         embeds = values if isinstance(values, PromptEmbeds) else from_array(values, self._info, keep)
-        return Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
-
-    def _encode(self, text: str, params: SamplingParams) -> list[int]:
-        if self._tokenizer is None:
-            raise RequestError("prompt", "the tokenizer is switched off (skip_tokenizer_init); give prompt_token_ids")
-        return encode_kept(self._tokenizer, text, params, self._info.max_model_len)
-
-    def _truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        keep, count = kept_tokens(params, self._info.max_model_len), len(prompt.token_ids)
-        if keep is None or count <= keep:
-            return prompt
-        return prompt.cut(slice(0, keep) if params.truncation_side == "right" else slice(count - keep, count))
+        ready = Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
+        return _truncated(ready, options, keep)
 
     def _check_count(self, count: int) -> None:
-        limit = self._info.max_model_len
-        if count >= limit:  # clients know by these words that a conversation has to be cut
+        limit, longest = self._info.max_model_len, self._info.max_model_len - self._reserved
+        if count > longest:  # clients recognise the first words and shorten the conversation
+            output = ", and the answer needs at least 1" if self._reserved else ""
             raise RequestError(
                 "prompt",
-                f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens, "
-                f"and the answer needs at least 1; shorten it to {limit - 1} or set truncate_prompt_tokens",
+                f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens"
+                f"{output}; shorten it to {longest} or set truncate_prompt_tokens",
             )
 
-    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        count, limit, vocab = len(prompt.token_ids), self._info.max_model_len, self._info.vocab_size
-        if not count:
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if not prompt.token_ids:
             raise RequestError("prompt", "the prompt is empty: it has no tokens")
-        self._check_count(count)
-        check_token_ids("prompt", prompt.token_ids, vocab)
-        if params.max_tokens is None and params.min_tokens > limit - count:
-            raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {limit - count} left")
-        if self._longest_answer is not None and params.min_tokens > self._longest_answer:
+        self._check_count(len(prompt.token_ids))
+        check_token_ids("prompt", prompt.token_ids, self._info.vocab_size)
+
+    def _check_params(self, prompt: Prompt, params: SamplingParams) -> None:
+        left, vocab = self._info.max_model_len - len(prompt.token_ids), self._info.vocab_size
+        if params.max_tokens is None and params.min_tokens > left:
+            raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {left} left")
+        if self._max_output is not None and params.min_tokens > self._max_output:
             raise RequestError(
                 "min_tokens",
-                f"min_tokens {params.min_tokens} is above what the generation config allows, {self._longest_answer}",
+                f"min_tokens {params.min_tokens} is above what the generation config allows, {self._max_output}",
             )
-        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if asked is not None and (vocab if asked == -1 else asked) > self._max_logprobs:
-                which = "-1 (the whole vocabulary)" if asked == -1 else asked
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and (vocab if count == -1 else count) > self._max_logprobs:
+                shown = "-1 (the whole vocabulary)" if count == -1 else count
                 raise RequestError(
-                    name, f"{name} {which} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
+                    name, f"{name} {shown} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
                 )
         if prompt.embeds is not None and params.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs", "prompt_logprobs are of tokens, and prompt_embeds have none; drop one"
-            )
+            raise RequestError("prompt_logprobs", "prompt_logprobs need tokens, which prompt_embeds replace; drop one")
         if params.extra_args and not self._reads_extra_args:
-            raise RequestError("extra_args", "nothing here reads extra_args: there are no --logits-processors")
+            raise RequestError("extra_args", "extra_args have no effect without --logits-processors; drop them")
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer, which is switched off (skip_tokenizer_init)")
 
     def _children(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
     ) -> list[EngineRequest]:
-        room = self._info.max_model_len - len(prompt.token_ids)
-        room = room if self._longest_answer is None else min(room, self._longest_answer)
+        max_tokens = self._info.max_model_len - len(prompt.token_ids)
+        max_tokens = max_tokens if self._max_output is None else min(max_tokens, self._max_output)
         eos = frozenset() if params.ignore_eos else self._all_eos
         words = self._bad_words(params)
-        grammar = self._forms.grammar(params)
-        thinking = self._forms.thinking(params, prompt.text, prompt.known_ids)
+        grammar = self._constraints.grammar(params)
+        thinking = self._constraints.thinking(params, prompt.text, prompt.known_ids)
         rules = params.rules(
             vocab_size=self._info.vocab_size,
             eos_token_ids=eos,
@@ -320,7 +354,7 @@ class InputProcessor:
                 request_id=child_id,
                 prompt_token_ids=prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count,
                 rules=params.rules_of(index, rules),
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                max_tokens=max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens),
                 stop_token_ids=ends,
                 eos_token_ids=frozenset() if params.ignore_eos else self._main_eos,
                 priority=priority,
@@ -342,6 +376,13 @@ class InputProcessor:
         return bad_words_token_ids(params.bad_words, self._tokenizer)
 
 
+def _truncated(prompt: Prompt, options: TextOptions, keep: int | None) -> Prompt:
+    count = len(prompt.token_ids)
+    if keep is None or count <= keep:
+        return prompt
+    return prompt.slice(slice(count - keep, count) if options.truncation_side == "left" else slice(0, keep))
+
+
 def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> None:
     tokens, size = len(prompt.token_ids) + ends, 0 if prompt.embeds is None else len(prompt.embeds.rows)
     if (n - 1) * size > MAX_COPIED_BYTES:
@@ -357,18 +398,18 @@ def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> No
 
 
 def check_keys(prompt: Mapping[str, Any]) -> None:
-    """Raises RequestError for what no prompt may hold."""
+    """Raise RequestError for unknown or unsupported keys of a prompt."""
     for key, value in prompt.items():
         if key in _REFUSED_KEYS and value is not None:
             raise RequestError(key, f"{key} is not supported: {_REFUSED_KEYS[key]}")
         if key not in _PROMPT_KEYS and key not in _REFUSED_KEYS:
             raise RequestError(
-                str(key), f"a prompt has no key {key!r}; use 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
+                str(key), f"unknown prompt key {key!r}; use 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
             )
 
 
 def checked_token_ids(field: str, value: object) -> list[int]:
-    """A list of integers. Raises RequestError naming the field."""
+    """Return a list of integers. Raises RequestError naming the field."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise RequestError(field, f"{field} must be text or a list of token ids, not {type(value).__name__}")
     ids = list(value)

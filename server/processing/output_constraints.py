@@ -1,4 +1,4 @@
-"""The form that a request's answers shall have: its grammar, and the thinking that may come before it."""
+"""The grammar that constrains a request's output, and the reasoning that may precede it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,32 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
 
-# What a request asks of its answer's form, and what the server sets -> the engine's grammar.
-
 MAX_CHARS: Final = 1 << 20
-"""Of a grammar's text."""
+"""Maximum characters of a grammar."""
 
 
-def grammar_of(asked: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:
-    """`special`: text of each special token -> its id. Raises RequestError."""
-    asked = replace(
-        asked,
-        disable_any_whitespace=asked.disable_any_whitespace or config.is_on("disable_any_whitespace"),
+def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:
+    """Return the engine's grammar. `special`: text of each special token -> its id. Raises RequestError."""
+    params = replace(
+        params,
+        disable_any_whitespace=params.disable_any_whitespace or config.is_on("disable_any_whitespace"),
         disable_additional_properties=(
-            asked.disable_additional_properties or config.is_on("disable_additional_properties")
+            params.disable_additional_properties or config.is_on("disable_additional_properties")
         ),
     )
     if config.engine == "xgrammar":
         from pagoda.common.engine.structured_output.xgrammar import xgrammar_text
 
-        text = xgrammar_text(asked)
+        text = xgrammar_text(params)
     else:
-        text = guidance_text(asked, special)
+        text = guidance_text(params, special)
     if len(text) > MAX_CHARS:
         raise refused(f"the grammar has {len(text)} characters; at most {MAX_CHARS} are allowed")
     return Grammar(text, config.engine)
 
 
-class AnswerForms:
-    """Makes grammars and thinking for one model. Raises ConfigError for a reasoning parser that there is not."""
+class OutputConstraints:
+    """Builds grammars and reasoning constraints for one model. Raises ConfigError for an unknown reasoning parser."""
 
     def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
@@ -55,7 +53,7 @@ class AnswerForms:
         )
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """What answers must spell; None: anything. Raises RequestError."""
+        """Return the grammar of the output; None: unconstrained. Raises RequestError."""
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
@@ -63,9 +61,9 @@ class AnswerForms:
         return grammar_of(params.structured_outputs, self._config, self._special)
 
     def thinking(self, params: SamplingParams, text: str | None, token_ids: list[int]) -> Thinking | None:
-        """The thinking that the engine must know of; None: none. `text`: the prompt's; None: only its ids are known.
+        """Return the reasoning that the engine must track, if any. `text`: the prompt's; None: only its ids are known.
 
-        Raises RequestError for a budget that nothing keeps.
+        Raises RequestError for a budget without a reasoning parser.
         """
         budget = params.thinking_token_budget
         if budget is not None and (self._format is None or self._tokenizer is None):
@@ -88,13 +86,13 @@ class AnswerForms:
         )
 
     def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:
-        """Whether thinking may still begin: the prompt has not ended it, and would think if it began it."""
+        """Return True if reasoning may still start: the prompt has not ended it."""
         return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
 
     def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         assert self._tokenizer is not None
-        found = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(sequence for sequence in found if sequence)
+        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(sequence for sequence in sequences if sequence)
 
     @cached_property
     def _special(self) -> dict[str, int]:

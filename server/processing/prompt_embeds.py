@@ -1,7 +1,6 @@
-"""Embeddings as a prompt: the base64 of a request, or an array of a caller, as rows that the engine takes.
+"""Prompt embeddings: from a request's base64 or a caller's array to rows in the model's dtype.
 
-Nothing is unpickled freely and nobody's torch is needed: see common.weights.torch_tensor. Knows the model's width and
-dtype, not the device.
+Neither torch nor unrestricted unpickling is needed; see common.weights.torch_tensor.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ _DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
-    """`count` rows for the engine, one for each place of the prompt: D numbers each, in the model's dtype."""
+    """Rows of embeddings, one per position of the prompt."""
 
     count: int
-    rows: bytes = field(repr=False)
+    rows: bytes = field(repr=False)  # D numbers each, in the model's dtype
 
     def part(self, kept: slice) -> PromptEmbeds:
-        """Some of the places."""
+        """Return some of the positions."""
         size = len(self.rows) // self.count
         begin, end, _ = kept.indices(self.count)
         return PromptEmbeds(end - begin, self.rows[begin * size : end * size])
 
 
 def from_base64(text: str, info: EngineInfo, keep: int | None = None) -> PromptEmbeds:
-    """What torch.save wrote of a tensor [P, D]. Raises RequestError. `keep`: see `from_array`."""
+    """Decode the base64 of a tensor [P, D] saved by torch.save. Raises RequestError. `keep`: see `from_array`."""
     _check_enabled(info)
     try:
         values = read_tensor(b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
-        why = f": {error}" if isinstance(error, WeightError) else ", it is no base64"
-        raise RequestError(FIELD, f"{FIELD} must be the base64 of what torch.save writes of a tensor{why}") from None
+        reason = f": {error}" if isinstance(error, WeightError) else ", it is not valid base64"
+        raise RequestError(FIELD, f"{FIELD} must be the base64 of what torch.save writes of a tensor{reason}") from None
     return from_array(values, info, keep)
 
 
 def from_array(values: Any, info: EngineInfo, keep: int | None = None) -> PromptEmbeds:
-    """A torch tensor, or an array of numpy or jax, [P, D] or [1, P, D]. Raises RequestError.
+    """Convert a torch tensor, or an array of numpy or jax, [P, D] or [1, P, D]. Raises RequestError.
 
-    `keep`: truncate_prompt_tokens, for prompts that are longer than the context and will be cut; None: they are not.
+    `keep`: tokens that truncation keeps of a prompt longer than the context; None: no truncation.
     """
     _check_enabled(info)
     array = _array(values)
@@ -83,23 +82,23 @@ def _check_enabled(info: EngineInfo) -> None:
 
 
 def _array(values: Any) -> Array:
-    """In numpy's hands. A tensor of torch is asked for it, so torch is not imported here."""
+    """Convert to numpy; torch tensors convert themselves, so torch is not imported."""
     try:
         if hasattr(values, "detach"):
             values = values.detach().cpu()
             values = values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values
             values = values.numpy()
         return np.asarray(values)
-    except Exception as error:  # whatever a sparse, a quantised or a made-up tensor raises
+    except Exception as error:  # sparse, quantised or invalid tensors raise various errors
         raise RequestError(FIELD, f"{FIELD} must be a dense tensor or array ({type(error).__name__})") from None
 
 
 def _as_bytes(array: Array, dtype: str) -> bytes:
-    """The values in the model's dtype. Raises RequestError for those that are not finite there."""
-    own = array if dtypes.dtype_name(array.dtype) == dtype else _converted(array, dtype)
-    if not np.isfinite(dtypes.to_float32(own) if own.dtype.names else own).all():
+    """Return the values in the model's dtype. Raises RequestError unless they are finite there."""
+    values = array if dtypes.dtype_name(array.dtype) == dtype else _converted(array, dtype)
+    if not np.isfinite(dtypes.to_float32(values) if values.dtype.names else values).all():
         raise RequestError(FIELD, f"{FIELD} holds numbers that are not finite in the model's {dtype}")
-    return own.tobytes()
+    return values.tobytes()
 
 
 def _converted(array: Array, dtype: str) -> Array:

@@ -1,40 +1,45 @@
-"""The outputs of one request on their way to whoever reads them, who may be slower than the engine.
-
-Knows outputs and one event loop. Does not know the engine.
-"""
+"""The outputs of one request on their way to a reader, which may be slower than the engine."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Generic, TypeVar
 
 from pagoda.common.sampling_params import RequestOutputKind
-from pagoda.server.outputs import RequestOutput
+from pagoda.server.outputs import RawPoolingOutput, RequestOutput
+
+OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
 
 
-class RequestStream:
-    """One request's outputs. A consumer that falls behind reads them merged into one."""
+class RequestStream(Generic[OutputT]):
+    """One request's outputs. A reader that falls behind gets them merged into one."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
-        self._joins = kind is RequestOutputKind.DELTA
-        self._pending: RequestOutput | None = None
+        self._aggregates = kind is RequestOutputKind.DELTA
+        self._pending: OutputT | None = None
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for news
+        self._reader: asyncio.Future[None] | None = None  # waits for the next output
 
-    def put(self, output: RequestOutput) -> None:
-        """Take an output in."""
-        if self._pending is None:
-            self._pending = output
+    def put(self, output: OutputT) -> None:
+        """Add an output."""
+        if isinstance(self._pending, RequestOutput) and isinstance(output, RequestOutput):
+            self._pending.add(output, aggregate=self._aggregates)
         else:
-            self._pending.add(output, aggregate=self._joins)
+            self._pending = output
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, after what is pending."""
+        """End the stream with an error, after the pending output."""
         self._error = error
         self._wake()
 
-    async def get(self) -> RequestOutput:
-        """The next output. Raises what the request failed with."""
+    def take_pending(self) -> OutputT | None:
+        """Return the output that has not been read, if any, without waiting."""
+        output, self._pending = self._pending, None
+        return output
+
+    async def get(self) -> OutputT:
+        """Wait for the next output. Raises what the request failed with."""
         while self._pending is None:
             if self._error is not None:
                 raise self._error

@@ -1,7 +1,4 @@
-"""Scores of pairs of texts, by whatever the model is: a cross-encoder reads both, an embedder's vectors are compared.
-
-Knows prompts and vectors. Does not know who runs them.
-"""
+"""Scores of pairs of texts: a cross-encoder reads both in one prompt, an embedder's vectors are compared."""
 
 from __future__ import annotations
 
@@ -13,61 +10,61 @@ import numpy as np
 
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import RequestError
-from pagoda.server.outputs import Array, PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
-from pagoda.server.processing.pooling_inputs import PairTemplate, PooledPrompt, PoolingInputs, TextOptions, shortened
+from pagoda.server.outputs import Array, RawPoolingOutput, ScoringOutput, ScoringRequestOutput
+from pagoda.server.processing.inputs import InputProcessor, PairTemplate, Prompt
+from pagoda.server.processing.tokenization import TextOptions, shortened
 
 Text = str | Mapping[str, Any]
 """A text, or {"content": [{"type": "text", "text": ...}]}."""
 
-BaseOutput = PoolingRequestOutput[PoolingOutput]
 MAX_CHARACTERS: Final = 1 << 25
-"""Most characters in all pairs of one request; a query is read once for each of its documents."""
+"""Maximum characters in all pairs of one request; a query counts once per document."""
 
 _TASKS: Final[tuple[PoolingTask, ...]] = ("score", "embed", "token_embed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """How pairs become prompts. `most_query` and `most_document`: tokens kept of each text, 0 keeps all."""
+    """How pairs become prompts."""
 
     text: TextOptions = TextOptions()
-    most_query: int = 0
-    most_document: int = 0
+    max_query_tokens: int = 0  # tokens kept of each query; 0: all
+    max_document_tokens: int = 0  # tokens kept of each document; 0: all
     template: PairTemplate | None = None
 
 
 def texts_of(field: str, value: object) -> list[str]:
-    """One text or several, as a list. Raises RequestError."""
+    """Return one text or several as a list. Raises RequestError."""
     many = value if isinstance(value, list | tuple) else [value]
     if not many:
         raise RequestError(field, f"{field} is empty")
     return [_text(field if many is not value else f"{field}[{index}]", each) for index, each in enumerate(many)]
 
 
-def _text(place: str, value: object) -> str:
+def _text(path: str, value: object) -> str:
     if isinstance(value, str):
         return value
     parts = value.get("content") if isinstance(value, Mapping) else None
     if not isinstance(parts, list):
-        raise RequestError(place, f"{place} must be a text, or an object with a list of parts as its content")
+        raise RequestError(path, f"{path} must be a text, or an object with a list of parts as its content")
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(place, f"{place} has a part of type {str(kind)[:40]!r}; only text parts are supported")
+            raise RequestError(path, f"{path} has a part of type {str(kind)[:40]!r}; only text parts are supported")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 class Pairs:
-    """Queries and documents: one with one, one with many, or as many with as many. Raises RequestError.
+    """Pairs of queries and documents: one query for all documents, or one each. Raises RequestError.
 
-    `fields`: what the two are called where they came from.
+    `fields`: the request's names of the two.
     """
 
     def __init__(
         self,
-        inputs: PoolingInputs,
+        inputs: InputProcessor,
         queries: Sequence[str],
         documents: Sequence[str],
         fields: tuple[str, str] = ("data_1", "data_2"),
@@ -85,59 +82,60 @@ class Pairs:
         return len(self._documents)
 
     def _task(self) -> PoolingTask:
-        offered = self._inputs.pooling
+        info = self._inputs.pooling
         for task in _TASKS:
-            if task in offered.tasks:
+            if task in info.tasks:
                 return task
-        if offered.num_labels > 1:
-            raise RequestError("model", f"scores need a model with one label; this one has {offered.num_labels}")
-        raise RequestError("model", f"this model gives no scores; it offers {', '.join(offered.tasks)}")
+        if info.num_labels > 1:
+            raise RequestError("model", f"scores need a model with one label; this one has {info.num_labels}")
+        raise RequestError("model", f"this model has no scores; it offers {', '.join(info.tasks)}")
 
-    def prompts(self, options: ScoreOptions) -> list[PooledPrompt]:
-        """What the model is to read. Raises RequestError."""
+    def prompts(self, options: ScoreOptions) -> list[Prompt]:
+        """Return the prompts to pool. Raises RequestError."""
         tokenizer = self._inputs.tokenizer
-        queries = [shortened(tokenizer, text, options.most_query) for text in self._queries]
-        documents = [shortened(tokenizer, text, options.most_document) for text in self._documents]
+        queries = [shortened(tokenizer, text, options.max_query_tokens) for text in self._queries]
+        documents = [shortened(tokenizer, text, options.max_document_tokens) for text in self._documents]
         if self.task != "score":
             if options.template is not None:
                 raise RequestError(
-                    "chat_template", "templates are for models that read both texts; this one reads each alone"
+                    "chat_template",
+                    "chat_template is for cross-encoders; this model embeds each text alone; drop it",
                 )
             return [self._inputs.parse(text, options.text) for text in (*queries, *documents)]
-        wide = queries * len(documents) if len(queries) == 1 else queries
-        characters = sum(map(len, wide)) + sum(map(len, documents))
+        repeated = queries * len(documents) if len(queries) == 1 else queries
+        characters = sum(map(len, repeated)) + sum(map(len, documents))
         if characters > MAX_CHARACTERS:
             raise RequestError(
                 self._field, f"the pairs have {characters} characters in all; at most {MAX_CHARACTERS} are allowed"
             )
-        return [self._inputs.pair(*pair, options.text, options.template) for pair in zip(wide, documents)]
+        return [self._inputs.pair(*pair, options.text, options.template) for pair in zip(repeated, documents)]
 
-    def scores(self, outputs: Sequence[BaseOutput]) -> list[ScoringRequestOutput]:
-        """A score for each pair, of the outputs of `prompts`. Raises RequestError."""
+    def scores(self, outputs: Sequence[RawPoolingOutput]) -> list[ScoringRequestOutput]:
+        """Return the score of each pair from the outputs of `prompts`. Raises RequestError."""
         if self.task == "score":
             return [ScoringRequestOutput.from_base(output) for output in outputs]
         queries, documents = outputs[: len(self._queries)], outputs[len(self._queries) :]
-        wide = list(queries) * len(documents) if len(queries) == 1 else queries
+        repeated = list(queries) * len(documents) if len(queries) == 1 else queries
         compare = cosine if self.task == "embed" else late_interaction
         return [
             _compared(query, document, compare(query.outputs.data, document.outputs.data))
-            for query, document in zip(wide, documents)
+            for query, document in zip(repeated, documents)
         ]
 
 
 def cosine(one: Array, two: Array) -> float:
-    """Cosine of the angle between two vectors; 0 when one of them is no direction."""
+    """Return the cosine similarity of two vectors; 0 if one of them is zero."""
     one, two = one.astype(np.float64), two.astype(np.float64)
     length = float(np.linalg.norm(one) * np.linalg.norm(two))
     return float(one @ two) / length if length else 0.0
 
 
 def late_interaction(query: Array, document: Array) -> float:
-    """Each token of the query with the document's token that suits it best, added up (ColBERT's MaxSim)."""
+    """Return ColBERT's MaxSim: for each query token the best dot product with a document token, summed."""
     return float((query @ document.T).max(axis=1).sum())
 
 
-def _compared(query: BaseOutput, document: BaseOutput, score: float) -> ScoringRequestOutput:
+def _compared(query: RawPoolingOutput, document: RawPoolingOutput, score: float) -> ScoringRequestOutput:
     return ScoringRequestOutput(
         f"{query.request_id}_{document.request_id}",
         ScoringOutput(score),

@@ -1,9 +1,11 @@
-"""From settled settings to an engine that generates: backend -> weights -> memory plan -> KV cache -> warm-up."""
+"""From resolved settings to a warm engine: backend -> weights -> memory plan and KV cache -> warm-up.
+
+A pooling model has no KV cache; everything else is the same for both kinds of model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,10 +14,10 @@ from pagoda.backends.registry import load_pooling
 from pagoda.common.backend import Backend, CheckpointBackend, PoolingBackend, ShardedBackend, SleepingBackend, Weight
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.distributed.follower import FollowingBackend
-from pagoda.common.engine.core import EngineCore, MakeScheduler
-from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.core import EngineCore, MakeScheduler, generation_core
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import FullCache, KvLayout, LatentCache
-from pagoda.common.engine.pooling_core import PoolingCore
+from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
@@ -30,22 +32,24 @@ from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.worker_group import BuiltEngine, Phases, Prefetch, WorkerGroup
 
 
-def assemble_generation(
+def assemble(
     resolved: Resolved,
     module: BackendModule,
     checkpoint: Checkpoint,
     weights: Prefetch,
-    company: WorkerGroup | None,
+    workers: WorkerGroup | None,
     phases: Phases,
 ) -> BuiltEngine:
-    """The warm engine. `company`: those who compute the steps too. Raises ConfigError or WeightError."""
+    """Return the warm engine. `workers`: other hosts or ranks. Raises ConfigError or WeightError."""
+    if resolved.pooling is not None:
+        return _assemble_pooling(resolved, weights, phases)
     config = resolved.config
-    make_scheduler, options = _chosen(resolved)
-    if company is not None:
+    make_scheduler, options = _generation_options(resolved)
+    if workers is not None:
         with phases("meet the others"):
-            options |= company.arrive(checkpoint)
+            options |= workers.arrive(checkpoint)
     own = module.create(resolved.spec, **options)
-    together = None if company is None else company.joined(own)
+    together = None if workers is None else workers.joined(own)
     backend: Backend = together or own
     try:
         with phases("load weights"):
@@ -63,27 +67,55 @@ def assemble_generation(
     except BaseException:
         backend.close()
         raise
-    info = _info(resolved, module, limits, num_blocks, str(memory), phases)
-    structured = structured_of(config, info)
     copies = config.parallel.data_parallel_size
-    core = _core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured)
-    sleeps = own if isinstance(together, FollowingBackend) else backend
-    sleeper = _sleeper(config, sleeps, core, resolved) if config.model.enable_sleep_mode else None
+    info = _info(
+        resolved,
+        backend,
+        limits,
+        phases,
+        sampling_defaults=dict(resolved.generation.sampling),
+        num_blocks=copies * num_blocks,
+        memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
+        embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
+    )
+    structured = structured_of(config, info)
+    core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured)
+    sleeping = own if isinstance(together, FollowingBackend) else backend
+    sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper, structured)
 
 
-def check_generation(resolved: Resolved, module: BackendModule) -> None:
-    """Raises ConfigError where `assemble_generation` would before it reads weights, as far as one host can know."""
-    _, options = _chosen(resolved)
+def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> BuiltEngine:
+    assert resolved.pooling is not None, "a pooling model"
+    backend = _create_pooling(resolved)
+    try:
+        with phases("load weights"):
+            backend.load(weights)
+        with phases("warm up"):
+            backend.warmup()
+    except BaseException:
+        backend.close()
+        raise
+    memory = f"weights {backend.num_bytes / (1 << 30):.2f} GiB"
+    info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=resolved.pooling)
+    return BuiltEngine(pooling_core(backend, backend.limits, resolved.pooling.tasks), backend, info)
+
+
+def check_assembly(resolved: Resolved, module: BackendModule) -> None:
+    """Raise ConfigError where `assemble` would before it reads weights, as far as one host can know."""
+    if resolved.pooling is not None:
+        _create_pooling(resolved).close()
+        return
+    _, options = _generation_options(resolved)
     if resolved.config.parallel.nnodes > 1:
-        return  # its devices are there once the hosts have met
-    blocks = module.check(resolved.spec, **options)
-    if blocks is not None:
-        _fit(resolved.config, resolved.limits, resolved.layout, blocks)
+        return  # the devices are known once the hosts have met
+    num_blocks = module.check(resolved.spec, **options)
+    if num_blocks is not None:
+        _fit(resolved.config, resolved.limits, resolved.layout, num_blocks)
 
 
-def _chosen(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
-    """The scheduler, and the keywords of the backend's `create`. Raises ConfigError for what cannot be had."""
+def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
+    """Return the scheduler class and the keywords of the backend's `create`. Raises ConfigError."""
     config = resolved.config
     make_scheduler = scheduler_of(config)
     sampling, options = sampler_options(config), backend_options(resolved)
@@ -99,28 +131,41 @@ def _chosen(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
     }
 
 
+def _create_pooling(resolved: Resolved) -> PoolingBackend:
+    """Return the backend, without weights."""
+    options: dict[str, Any] = {}
+    if resolved.backend == "jax_tpu":  # plans its memory
+        config = resolved.config
+        stated = config.scheduler.max_num_batched_tokens is not None
+        options = {"memory_share": config.cache.gpu_memory_utilization, "stated": stated}
+    return load_pooling(resolved.backend).create(
+        resolved.spec,
+        limits=resolved.limits,
+        dtype=resolved.dtype,
+        **resolved.spread,
+        **kept_programs(resolved.config.compilation, resolved.backend),
+        **options,
+    )
+
+
 def _info(
-    resolved: Resolved, module: BackendModule, limits: Limits, num_blocks: int, memory: str, phases: Phases
+    resolved: Resolved, backend: Backend | PoolingBackend, limits: Limits, phases: Phases, **more: Any
 ) -> EngineInfo:
-    """What is known of the engine. `num_blocks` and `memory`: of each copy of the model."""
-    copies = resolved.config.parallel.data_parallel_size
+    """Return the description of the engine. `more`: fields that depend on the kind of model."""
     return EngineInfo(
         names=resolved.config.model.names,
         limits=limits,
         vocab_size=resolved.spec.vocab,
         eos_token_ids=resolved.generation.eos_token_ids,
-        sampling_defaults=dict(resolved.generation.sampling),
-        backend=module.CAPABILITIES.name,
-        device=module.CAPABILITIES.device,
+        backend=backend.capabilities.name,
+        device=backend.capabilities.device,
         dtype=resolved.dtype,
-        num_blocks=copies * num_blocks,
-        memory=f"{copies} x ({memory})" if copies > 1 else memory,
         phases=tuple(phases.seconds),
-        embeds_width=resolved.spec.hidden_width if resolved.config.model.enable_prompt_embeds else 0,
+        **more,
     )
 
 
-def _core(
+def _generation_core(
     backend: Backend,
     layout: KvLayout,
     limits: Limits,
@@ -128,102 +173,33 @@ def _core(
     copies: int,
     make_scheduler: MakeScheduler,
     structured: Structured | None,
-) -> Engine:
-    """The step loop; `num_blocks`: of each copy of the model."""
+) -> EngineCore:
+    """Return the step loop; `num_blocks`: of each copy of the model."""
     if copies == 1:
-        return EngineCore(backend, layout, limits, num_blocks, make_scheduler, structured)
-    return ShardedCore(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler, structured)
+        return generation_core(backend, layout, limits, num_blocks, make_scheduler, structured)
+    return sharded_core(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler, structured)
 
 
 def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int) -> Limits:
-    """Limits whose longest sequence fits the KV cache: shortened when nobody asked for a length, else an error."""
+    """Return limits whose longest sequence fits the KV cache. Raises ConfigError if a stated length does not fit."""
     groups = sum(isinstance(group.spec, FullCache | LatentCache) for group in layout.groups)
     if not groups:
         return limits
-    room = (num_blocks - 1) // groups * layout.block_size
-    if room >= limits.max_model_len:
+    capacity = (num_blocks - 1) // groups * layout.block_size
+    if capacity >= limits.max_model_len:
         return limits
-    if config.model.max_model_len is None and room > 0:
-        return replace(limits, max_model_len=room)
+    if config.model.max_model_len is None and capacity > 0:
+        return replace(limits, max_model_len=capacity)
     size = "--kv-cache-memory-bytes" if config.cache.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
     raise ConfigError(
         "--max-model-len",
-        f"a sequence of {limits.max_model_len} tokens needs more KV cache than there is: {num_blocks} blocks hold "
-        f"{room} tokens; lower --max-model-len to {room} or raise {size}",
+        f"a sequence of {limits.max_model_len} tokens does not fit the KV cache: {num_blocks} blocks have room for "
+        f"{capacity} tokens; lower --max-model-len to {capacity} or raise {size}",
     )
 
 
-def _sleeper(config: EngineConfig, backend: Backend, core: Engine, resolved: Resolved) -> Sleeper:
-    """What puts the engine to sleep; weights that were not kept come from the checkpoint again."""
-
+def _sleeper(config: EngineConfig, backend: Backend, core: EngineCore, resolved: Resolved) -> Sleeper:
     def weights() -> Iterator[Weight]:
         return read_weights(config, open_model(config, weights=True), resolved)
 
     return Sleeper(cast(SleepingBackend, backend), core, weights)
-
-
-# From settled settings to a running pooling engine: backend -> weights -> warm-up. There is no KV cache.
-
-Phase = Callable[[str], AbstractContextManager[None]]
-"""Measures a phase of the start."""
-
-
-def assemble_pooling(resolved: Resolved, weights: Iterable[Weight], phase: Phase) -> tuple[PoolingCore, PoolingBackend]:
-    """The warm engine and its backend, which is closed by whoever ends the engine."""
-    assert resolved.pooling is not None, "the model pools"
-    backend = _create(resolved)
-    try:
-        with phase("load weights"):
-            backend.load(weights)
-        with phase("warm up"):
-            backend.warmup()
-    except BaseException:
-        backend.close()
-        raise
-    return PoolingCore(backend, backend.limits, resolved.pooling.tasks), backend
-
-
-def check_pooling_engine(resolved: Resolved) -> None:
-    """Raises ConfigError where `assemble_pooling` would before it reads weights."""
-    _create(resolved).close()
-
-
-def _create(resolved: Resolved) -> PoolingBackend:
-    """The backend, without weights."""
-    return load_pooling(resolved.backend).create(
-        resolved.spec,
-        limits=resolved.limits,
-        dtype=resolved.dtype,
-        **resolved.spread,
-        **kept_programs(resolved.config.compilation, resolved.backend),
-        **_memory(resolved),
-    )
-
-
-def _memory(resolved: Resolved) -> dict[str, Any]:
-    """What the backend that plans its memory is told of it."""
-    if resolved.backend != "jax_tpu":
-        return {}
-    config = resolved.config
-    stated = config.scheduler.max_num_batched_tokens is not None
-    return {"memory_share": config.cache.gpu_memory_utilization, "stated": stated}
-
-
-def pooling_engine_info(
-    resolved: Resolved, backend: PoolingBackend, phases: tuple[tuple[str, float], ...]
-) -> EngineInfo:
-    """What is known of the engine."""
-    return EngineInfo(
-        names=resolved.config.model.names,
-        limits=backend.limits,
-        vocab_size=resolved.spec.vocab,
-        eos_token_ids=resolved.generation.eos_token_ids,
-        sampling_defaults={},
-        backend=backend.capabilities.name,
-        device=backend.capabilities.device,
-        dtype=resolved.dtype,
-        num_blocks=0,
-        memory=f"weights {backend.num_bytes / (1 << 30):.2f} GiB",
-        phases=phases,
-        pooling=resolved.pooling,
-    )

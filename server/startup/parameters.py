@@ -1,4 +1,4 @@
-"""Random weights for a model without a checkpoint: the same for the same seed, small enough to stay finite."""
+"""The parameters of a model, from its checkpoint (with a progress bar) or random."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def dummy_weights(params: Mapping[str, Param], seed: int = 0, dtype: str = "bfloat16") -> Iterator[Weight]:
-    """Every parameter once: norms near 1, biases and matrices near 0; the same values for the same seed and `params`.
+    """Yield every parameter once: norms near 1, biases and matrices near 0, reproducible for a seed.
 
     Raises ValueError for a dtype other than float32, float16 and bfloat16.
     """
@@ -51,16 +51,10 @@ def _is_norm(name: str) -> bool:
     return "norm" in name and not name.endswith("_bias")
 
 
-# A progress bar around a stream of tensors.
-
-
 def with_progress(
     tensors: Iterable[NamedTensor], total: int, *, description: str = "Loading weights", disable: bool = False
 ) -> Iterator[NamedTensor]:
-    """The same tensors, with a bar on stderr that counts their bytes towards `total`.
-
-    Silent when `disable` is set or stderr is no terminal.
-    """
+    """Yield the tensors, with a progress bar on stderr of their bytes; no bar if `disable` or without a terminal."""
     if disable or not sys.stderr.isatty():
         yield from tensors
         return
@@ -72,16 +66,13 @@ def with_progress(
             bar.update(array.nbytes)
 
 
-# The parameters of a model, from its checkpoint or made up.
-
-
 def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolved) -> Iterator[Weight]:
-    """Every parameter of the model, from its checkpoint or random; none of a sharded one."""
-    wanted = params(resolved.spec)
+    """Return every parameter of the model, from its checkpoint or random; none for a sharded checkpoint."""
+    shapes = params(resolved.spec)
     if isinstance(checkpoint, ShardedCheckpoint):
         return iter(())  # the backend reads its arrays itself
     if config.load.load_format == "dummy":
-        return dummy_weights(wanted, config.model.seed, resolved.dtype)
+        return dummy_weights(shapes, config.model.seed, resolved.dtype)
     tensors = with_progress(checkpoint.tensors(), checkpoint.num_bytes, disable=not config.load.use_tqdm_on_load)
     modules = resolved.purpose.modules if resolved.purpose is not None else None
-    return resolved.family.weights(wanted, tensors if modules is None else chain(tensors, modules.tensors()))
+    return resolved.family.weights(shapes, tensors if modules is None else chain(tensors, modules.tensors()))

@@ -1,4 +1,4 @@
-"""An engine that was built: what whoever runs it gets."""
+"""A built engine, and the parts of its start: worker groups, phases, prefetched weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pagoda.common.backend import Backend, PoolingBackend, Weight
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
-from pagoda.common.engine.data_parallel import Engine
+from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.weights.checkpoint import Checkpoint
@@ -22,39 +22,29 @@ from pagoda.server.ipc_messages import EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A warm engine and what is known about it. `backend` is closed by whoever ends the engine.
+    """A warm engine. The caller closes `backend`."""
 
-    `hosts`: the backend again where it works together with other hosts' or ranks'. `sleeper`: with --enable-sleep-mode.
-    `structured`: what compiles grammars; None without a tokenizer.
-    """
-
-    core: Engine
+    core: EngineCore
     backend: Backend | PoolingBackend
     info: EngineInfo
-    hosts: LeadingBackend | FollowingBackend | None = None
-    sleeper: Sleeper | None = None
-    structured: Structured | None = None
-
-
-# Who else computes the engine's steps: other hosts, or other ranks on this one.
+    hosts: LeadingBackend | FollowingBackend | None = None  # the backend again, if other hosts or ranks take part
+    sleeper: Sleeper | None = None  # with --enable-sleep-mode
+    structured: Structured | None = None  # compiles grammars; None without a tokenizer
 
 
 class WorkerGroup(Protocol):
-    """The others, met or started."""
+    """Other hosts, or other ranks on this host, that execute the engine's steps."""
 
     def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Once the weights are on disk and the backend is imported; what `create` is told about the others.
+        """Connect, once weights are on disk and the backend is imported. Return keywords for the backend's `create`.
 
         Raises ConfigError or EngineDeadError.
         """
         ...
 
     def joined(self, backend: Backend) -> LeadingBackend | FollowingBackend:
-        """This process's backend, in step with the others'."""
+        """Return this process's backend, in step with the others."""
         ...
-
-
-# How long the parts of a start take.
 
 
 class Phases:
@@ -65,19 +55,17 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure what is done in this context, unless it fails."""
+        """Measure the time in this context, unless it fails."""
         begin = time.perf_counter()
         yield
         self.seconds.append((name, time.perf_counter() - begin))
 
 
-# Read ahead: run an iterator of arrays in a thread, within a budget of bytes.
-#
-# Reading and dequantising weights then goes on while the main thread imports the backend or packs the last tensor.
-
-
 class Prefetch:
-    """Iterates over `weights`, at most `max_bytes` ahead. An exception of the source is raised in its place."""
+    """Iterates over `weights`, read in a thread at most `max_bytes` ahead. Re-raises the source's exception.
+
+    Weights are read and dequantised while the main thread imports the backend or packs the last tensor.
+    """
 
     def __init__(self, weights: Iterable[Weight], max_bytes: int) -> None:
         self._source = weights

@@ -13,6 +13,7 @@ import torch
 import transformers
 from models import tiny, tiny_pooling
 from models.tiny_pooling import CASES, Case
+from support.pooling_plans import plan_of
 
 from pagoda.backends.reference import pooling as reference
 from pagoda.common.backend import PoolingBackend, Weight
@@ -20,7 +21,6 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
-from pagoda.common.engine.pooling_core import make_plan
 from pagoda.common.models.registry import ENCODERS, find, pooling_spec
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
@@ -103,8 +103,8 @@ def test_answers(saved: Saved, implementation: str):
             pooling_request(str(index), prompt, rules_of(saved.case, second))
             for index, (prompt, second) in enumerate(zip(prompts, seconds))
         )
-        ours = backend.pool(make_plan(requests)).result()
-        alone = [backend.pool(make_plan((request,))).result()[0] for request in requests]
+        ours = backend.execute(plan_of(requests)).result().vectors
+        alone = [backend.execute(plan_of((request,))).result().vectors[0] for request in requests]
     finally:
         backend.close()
     for prompt, second, answer, single in zip(prompts, seconds, ours, alone):

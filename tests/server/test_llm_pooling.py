@@ -157,7 +157,7 @@ def test_what_a_model_does_not_do() -> None:
         (lambda: embed.classify("a"), "task", "--convert classify"),
         (lambda: classify.embed("a"), "task", "--convert embed"),
         (lambda: classify.score("a", "b"), "model", "one label; this one has 3"),
-        (lambda: embed.encode("a", PoolingParams(task="embed"), pooling_task="token_embed"), "task", "wanted here"),
+        (lambda: embed.encode("a", PoolingParams(task="embed"), pooling_task="token_embed"), "task", "this call needs"),
         (lambda: embed.encode("a", SamplingParams()), "pooling_params", "PoolingParams"),
         (lambda: embed.encode(["a", "b"], [PoolingParams()]), "pooling_params", "1 entries for 2"),
         (lambda: embed.embed("a", lora_request=object()), "lora_request", "adapters"),
@@ -233,15 +233,14 @@ async def test_leaving_cancelling_and_aborting_end_the_request() -> None:
     llm = make_async("slow", max_num_queued_reqs=3)
     try:
         prompt = llm.pooling_inputs.parse("a")
-        waiting = [llm.pool(str(number), prompt, PoolingParams()) for number in range(3)]
+        streams = [await llm.add_request(str(number), prompt, PoolingParams()) for number in range(3)]
         with pytest.raises(QueueFullError):
-            llm.pool("more", prompt, PoolingParams())
-        llm.end_pooling(["2"])
-        assert waiting[2].cancelled()
-        await llm.abort("1")
-        with pytest.raises(AbortedError):
-            await waiting[1]
-        await waiting[0]
+            await llm.add_request("more", prompt, PoolingParams())
+        await llm.abort(["1", "2"])
+        for stream in streams[1:]:
+            with pytest.raises(AbortedError):
+                await stream.get()
+        await streams[0].get()
         assert llm.num_unfinished == 0
         async with aclosing(llm.encode("a", PoolingParams(), "left")) as outputs:
             task = asyncio.ensure_future(anext(outputs))
@@ -258,22 +257,23 @@ async def test_a_dead_engine_fails_all() -> None:
     llm = make_async("crash")
     try:
         prompt = llm.pooling_inputs.parse("a")
-        waiting = [llm.pool(str(number), prompt, PoolingParams()) for number in range(9)]
-        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        streams = [await llm.add_request(str(number), prompt, PoolingParams()) for number in range(9)]
+        ends = await asyncio.gather(*(stream.get() for stream in streams), return_exceptions=True)
         assert {type(each) for each in ends[4:]} == {EngineDeadError}
         with pytest.raises(EngineDeadError):
-            llm.pool("r", prompt, PoolingParams())
+            await llm.add_request("r", prompt, PoolingParams())
     finally:
         llm.shutdown()
 
 
 def test_what_engines_are_asked() -> None:
     llm = make("embed", scheduling_policy="priority")
-    inputs = llm.llm_engine.pooling_inputs
+    inputs = llm.llm_engine.inputs
     prepared = inputs.prepare("r", "ab", PoolingParams(dimensions=3), 5)
-    assert prepared.child.priority == 5
-    assert prepared.child.pooling is not None
-    assert (prepared.child.pooling.task, prepared.child.pooling.dimensions) == ("embed", 3)
-    cross = make("cross").llm_engine.pooling_inputs
+    (child,) = prepared.children
+    assert child.priority == 5
+    assert child.pooling is not None
+    assert (child.pooling.task, child.pooling.dimensions) == ("embed", 3)
+    cross = make("cross").llm_engine.inputs
     pair = cross.pair("ab", "c")
     assert (pair.token_ids, pair.second_text) == ([97, 98, 256, 99, 256], 3)

@@ -133,7 +133,7 @@ def test_a_plugin_runs_in_the_api_process_and_in_the_engine_process(tmp_path: Pa
     (about / "entry_points.txt").write_text("[pagoda.general_plugins]\nsomewhat = somewhat:run\n")
     code = (
         "import os; from pagoda.server.settings.args import EngineArgs\n"
-        "from pagoda.server.core_client.client import start_engine\n"
+        "from pagoda.server.core_client.start import start_engine\n"
         "config = EngineArgs('/no/such/model', additional_config={'word': 'hear'}).create_engine_config()\n"
         "client = start_engine(config, in_process=False)\n"
         "try: client.wait_ready()\n"

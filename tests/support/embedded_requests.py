@@ -13,8 +13,8 @@ from support.reference_driver import random_weights, tiny_spec
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.step import EMBEDDED
@@ -28,7 +28,7 @@ LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, blo
 BLOCKS = 13
 
 
-def engine(spec: ModelSpec, backend: str, **make: Any) -> Engine:
+def engine(spec: ModelSpec, backend: str, **make: Any) -> EngineCore:
     """With too few blocks for four long requests, so that some are preempted."""
     layout = kv_layout(spec, LIMITS.block_size)
     made = load_backend(backend).create(
@@ -37,8 +37,8 @@ def engine(spec: ModelSpec, backend: str, **make: Any) -> Engine:
     made.load(random_weights(spec))
     made.init_cache(BLOCKS)
     if make.get("data", 1) > 1:
-        return ShardedCore(made, layout, LIMITS, BLOCKS, make["data"])
-    return EngineCore(made, layout, LIMITS, BLOCKS)
+        return sharded_core(made, layout, LIMITS, BLOCKS, make["data"])
+    return generation_core(made, layout, LIMITS, BLOCKS)
 
 
 def asked(count: int) -> Iterator[EngineRequest]:
@@ -59,7 +59,7 @@ def embedded(spec: ModelSpec, request: EngineRequest) -> EngineRequest:
     )
 
 
-def answers(core: Engine, line: Iterable[EngineRequest]) -> dict[str, list[EngineOutput]]:
+def answers(core: EngineCore, line: Iterable[EngineRequest]) -> dict[str, list[EngineOutput]]:
     found: dict[str, list[EngineOutput]] = {}
     waiting = list(line)
     while waiting or core.has_work:

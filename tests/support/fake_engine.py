@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 from fakes import FakeBackend, full_layout
 from support.byte_text import EOS, byte_tokenizer
-from support.fake_pooling import INFOS, FakePoolingCore
+from support.fake_pooling import INFOS, fake_pooling_core
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
@@ -73,9 +73,9 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     if kind.startswith("pool-"):
         kind = kind.removeprefix("pool-")
         info = msgspec.structs.replace(info, pooling=INFOS[kind], eos_token_ids=())
-        return BuiltEngine(FakePoolingCore(kind), backend, info)
+        return BuiltEngine(fake_pooling_core(kind, limits), backend, info)
     structured = Structured(lambda: vocabulary_of(byte_tokenizer(), 257, (EOS,)))
-    core = EngineCore(backend, layout, limits, num_blocks, structured=structured)
+    core = generation_core(backend, layout, limits, num_blocks, structured=structured)
     sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, sleeper=sleeper, structured=structured)
 

@@ -9,13 +9,17 @@ tokens only, "whole" labels for whole texts only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 from support.byte_text import EOS
 
-from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
-from pagoda.common.engine.pooling import Pooled
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
+from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.server.ipc_messages import PoolingInfo
 
 SIZE = 8
@@ -40,61 +44,45 @@ INFOS = {
 }
 
 
-class FakePoolingCore:
-    """Answers four requests a step."""
+def fake_pooling_core(kind: str, limits: Limits) -> EngineCore:
+    """An engine that pools four prompts a step, one if it is slow, and notes its requests in `asked`."""
+    seqs = 1 if kind == "slow" else 4
+    limits = replace(limits, max_num_seqs=seqs, max_num_batched_tokens=1 << 20, async_scheduling=False)
+    core = pooling_core(FakePoolingBackend(kind), limits, INFOS[kind].tasks)
+    add = core.add_request
+
+    def add_request(request: EngineRequest) -> None:
+        asked.append(request)
+        add(request)
+
+    core.add_request = add_request
+    return core
+
+
+class FakePoolingBackend:
+    """What an engine needs of a loaded PoolingBackend."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._waiting: dict[str, EngineRequest] = {}
-        self.steps = 0
+        self._steps = 0
 
-    def add_request(self, request: EngineRequest) -> None:
-        assert request.pooling is not None
-        asked.append(request)
-        self._waiting[request.request_id] = request
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._waiting.pop(request_id, None)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting)
-
-    def step(self) -> StepOutputs:
-        self.steps += 1
-        if self._kind == "crash" and self.steps == 2:
+    def execute(self, plan: PoolPlan) -> Future[PoolResult]:
+        self._steps += 1
+        if self._kind == "crash" and self._steps == 2:
             raise RuntimeError("out of order")
         if self._kind == "slow":
             time.sleep(0.01)
-        batch = [self._waiting.pop(each) for each in list(self._waiting)[: 1 if self._kind == "slow" else 4]]
-        return StepOutputs(outputs=[answer(each) for each in batch], stats=self.stats)
-
-    @property
-    def stats(self) -> EngineStats:
-        return EngineStats(waiting=len(self._waiting), steps=self.steps)
-
-    def reset_prefix_cache(self) -> bool:
-        return True
+        prompts = np.split(plan.token_ids, plan.query_start[1:-1])
+        pending: Future[PoolResult] = Future()
+        pending.set_result(PoolResult(tuple(numbers(rules, ids) for rules, ids in zip(plan.rules, prompts))))
+        return pending
 
 
-def answer(request: EngineRequest) -> EngineOutput:
-    return EngineOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        finish_reason="stop",
-        scheduled=time.monotonic(),
-        pooled=Pooled.of(numbers(request)),
-    )
-
-
-def numbers(request: EngineRequest) -> np.ndarray:
-    rules, ids = request.pooling, request.prompt_token_ids
-    assert rules is not None
-    each = np.eye(SIZE, dtype=np.float32)[np.array(ids) % SIZE]
+def numbers(rules: PoolingRules, ids: np.ndarray) -> np.ndarray:
+    each = np.eye(SIZE, dtype=np.float32)[ids % SIZE]
     if rules.task == "score":
         begin = rules.second_text or 0
-        first, second = set(ids[:begin]), ids[begin:]
+        first, second = set(ids[:begin].tolist()), ids[begin:].tolist()
         shared = np.array([sum(token in first for token in second)], np.float32)
         return 1 / (1 + np.exp(-shared)) if rules.use_activation else shared
     rows = each if rules.task.startswith("token") else each.sum(0, keepdims=True)

@@ -24,7 +24,7 @@ from fakes import FakeBackend, full_layout, scrambled
 from pagoda.backends import registry
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.distributed.messages import RankInfo
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import generation_core
 from pagoda.common.errors import WeightError
 from pagoda.server.settings.args import EngineArgs
 from pagoda.server.startup import executors
@@ -114,7 +114,7 @@ def build(config: EngineConfig, usage: str, gather: Gather) -> BuiltEngine:
             raise
     if kind == "stay" and rank:
         backend.close = threading.Event().wait  # type: ignore[method-assign, assignment]
-    core = EngineCore(backend, own.layout, LIMITS, blocks)
+    core = generation_core(backend, own.layout, LIMITS, blocks)
     return BuiltEngine(core, backend, None, backend)  # type: ignore[arg-type]
 
 

@@ -214,6 +214,16 @@ class BlockPool:
         if keyed != self._blocks:
             raise RuntimeError("the hash map and the blocks disagree")
 
+    def check_counts(self) -> None:
+        """Raise RuntimeError if reference counts and the free count disagree. Fast: does not walk the lists."""
+        refs = np.frombuffer(self._refs, np.intc)
+        in_use = int(np.count_nonzero(refs))
+        if in_use + self.num_free != self.num_blocks or refs.min() < 0:
+            raise RuntimeError(
+                f"KV cache accounting is broken: {in_use} of {self.num_blocks} blocks are referenced, {self.num_free} "
+                f"are counted free, the lowest reference count is {refs.min()}; report this bug"
+            )
+
     def _walk(self, shelf: int) -> Iterable[int]:
         block = self._next[shelf]
         while block != shelf:

@@ -228,6 +228,13 @@ class KvManager:
         request.groups = []
         request.num_pages = request.num_registered = 0
 
+    def check_integrity(self, *, idle: bool) -> None:
+        """Raise RuntimeError if the block counts do not add up, or if blocks are in use though no request runs."""
+        self.pool.check_counts()
+        used = self.pool.num_blocks - 1 - self.pool.num_free
+        if idle and used:
+            raise RuntimeError(f"KV cache leak: the engine is idle, but {used} blocks are in use; report this bug")
+
     def tables(self, rows: Int32, num_tokens: int) -> tuple[Int32, ...]:
         """One int32 [S, P] per group, copied: the tables of `rows`, wide enough for `num_tokens` tokens."""
         pages = self.pages(num_tokens)

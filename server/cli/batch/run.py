@@ -27,7 +27,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
 from pagoda.server.cli.batch.io import BatchOutput, count_requests, open_source, shown
 from pagoda.server.cli.batch.lines import BatchFile, Line, resumed
-from pagoda.server.core_client.client import check_start, start_engine
+from pagoda.server.core_client.start import check_start, start_engine
 from pagoda.server.parsers.registry import check_formats
 from pagoda.server.settings.args import AsyncEngineArgs, settle_all
 from pagoda.server.settings.flags import FlagParser, add_settings

@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, Recompi
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
 from pagoda.common.engine.step import PREVIOUS, StepPlan
@@ -177,7 +177,7 @@ def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
     backend.init_cache(60)
     if warm:
         backend.warmup()
-    return EngineCore(backend, layout, limits, 60)
+    return generation_core(backend, layout, limits, 60)
 
 
 def test_500_random_requests_compile_nothing() -> None:
@@ -205,7 +205,7 @@ def test_a_missing_program_is_an_error_or_a_count() -> None:
     core.add_request(next(requests(1, seed=1)))
     while core.has_work:
         core.step()
-    assert core.stats.recompiles == core._backend.recompiles > 1
+    assert core.stats.recompiles == core._execute.__self__.recompiles > 1
     strict = driver(SPECS["full"], strict=True)
     with pytest.raises(RecompileError, match="was not compiled before serving"):
         strict.generate(PROMPT, 1)

@@ -15,6 +15,7 @@ pytest.importorskip("flax")
 
 import jax
 import support.jax_devices  # noqa: F401
+from support.pooling_plans import plan_of
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
@@ -28,7 +29,7 @@ from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.pooling import PoolingRules, PoolingTask, PoolPlan
-from pagoda.common.engine.pooling_core import PoolingCore, make_plan
+from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import pooling_spec
 from pagoda.common.models.spec import Embedding, ModelSpec, Pooler
@@ -69,9 +70,9 @@ def loaded(spec: ModelSpec, **more: Any) -> JaxPooling:
 def expected(spec: ModelSpec, plan: PoolPlan) -> tuple[np.ndarray, ...]:
     backend = reference.create(spec, limits=LIMITS, dtype="float32")
     backend.load(random_weights(spec))
-    found = backend.pool(plan).result()
+    vectors = backend.execute(plan).result().vectors
     backend.close()
-    return found
+    return vectors
 
 
 @pytest.fixture
@@ -102,10 +103,10 @@ SPECS = {
 def test_packed_prompts_do_not_see_each_other(spec: ModelSpec, tensor: int) -> None:
     """Prompts that begin and end within tiles, and one of three tiles, against the reference."""
     assert spec.pooler is not None
-    plan = make_plan(requests(LENGTHS, only_tokens=spec.pooler.kind == "all"))
+    plan = plan_of(requests(LENGTHS, only_tokens=spec.pooler.kind == "all"))
     backend = loaded(spec, tensor=tensor)
     assert backend.catalogue.shape_for(plan.num_tokens, of_tokens=True).tile * 5 == 320
-    for answer, theirs in zip(backend.pool(plan).result(), expected(spec, plan), strict=True):
+    for answer, theirs in zip(backend.execute(plan).result().vectors, expected(spec, plan), strict=True):
         np.testing.assert_allclose(answer, theirs, atol=3e-5, rtol=0)
     backend.close()
 
@@ -113,7 +114,7 @@ def test_packed_prompts_do_not_see_each_other(spec: ModelSpec, tensor: int) -> N
 def test_random_requests_compile_nothing(compiles: list[str]) -> None:
     backend = loaded(SPECS["both ways"], strict=True)
     backend.warmup()
-    core = PoolingCore(backend, backend.limits, ("embed", "token_embed"))
+    core = pooling_core(backend, backend.limits, ("embed", "token_embed"))
     noise = np.random.default_rng(1)
     waiting, finished = list(requests(noise.choice([1, 3, 30, 63, 65, 128, 150], 200))), 0
     compiles.clear()
@@ -128,19 +129,19 @@ def test_random_requests_compile_nothing(compiles: list[str]) -> None:
 
 
 def test_a_missing_program_is_an_error_or_a_count() -> None:
-    plan = make_plan(requests((3,)))
+    plan = plan_of(requests((3,)))
     backend = loaded(SPECS["both ways"])
-    core = PoolingCore(backend, backend.limits, ("embed",))
-    backend.pool(plan).result()
-    assert core.stats.recompiles == 1
-    backend.pool(plan).result()
-    assert core.stats.recompiles == 1
+    core = pooling_core(backend, backend.limits, ("embed",))
+    for _ in range(2):
+        core.add_request(requests((3,))[0])
+        core.step()
+        assert core.stats.recompiles == 1
     with pytest.raises(RecompileError, match="was not compiled before serving"):
-        loaded(SPECS["both ways"], strict=True).pool(plan)
+        loaded(SPECS["both ways"], strict=True).execute(plan)
 
 
 def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str]) -> None:
-    spec, plan = SPECS["causal"], make_plan(requests(LENGTHS))
+    spec, plan = SPECS["causal"], plan_of(requests(LENGTHS))
     answers = []
     for cached in (0, 8):
         backend = loaded(spec, compile_cache=tmp_path, strict=True)
@@ -148,7 +149,7 @@ def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str
         report = backend.prepare()
         assert (report.programs, report.cached) == (8, cached)
         assert len(compiles) == 8 - cached
-        answers.append(backend.pool(plan).result())
+        answers.append(backend.execute(plan).result().vectors)
         backend.close()
     for first, second in zip(*answers):
         np.testing.assert_array_equal(first, second)

@@ -30,7 +30,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Fo
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.sampling import device
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.logit_edits import penalties
 from pagoda.common.engine.messages import EngineRequest
@@ -103,7 +103,7 @@ def test_nothing_is_compiled_while_serving() -> None:
     backend._programs.prepare(
         key for key in backend._programs.catalogue if isinstance(key, wanted) or key in choosing
     )  # of all that warmup compiles
-    core = EngineCore(backend, layout, limits, BLOCKS)
+    core = generation_core(backend, layout, limits, BLOCKS)
     line = [
         EngineRequest(request_id=str(n), prompt_token_ids=[7] * size, rules=SamplingRules(logprobs=2), max_tokens=3)
         for n, size in enumerate((1, 13, 8, 8, 1, 9))

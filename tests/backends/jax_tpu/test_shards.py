@@ -18,8 +18,8 @@ from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Fo
 from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.data_parallel import ShardedScheduler, sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput
 from pagoda.common.errors import ConfigError
@@ -38,17 +38,17 @@ def make(data: int, tensor: int = 1) -> JaxBackend:
     )
 
 
-def engine(data: int, tensor: int = 1) -> tuple[Engine, JaxBackend]:
+def engine(data: int, tensor: int = 1) -> tuple[EngineCore, JaxBackend]:
     backend = make(data, tensor)
     backend.load(random_weights(SPEC))
     backend.init_cache(BLOCKS)
     backend.warmup()
     if data == 1:
-        return EngineCore(backend, LAYOUT, LIMITS, BLOCKS), backend
-    return ShardedCore(backend, LAYOUT, LIMITS, BLOCKS, data), backend
+        return generation_core(backend, LAYOUT, LIMITS, BLOCKS), backend
+    return sharded_core(backend, LAYOUT, LIMITS, BLOCKS, data), backend
 
 
-def answers(core: Engine, count: int) -> dict[str, list[EngineOutput]]:
+def answers(core: EngineCore, count: int) -> dict[str, list[EngineOutput]]:
     """What random requests of every kind are told, by request; they come a few at a time."""
     found: dict[str, list[EngineOutput]] = {}
     line = list(requests(count, seed=2))
@@ -80,7 +80,7 @@ def test_two_shards_answer_as_one(tensor: int) -> None:
     }
     assert backend.recompiles == 0
     assert {shard.sharding.spec[1] for shard in backend._caches} == {"data"}
-    assert isinstance(together, ShardedCore)
+    assert isinstance(together._scheduler, ShardedScheduler)
     assert all(shard.scheduler.stats().steps > 10 for shard in together._shards)
 
 

@@ -19,7 +19,7 @@ from pagoda.backends.torch_cuda.execution.buffers import Buffers
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
@@ -122,7 +122,7 @@ def engine(
     made.init_cache(blocks)
     if warm:
         made.warmup()
-    return EngineCore(made, layout, chosen, blocks)
+    return generation_core(made, layout, chosen, blocks)
 
 
 def answers(core: EngineCore, asked: list[EngineRequest]) -> dict[str, list[EngineOutput]]:
@@ -202,7 +202,7 @@ def test_narrow_numbers_stay_close(dtype: str) -> None:
 
 def test_200_random_requests_capture_and_compile_nothing() -> None:
     core = engine("torch_cuda", SPECS["window"], blocks=200, warm=True, limits={"max_num_seqs": 12}, device=CPU)
-    backend = core._backend
+    backend = core._execute.__self__
     assert backend._stream.captures == 2 * len(backend.setup.ladder.sizes) > 8
     answers(core, list(requests(200, seed=1)))
     assert core.stats.recompiles == 0
@@ -272,7 +272,7 @@ def test_steps_that_are_not_captured_answer_alike(said: dict) -> None:
     asked = list(requests(12, seed=5))
     usual = engine("torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU)
     other = engine("torch_cuda", SPECS["full"], blocks=60, warm=True, device=CPU, compilation=CompilationConfig(**said))
-    assert other._backend._stream.captures == 2 * len(said.get("cudagraph_capture_sizes", ()))
+    assert other._execute.__self__._stream.captures == 2 * len(said.get("cudagraph_capture_sizes", ()))
     found = [{key: tokens_of(each) for key, each in answers(core, asked).items()} for core in (usual, other)]
     assert found[0] == found[1]
 

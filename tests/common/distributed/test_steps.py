@@ -18,8 +18,8 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, WarmedUp, encode, send_frame
 from pagoda.common.distributed.peer import Peer
-from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sleep import TAGS, Sleeper
@@ -61,7 +61,7 @@ class Pair:
                 self.following.load(iter(()))
                 self.following.init_cache(self.following.plan_memory().num_blocks)
                 self.following.warmup()
-                core = EngineCore(self.there, self.there.layout, LIMITS, self.there.num_blocks)
+                core = generation_core(self.there, self.there.layout, LIMITS, self.there.num_blocks)
                 self.following.follow(Sleeper(self.there, core, lambda: [("w", np.zeros(1))] * 2))
             finally:
                 self.following.close()
@@ -73,7 +73,7 @@ class Pair:
         blocks = self.leading.plan_memory().num_blocks
         self.leading.init_cache(blocks)
         self.leading.warmup()
-        return EngineCore(self.leading, self.here.layout, LIMITS, blocks)
+        return generation_core(self.leading, self.here.layout, LIMITS, blocks)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def make() -> Iterator[Make]:
         yield made
 
 
-def answers(engine: Engine) -> dict[str, list[int]]:
+def answers(engine: EngineCore) -> dict[str, list[int]]:
     for number in range(5):
         prompt = [7 * number + place for place in range(1 + 4 * number)]
         rows = np.repeat(np.float32(prompt), 3).tobytes() if number == 3 else None
@@ -127,7 +127,7 @@ def test_every_host_runs_the_same_steps(make: Make) -> None:
     pair.leading.close()
     assert following.result() is None
     alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
-    assert found == answers(EngineCore(alone, alone.layout, LIMITS, 40))
+    assert found == answers(generation_core(alone, alone.layout, LIMITS, 40))
     assert len(pair.there.plans) == len(pair.here.plans) > 6
     assert any(plan.embeds is not None for plan in pair.there.plans)
     for ours, theirs in zip(pair.here.plans, pair.there.plans):
@@ -145,11 +145,11 @@ def test_every_copy_of_the_model_runs_on_every_host(make: Make) -> None:
     pair = make(blocks=48, copies=2)
     following = pair.follow()
     pair.start()
-    found = answers(ShardedCore(pair.leading, pair.here.layout, LIMITS, 48, 2))
+    found = answers(sharded_core(pair.leading, pair.here.layout, LIMITS, 48, 2))
     pair.leading.close()
     following.result()
     alone = FakeBackend(hybrid_layout(), num_blocks=48, next_token=scrambled)
-    assert found == answers(EngineCore(alone, alone.layout, LIMITS, 48))
+    assert found == answers(generation_core(alone, alone.layout, LIMITS, 48))
     for ours, theirs in zip(pair.here.shards, pair.there.shards, strict=True):
         assert len(ours.plans) == len(theirs.plans) > 3
 
@@ -223,7 +223,7 @@ def test_a_step_that_was_abandoned_has_no_result(make: Make) -> None:
     pair.here.execute = lose  # type: ignore[method-assign]
     pending = []
     lead = pair.leading.execute
-    pair.leading.execute = lambda plan: pending.append(lead(plan)) or pending[-1]  # type: ignore[method-assign]
+    engine._execute = lambda plan: pending.append(lead(plan)) or pending[-1]
     with pytest.raises(EngineDeadError, match=r"^host 1 \(b\) is gone: "):
         answers(engine)
     with pytest.raises(EngineDeadError, match=r"^host 1 \(b\) is gone: "):
@@ -271,7 +271,7 @@ def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (encode(WarmedUp()), "host 1 (b) sent Warm instead of Room"),
+        (encode(WarmedUp()), "host 1 (b) sent WarmedUp instead of BlockCount"),
         (b"\xc1", "host 1 (b) is gone: not a message of version 4: "),
         (
             encode(AgreedBlocks(3)).replace(b"num_blocks", b"num_clocks"),

@@ -6,7 +6,8 @@ import pytest
 from fakes import FakeBackend, full_layout, hybrid_layout, scrambled
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine import core as core_module
+from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, RequestError
@@ -18,7 +19,7 @@ def limits(**settings) -> Limits:
 
 
 def core(backend: FakeBackend, **settings) -> EngineCore:
-    return EngineCore(backend, backend.layout, limits(**settings), backend.num_blocks)
+    return generation_core(backend, backend.layout, limits(**settings), backend.num_blocks)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8, **settings) -> EngineRequest:
@@ -151,4 +152,24 @@ def test_an_error_of_the_device_reaches_the_caller():
 
 def test_the_layout_and_the_limits_must_agree():
     with pytest.raises(ConfigError, match="--block-size"):
-        EngineCore(FakeBackend(full_layout(8)), full_layout(8), limits(), 16)
+        generation_core(FakeBackend(full_layout(8)), full_layout(8), limits(), 16)
+
+
+def test_a_block_that_leaks_stops_the_engine_when_it_falls_idle():
+    engine = core(FakeBackend(full_layout(), num_blocks=24))
+    engine.add_request(request("a", [1, 2, 3]))
+    engine.step()
+    engine._kv_managers[0].pool.allocate()  # no request will ever free it
+    with pytest.raises(RuntimeError, match="KV cache leak: the engine is idle, but 1 blocks are in use"):
+        drain(engine)
+
+
+def test_block_counts_are_checked_under_load(monkeypatch):
+    monkeypatch.setattr(core_module, "CHECK_INTERVAL", 3)
+    engine = core(FakeBackend(full_layout(), num_blocks=24))
+    engine.add_request(request("a", [1, 2, 3], max_tokens=30))
+    engine.step()
+    engine._kv_managers[0].pool.num_free += 1
+    engine.step()
+    with pytest.raises(RuntimeError, match="KV cache accounting is broken"):
+        engine.step()

@@ -6,27 +6,28 @@ import pytest
 from fakes import FakeShards, full_layout, scrambled
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.data_parallel import ShardedCore
+from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, RequestError
 
 
-def core(shards: int = 3, **settings) -> ShardedCore:
+def core(shards: int = 3, **settings) -> EngineCore:
     defaults = {"max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
     backend = FakeShards(full_layout(), shards, num_blocks=40, next_token=scrambled)
-    return ShardedCore(backend, backend.layout, Limits(**(defaults | settings)), 40, shards)
+    return sharded_core(backend, backend.layout, Limits(**(defaults | settings)), 40, shards)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=prompt, rules=SamplingRules(), max_tokens=max_tokens)
 
 
-def loads(engine: ShardedCore) -> list[int]:
-    return [shard.scheduler.num_unfinished for shard in engine._shards]
+def loads(engine: EngineCore) -> list[int]:
+    return [shard.scheduler.num_unfinished for shard in engine._scheduler.shards]
 
 
-def drain(engine: ShardedCore) -> list[EngineOutput]:
+def drain(engine: EngineCore) -> list[EngineOutput]:
     outputs: list[EngineOutput] = []
     while engine.has_work:
         outputs += engine.step().outputs
@@ -66,7 +67,7 @@ def test_an_idle_shard_waits_while_another_works() -> None:
     engine = core(shards=2)
     engine.add_request(request("a", [1, 2, 3]))
     assert len(drain(engine)) == 4
-    assert [len(backend.plans) for backend in engine._backend.shards] == [4, 0]
+    assert [len(backend.plans) for backend in engine._execute.__self__.shards] == [4, 0]
     assert engine.step().outputs == []
 
 
@@ -102,12 +103,12 @@ def test_what_cannot_run_is_refused_and_forgotten() -> None:
     backend = FakeShards(full_layout(8), 2)
     limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
     with pytest.raises(ConfigError, match="--block-size"):
-        ShardedCore(backend, full_layout(8), limits, 16, 2)
+        sharded_core(backend, full_layout(8), limits, 16, 2)
 
 
 def test_a_shard_that_lost_a_request_is_noticed() -> None:
     engine = core(shards=2)
     engine.add_request(request("a", [1, 2]))
-    engine._shards[0].scheduler.abort(["a"])
-    with pytest.raises(RuntimeError, match="the shards hold 0 requests, 1 were sent to them"):
+    engine._scheduler.shards[0].scheduler.abort(["a"])
+    with pytest.raises(RuntimeError, match="the shards have 0 requests, 1 were assigned to them"):
         engine.check_integrity()

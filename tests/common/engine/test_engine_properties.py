@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.data_parallel import Engine, ShardedCore
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
@@ -99,12 +99,12 @@ class Traffic(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.room = min(MAX_LEN, self.kv(self.engine).max_tokens + 1)
 
-    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> Engine:
-        return EngineCore(FakeBackend(layout, num_blocks=num_blocks, **fake), layout, limits, num_blocks)
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> EngineCore:
+        return generation_core(FakeBackend(layout, num_blocks=num_blocks, **fake), layout, limits, num_blocks)
 
     def kv(self, engine: Any) -> KvManager:
         """The manager of any shard."""
-        return engine._kv
+        return engine._kv_managers[0]
 
     @rule(requests=st.lists(REQUEST, min_size=2, max_size=6))
     def add(self, requests):
@@ -173,11 +173,11 @@ class Traffic(RuleBasedStateMachine):
 class ShardedTraffic(Traffic):
     """The same over two copies of the model."""
 
-    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> Engine:
-        return ShardedCore(FakeShards(layout, 2, num_blocks=num_blocks, **fake), layout, limits, num_blocks, 2)
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: int, **fake: Any) -> EngineCore:
+        return sharded_core(FakeShards(layout, 2, num_blocks=num_blocks, **fake), layout, limits, num_blocks, 2)
 
     def kv(self, engine: Any) -> KvManager:
-        return engine._shards[0].kv
+        return engine._scheduler.shards[0].kv
 
 
 SETTINGS = settings(

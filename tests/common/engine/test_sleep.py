@@ -3,7 +3,7 @@ import pytest
 from fakes import FakeBackend, full_layout
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.sleep import KV_CACHE, TAGS, WEIGHTS, Sleeper
 from pagoda.common.errors import SleepError, WeightError
 from pagoda.server.settings.args import EngineArgs
@@ -18,7 +18,7 @@ def backend() -> FakeBackend:
 def sleeper(backend: FakeBackend) -> Sleeper:
     config = EngineArgs("fake").create_engine_config()
     limits = resolve_limits(config, platform=Platform("cpu"), usage="llm", block_size=4, model=ModelLimits(64)).limits
-    return Sleeper(backend, EngineCore(backend, full_layout(4), limits, 64), lambda: [("w", np.zeros(1))] * 3)
+    return Sleeper(backend, generation_core(backend, full_layout(4), limits, 64), lambda: [("w", np.zeros(1))] * 3)
 
 
 def test_level_1_keeps_the_weights_and_level_2_reads_them(backend: FakeBackend, sleeper: Sleeper) -> None:

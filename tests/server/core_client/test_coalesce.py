@@ -11,7 +11,7 @@ from support.byte_text import byte_tokenizer
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from pagoda.server.core_client.process_client import joined
+from pagoda.server.core_client.process_client import coalesce
 from pagoda.server.ipc_messages import FromEngine, Heartbeat, StepReply
 from pagoda.server.processing.inputs import PreparedRequest, Prompt
 from pagoda.server.processing.output_processor import OutputProcessor
@@ -31,7 +31,7 @@ def test_one_output_per_sequence() -> None:
     first = step(output("a", 1, num_cached_tokens=7), output("b", 2), number=1)
     second = step(output("c", 3), output("a", 4), number=2)
     third = step(output("a", 5, finish_reason="stop", stop_reason=5), number=3)
-    (found,) = joined([first, second, third])
+    (found,) = coalesce([first, second, third])
     assert isinstance(found, StepReply)
     assert found.outputs.outputs == [
         output("a", 1, 4, 5, num_cached_tokens=7, finish_reason="stop", stop_reason=5),
@@ -43,7 +43,7 @@ def test_one_output_per_sequence() -> None:
 
 
 def test_the_start_and_all_preemptions_are_kept() -> None:
-    (found,) = joined(
+    (found,) = coalesce(
         [
             step(output("a", 1, scheduled=2.5)),
             step(output("a", 2, num_preemptions=1)),
@@ -56,7 +56,7 @@ def test_the_start_and_all_preemptions_are_kept() -> None:
 
 def test_logprobs_stay_with_their_tokens() -> None:
     one, two, prompt = (PositionLogprobs(token_ids=[n], logprobs=[-n / 2], rank=n) for n in (1, 2, 3))
-    (found,) = joined(
+    (found,) = coalesce(
         [step(output("a", 1, logprobs=[one], prompt_logprobs=[prompt])), step(output("a", 2, logprobs=[two]))]
     )
     assert isinstance(found, StepReply)
@@ -66,14 +66,14 @@ def test_logprobs_stay_with_their_tokens() -> None:
 def test_order_and_other_messages_stay() -> None:
     beat, failed = Heartbeat(1, True), step(output("a", finish_reason="error", error=("stop", "no")))
     messages: list[FromEngine] = [step(output("a", 1)), beat, step(output("a", 2)), failed, step(output("b", 3))]
-    assert joined(messages) == messages, "an error is heard after what came before it"
-    assert joined([]) == []
+    assert coalesce(messages) == messages, "an error is heard after what came before it"
+    assert coalesce([]) == []
 
 
 def test_a_lone_step_is_left_as_it_is() -> None:
     lone = step(output("a", 1))
-    assert joined([lone]) == [lone]
-    assert joined([Heartbeat(1, True), lone]) == [Heartbeat(1, True), lone]
+    assert coalesce([lone]) == [lone]
+    assert coalesce([Heartbeat(1, True), lone]) == [Heartbeat(1, True), lone]
 
 
 def read(
@@ -125,7 +125,7 @@ def test_callers_read_the_same(asked: str) -> None:
             steps.append(step(output("r", token, **fields)))
         singly = read(params, [each.outputs.outputs for each in steps if isinstance(each, StepReply)])
         cut = chance.randint(0, len(steps))
-        handfuls = [*joined(steps[:cut]), *joined(steps[cut:])]
+        handfuls = [*coalesce(steps[:cut]), *coalesce(steps[cut:])]
         assert read(params, [each.outputs.outputs for each in handfuls if isinstance(each, StepReply)]) == singly
         ended_by_text += singly[3][0] != "length"
     assert bool(ended_by_text) == any(word in asked for word in ("stop", "repetition", "logprobs", "interval"))

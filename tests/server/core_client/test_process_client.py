@@ -17,7 +17,7 @@ def client_with(messages: list[int], heard: list[int]) -> ProcessClient:
     client: Any = ProcessClient.__new__(ProcessClient)
     client._closed = client._resuming = False
     client._loop = asyncio.get_running_loop()
-    client._supervisor = SimpleNamespace(hear=lambda message: None)
+    client._supervisor = SimpleNamespace(note=lambda message: None)
     client._listener = heard.append
     client._receive = lambda timeout_ms: messages.pop(0) if messages else None
     return client
@@ -25,7 +25,7 @@ def client_with(messages: list[int], heard: list[int]) -> ProcessClient:
 
 async def test_readers_run_between_messages() -> None:
     heard: list[int] = []
-    at_once = process_client._AT_ONCE
+    at_once = process_client._MAX_MESSAGES
     client = client_with(list(range(3 * at_once - 2)), heard)
     for _ in range(3):  # as a readable socket does, again and again
         client._deliver()
@@ -44,13 +44,13 @@ async def test_readers_run_between_messages() -> None:
 
 async def test_a_backlog_makes_no_second_one() -> None:
     heard: list[int] = []
-    waiting = list(range(3 * process_client._AT_ONCE))
+    waiting = list(range(3 * process_client._MAX_MESSAGES))
     client = client_with(waiting, heard)
     client._deliver()
     client._deliver()  # the socket is readable, while the rest is due already
     before = len(heard)
     await asyncio.sleep(0)
-    assert len(heard) - before == process_client._AT_ONCE
+    assert len(heard) - before == process_client._MAX_MESSAGES
 
 
 async def test_steps_that_wait_are_heard_as_one() -> None:

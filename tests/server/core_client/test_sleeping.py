@@ -130,7 +130,7 @@ def test_offline() -> None:
     llm.generate("abcdefghij", params, use_tqdm=False)
     llm.llm_engine.add_request("left over", "abc", params)
     llm.llm_engine.step()
-    with pytest.raises(RequestError, match="under way"):
+    with pytest.raises(RequestError, match="unfinished"):
         llm.sleep(mode="wait")
     llm.sleep(level=1)
     with pytest.raises(SleepError, match=r"wake_up\(\)"):

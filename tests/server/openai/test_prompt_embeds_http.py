@@ -173,7 +173,7 @@ class Trap:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no base64": ("%%%", "it is no base64"),
+    "no base64": ("%%%", "it is not valid base64"),
     "nothing": ("", "not what torch.save writes"),
     "noise": (base64.b64encode(b"PK\3\4 and so on").decode(), "not what torch.save writes"),
     "numpy": (base64.b64encode(rows("abc").numpy().tobytes()).decode(), "not what torch.save writes"),

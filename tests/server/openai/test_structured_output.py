@@ -17,7 +17,7 @@ from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParam
 from pagoda.server.http.body import parse
 from pagoda.server.http.fields.sampling import StructuredFields
 from pagoda.server.processing import output_constraints
-from pagoda.server.processing.output_constraints import AnswerForms
+from pagoda.server.processing.output_constraints import OutputConstraints
 from pagoda.server.settings.args import EngineArgs
 
 ABC = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -235,7 +235,7 @@ def test_what_the_engine_is_told_of_thinking(monkeypatch):
     from support.byte_text import byte_tokenizer
 
     monkeypatch.setattr(output_constraints, "reasoning_format", lambda *names: Spoken())
-    forms = AnswerForms(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
+    forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
     held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     found = forms.thinking(held, None, list(b"a<"))
     assert found is not None
@@ -246,7 +246,7 @@ def test_what_the_engine_is_told_of_thinking(monkeypatch):
     assert (maybe.open, maybe.starts) == (False, ((ord("<"),),))
     asked = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
     monkeypatch.undo()
-    forms = AnswerForms(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
+    forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
     assert forms.thinking(held, asked, []) is not None, "users may write tags"
     assert forms.thinking(held, asked + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
     assert forms.thinking(SamplingParams(), "a<", []) is None
@@ -281,7 +281,7 @@ def test_settings_of_the_server(monkeypatch):
     """White space, additional properties, and whether the grammar holds the thinking."""
     assert text_of(LLM_TEXT, {}) != '{"a":1}'
     assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
-    forms = AnswerForms(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)
+    forms = OutputConstraints(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)
     assert forms.thinking(SamplingParams(), "a", []) is None
 
 

@@ -18,8 +18,9 @@ from pagoda.common.errors import QueueFullError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.admin.sagemaker import handler_of
 from pagoda.server.cohere import embed as cohere
+from pagoda.server.http import generation
 from pagoda.server.pooling import answer as pooling_answer
-from pagoda.server.pooling import routes, scoring, work
+from pagoda.server.pooling import routes, scoring
 from pagoda.server.processing import scoring as pairs_module
 
 CHAT = [{"role": "user", "content": "abc"}]
@@ -324,7 +325,7 @@ def test_tasks(embed: LiveServer, classify: LiveServer) -> None:
         answer = embed.post("/pooling", body | {"task": "token_embed"})[1]
         (found,) = answer["data"]
         assert answer["id"].startswith("pooling-")
-        assert found["object"] == "routes"
+        assert found["object"] == "pooling"
         assert len(found["data"]) == answer["usage"]["prompt_tokens"]
         assert all(sum(row) == 1 for row in found["data"])
         (found,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]
@@ -569,14 +570,14 @@ def test_bad_requests_are_told_and_the_next_is_served(
 
 
 def test_all_tokens_together_are_bounded(embed: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MAX_TOKENS", 10)
+    monkeypatch.setattr(generation, "MAX_TOKENS", 10)
     assert embed.post("/v1/embeddings", {"input": ["abcd", "abcd"]})[0] == 200
     status, answer = embed.post("/v1/embeddings", {"input": ["abcd", "abcde"]})
     assert (status, answer["error"]["param"]) == (400, "input")
 
 
 def test_vectors_of_all_tokens_are_bounded(embed: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MAX_NUMBERS", 4 * fake_pooling.SIZE)
+    monkeypatch.setattr(generation, "MAX_NUMBERS", 4 * fake_pooling.SIZE)
     body = {"task": "token_embed", "add_special_tokens": False}
     assert embed.post("/pooling", body | {"input": ["ab", "cd"]})[0] == 200
     status, answer = embed.post("/pooling", body | {"input": ["ab", "cde"]})
@@ -609,13 +610,13 @@ def test_a_full_queue_is_429_and_what_never_fits_400() -> None:
         async def ask_twice() -> QueueFullError | None:
             prompt = server.llm.pooling_inputs.parse("a")
             for name in "xy":
-                server.llm.pool(name, prompt, PoolingParams())
+                await server.llm.add_request(name, prompt, PoolingParams())
             try:
-                server.llm.pool("z", prompt, PoolingParams())
+                await server.llm.add_request("z", prompt, PoolingParams())
             except QueueFullError as error:
                 return error
             finally:
-                server.llm.end_pooling("xy")
+                await server.llm.abort(["x", "y"])
             return None
 
         assert server.call(ask_twice()) is not None

@@ -51,7 +51,7 @@ def test_every_form_of_prompt(prompt: PromptType, text: str | None) -> None:
         ({"prompt_token_ids": []}, "prompt", "empty"),
         ({}, "prompt", "neither"),
         ({"prompt": 3}, "prompt", "string"),
-        ({"promt": "x"}, "promt", "no key 'promt'"),
+        ({"promt": "x"}, "promt", "unknown prompt key 'promt'"),
         ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data", "text only"),
         ({"prompt_embeds": object()}, "prompt_embeds", "switched off.*--enable-prompt-embeds"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt", "empty"),
@@ -140,7 +140,7 @@ def test_end_of_sequence_and_stop_ids() -> None:
 
 def test_a_second_end_of_sequence_id_is_a_stop_reason() -> None:
     class TwoEnds:
-        vocab_size, max_model_len, eos_token_ids, sampling_defaults = 257, MAX_LEN, (9, EOS), {}
+        vocab_size, max_model_len, eos_token_ids, sampling_defaults, pooling = 257, MAX_LEN, (9, EOS), {}, None
 
     made = InputProcessor(ModelConfig(), TwoEnds(), TOKENIZER).prepare("r", "abc", SamplingParams()).children[0]
     assert (made.stop_token_ids, made.eos_token_ids) == (frozenset({9, EOS}), frozenset({EOS}))

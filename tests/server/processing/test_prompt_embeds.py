@@ -214,10 +214,10 @@ def scheduler_of(llm: LLM) -> Scheduler:
 
 def test_what_cannot_be_had_with_rows(llm: LLM, table: np.ndarray) -> None:
     prompt = {"prompt_embeds": table[PROMPTS[0]]}
-    with pytest.raises(RequestError, match="prompt_logprobs are of tokens") as error:
+    with pytest.raises(RequestError, match="prompt_logprobs need tokens") as error:
         ask(llm, [prompt], prompt_logprobs=1)
     assert error.value.field == "prompt_logprobs"
-    with pytest.raises(RequestError, match="beam search goes on from tokens") as error:
+    with pytest.raises(RequestError, match="beam search needs tokens") as error:
         llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=2))
     assert error.value.field == "prompt_embeds"
     with pytest.raises(RequestError, match="not both"):

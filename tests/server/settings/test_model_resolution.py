@@ -372,7 +372,7 @@ def test_a_model_without_windows_stays_as_it_is(folder: Path, caplog: pytest.Log
 def test_one_kv_group_for_layers_with_and_without_a_window(tmp_path: Path) -> None:
     write_model(tmp_path, **MIXED)
     hybrid, single = engine(tmp_path), engine(tmp_path, disable_hybrid_kv_cache_manager=True)
-    assert (len(hybrid._core._kv.rules), len(single._core._kv.rules)) == (2, 1)
+    assert (len(hybrid._core._kv_managers[0].rules), len(single._core._kv_managers[0].rules)) == (2, 1)
     assert run(hybrid) == run(single)
     assert run(hybrid) != answer(tmp_path, hf_overrides={"use_sliding_window": False}), "the window counts"
     hybrid.shutdown()

@@ -137,7 +137,7 @@ def test_the_step_runs_on_the_cores_it_is_pinned_to(folder: Path, monkeypatch: p
 
 def test_cores_that_are_not_there() -> None:
     with (
-        pytest.raises(ConfigError, match="core 4095 is not this process's to use; choose from "),
+        pytest.raises(ConfigError, match="core 4095 is not available to this process; choose from "),
         pinned(frozenset({4095})),
     ):
         pass

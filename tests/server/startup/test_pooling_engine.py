@@ -15,7 +15,7 @@ from support.tiny_folder import write_model
 
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules, PoolingTask
-from pagoda.common.engine.pooling_core import PoolingCore
+from pagoda.common.engine.pooling_scheduler import PoolingScheduler
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
 from pagoda.server import ipc_messages
 from pagoda.server.processing.inputs import open_tokenizer
@@ -67,7 +67,7 @@ class Engine:
 
 def test_an_encoder_embeds(tmp_path: Path) -> None:
     with Engine(write_encoder(tmp_path)) as engine:
-        assert isinstance(engine.built.core, PoolingCore)
+        assert isinstance(engine.built.core._scheduler, PoolingScheduler)
         assert engine.info.runner == "pooling"
         assert engine.info.pooling == ipc_messages.PoolingInfo(tasks=("embed", "token_embed"), embedding_size=16)
         assert engine.info.num_blocks == 0
@@ -98,7 +98,7 @@ def test_what_the_engine_says_survives_the_wire(tmp_path: Path) -> None:
             ipc_messages.encode(ipc_messages.AddRequest(request))
         ) == ipc_messages.AddRequest(request)
         engine.built.core.add_request(request)
-        step = ipc_messages.Step(engine.built.core.step())
+        step = ipc_messages.StepReply(engine.built.core.step())
         assert ipc_messages.decode_from_engine(ipc_messages.encode(step)) == step
 
 
@@ -115,7 +115,7 @@ def test_a_classifier_classifies(tmp_path: Path) -> None:
         raw = engine("the cat", task="classify", use_activation=False)
         np.testing.assert_allclose(engine("the cat", task="classify"), np.exp(raw) / np.exp(raw).sum(), atol=1e-6)
         assert engine("the cat", task="token_classify").shape == (4, 3)
-        with pytest.raises(RequestError, match="task embed is none of this model's: classify, token_classify"):
+        with pytest.raises(RequestError, match="task embed is not one of this model's: classify, token_classify"):
             engine("the cat")
 
 

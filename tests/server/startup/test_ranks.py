@@ -17,7 +17,7 @@ from support.fake_ranks import LIMITS, fake_backend, lead
 from support.served import environment
 from support.watching import Children, children, gone
 
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
@@ -63,7 +63,7 @@ def test_ranks_follow_and_end_in_good_order(capfd: pytest.CaptureFixture[str], y
         os.kill(rank, signal.SIGINT)  # as Ctrl-C in a terminal does
     assert core_of(built).stats.kv_blocks_total == 37  # rank 2 has least room: 38 with the null block
     alone = FakeBackend(full_layout(), num_blocks=38, next_token=scrambled)
-    assert answers(core_of(built)) == answers(EngineCore(alone, alone.layout, LIMITS, 38))
+    assert answers(core_of(built)) == answers(generation_core(alone, alone.layout, LIMITS, 38))
     built.backend.close()
     built.backend.close()
     assert young() == []

@@ -86,7 +86,7 @@ def test_two_copies_answer_as_one_and_share_the_requests(model: str, alone: list
     llm = LLM(model, backend="jax_tpu", disable_log_stats=True, data_parallel_size=2, tensor_parallel_size=2, **SMALL)
     assert ask(llm) == alone
     core = llm.llm_engine._core
-    assert [shard.scheduler.stats().prefix_queries > 0 for shard in core._shards] == [True, True]
+    assert [shard.scheduler.stats().prefix_queries > 0 for shard in core._scheduler.shards] == [True, True]
     assert llm.llm_engine.info.memory.startswith("2 x (weights")
     assert llm.llm_engine.stats.kv_blocks_total == llm.llm_engine.info.num_blocks - 2
     llm.llm_engine.shutdown()

@@ -11,8 +11,8 @@ from llguidance import gbnf_to_lark
 from support.grammars import END_THINK, EOS, SPECIAL, TEXTS, asking, grammar, text_of, vocabulary
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.data_parallel import ShardedCore
+from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.engine.structured_output.compiler import MAX_GRAMMARS, Structured
@@ -31,7 +31,7 @@ def limits(**settings) -> Limits:
 
 def engine(made: Structured, num_blocks: int = 64, **settings) -> EngineCore:
     backend = FakeBackend(full_layout(), num_blocks=num_blocks, next_token=scrambled)
-    return EngineCore(backend, backend.layout, limits(**settings), num_blocks, structured=made)
+    return generation_core(backend, backend.layout, limits(**settings), num_blocks, structured=made)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def made() -> Structured:
     return Structured(vocabulary)
 
 
-def drain(core: EngineCore | ShardedCore) -> dict[str, list[EngineOutput]]:
+def drain(core: EngineCore) -> dict[str, list[EngineOutput]]:
     outputs: dict[str, list[EngineOutput]] = {}
     while core.has_work:
         for output in core.step().outputs:
@@ -79,12 +79,12 @@ def plans_of(made: Structured, free: int) -> list[StepPlan]:
     """The plans of one held answer beside so many others."""
     core = engine(made, max_num_seqs=16, max_num_batched_tokens=64)
     core.add_request(asking(grammar(choice=["aaaaaaab"]), name="held"))
-    for _, guide in core._intake._coming.values():
+    for _, guide in core._grammars._compiling.values():
         guide.result(10)  # it is compiled, so that all begin together
     for number in range(free):
         core.add_request(plain(str(number), max_tokens=20, prompt_token_ids=[number, 7]))
     drain(core)
-    return core._backend.plans
+    return core._execute.__self__.plans
 
 
 def test_a_few_held_rows_wait_for_their_tokens_while_others_go_ahead(made):
@@ -116,14 +116,14 @@ def test_a_cached_prompt_serves_a_held_answer(made):
 
 def test_shards_share_the_grammars(made):
     backend = FakeShards(full_layout(), 2, num_blocks=40, next_token=scrambled)
-    core = ShardedCore(backend, backend.layout, limits(), 40, 2, structured=made)
+    core = sharded_core(backend, backend.layout, limits(), 40, 2, structured=made)
     for number in range(6):
         core.add_request(asking(grammar(choice=CHOICES), name=str(number)))
     core.add_request(asking(grammar(regex="(a"), name="bad"))
     found = drain(core)
     assert all(text_of(tokens(found[str(number)])) in CHOICES for number in range(6))
     assert found["bad"][0].finish_reason == "error"
-    assert not core._homes
+    assert not core._scheduler._shard_of
 
 
 def test_an_answer_cut_by_length_is_the_beginning_of_one_that_fits(made):
@@ -222,7 +222,7 @@ def test_aborted_while_its_grammar_compiles(made, monkeypatch):
 
 def test_without_a_tokenizer_a_grammar_is_refused():
     backend = FakeBackend(full_layout())
-    core = EngineCore(backend, backend.layout, limits(), 64)
+    core = generation_core(backend, backend.layout, limits(), 64)
     with pytest.raises(RequestError, match="needs a tokenizer"):
         core.add_request(asking(grammar(choice=CHOICES)))
 

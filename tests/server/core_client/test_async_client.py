@@ -60,8 +60,8 @@ class Side:
 
 async def test_each_question_gets_its_own_answer() -> None:
     side = Side()
-    reset = asyncio.ensure_future(side.link.ask(ResetPrefixCache))
-    sleep = asyncio.ensure_future(side.link.ask(lambda ticket: Sleep(ticket, 1)))
+    reset = asyncio.ensure_future(side.link.call(ResetPrefixCache))
+    sleep = asyncio.ensure_future(side.link.call(lambda ticket: Sleep(ticket, 1)))
     await asyncio.sleep(0)
     first, second = side.client.sent
     assert isinstance(first, ResetPrefixCache)
@@ -75,7 +75,7 @@ async def test_each_question_gets_its_own_answer() -> None:
 
 async def test_a_death_is_told_once_to_the_owner_and_to_all_who_wait() -> None:
     side = Side()
-    waiting = asyncio.ensure_future(side.link.ask(ResetPrefixCache))
+    waiting = asyncio.ensure_future(side.link.call(ResetPrefixCache))
     await asyncio.sleep(0)
     for text in ("first", "second"):
         side.client.hear(Failed("EngineDeadError", text))
@@ -83,7 +83,7 @@ async def test_a_death_is_told_once_to_the_owner_and_to_all_who_wait() -> None:
     with pytest.raises(EngineDeadError, match="first"):
         await waiting
     with pytest.raises(EngineDeadError, match="first"):
-        await side.link.ask(ResetPrefixCache)
+        await side.link.call(ResetPrefixCache)
     with pytest.raises(EngineDeadError, match="first"):
         side.link.check()
     assert len(side.client.sent) == 1
@@ -92,9 +92,9 @@ async def test_a_death_is_told_once_to_the_owner_and_to_all_who_wait() -> None:
 async def test_what_cannot_be_sent_is_a_death() -> None:
     side = Side()
     side.client.dead = True
-    side.link.tell(Abort(["a"]))
+    side.link.send_if_alive(Abort(["a"]))
     assert side.deaths == ["nobody there"]
-    side.link.tell(Abort(["b"]))
+    side.link.send_if_alive(Abort(["b"]))
     with pytest.raises(EngineDeadError, match="nobody there"):
         side.link.send(Abort(["c"]))
     assert side.deaths == ["nobody there"]
@@ -106,6 +106,6 @@ async def test_a_question_that_cannot_be_sent_leaves_nobody_waiting() -> None:
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
     with pytest.raises(EngineDeadError, match="nobody there"):
-        await side.link.ask(ResetPrefixCache)
+        await side.link.call(ResetPrefixCache)
     await asyncio.sleep(0)
     assert (side.deaths, failures) == (["nobody there"], [])

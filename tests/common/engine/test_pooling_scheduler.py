@@ -9,10 +9,10 @@ import pytest
 from fakes import FakeBackend, full_layout
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore
+from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, StepOutputs, pooling_request
-from pagoda.common.engine.pooling import Float32, PoolingRules, PoolPlan
-from pagoda.common.engine.pooling_core import PoolingCore
+from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
+from pagoda.common.engine.pooling_scheduler import pooling_core
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import RequestError
 
@@ -24,28 +24,27 @@ class FakePooling:
 
     def __init__(self) -> None:
         self.plans: list[PoolPlan] = []
-        self.recompiles = 0
 
-    def pool(self, plan: PoolPlan) -> Future[tuple[Float32, ...]]:
+    def execute(self, plan: PoolPlan) -> Future[PoolResult]:
         self.plans.append(plan)
         types = plan.token_types if plan.token_types is not None else np.zeros(plan.num_tokens, np.int32)
         both = np.stack([plan.token_ids, types], 1).astype(np.float32)
-        future: Future[tuple[Float32, ...]] = Future()
-        future.set_result(tuple(np.split(both, plan.query_start[1:-1])))
+        future: Future[PoolResult] = Future()
+        future.set_result(PoolResult(tuple(np.split(both, plan.query_start[1:-1]))))
         return future
 
 
-def core(*, tokens: int = 10, seqs: int = 4, length: int = 30, **limits) -> tuple[PoolingCore, FakePooling]:
+def core(*, tokens: int = 10, seqs: int = 4, length: int = 30, **limits) -> tuple[EngineCore, FakePooling]:
     backend = FakePooling()
     made = Limits(max_model_len=length, max_num_batched_tokens=tokens, max_num_seqs=seqs, block_size=1, **limits)
-    return PoolingCore(backend, made, ("embed", "token_embed")), backend
+    return pooling_core(backend, made, ("embed", "token_embed")), backend
 
 
 def ask(name: str, length: int = 3, first: int = 1, rules: PoolingRules = EMBED, **more) -> EngineRequest:
     return pooling_request(name, list(range(first, first + length)), rules, **more)
 
 
-def drain(engine: PoolingCore) -> list[EngineOutput]:
+def drain(engine: EngineCore) -> list[EngineOutput]:
     found: list[EngineOutput] = []
     while engine.has_work:
         found += engine.step().outputs
@@ -58,7 +57,7 @@ def lengths(backend: FakePooling) -> list[list[int]]:
 
 def test_answers_say_when_their_prompts_ran():
     times = iter([1.0, 2.0, 3.0])
-    engine = PoolingCore(FakePooling(), core(seqs=2)[0].limits, ("embed",), clock=lambda: next(times))
+    engine = pooling_core(FakePooling(), core(seqs=2)[0].limits, ("embed",), clock=lambda: next(times))
     for name in "abcde":
         engine.add_request(ask(name))
     found = drain(engine)
@@ -165,7 +164,7 @@ def test_stats_count():
         (ask("x", 31), "prompt", "31 tokens, the model takes 30"),
         (ask("x", 0), "prompt", "empty"),
         (ask("x", rules=PoolingRules(task="classify", use_activation=True)), "task", "embed, token_embed"),
-        (ask("taken"), "request_id", "under way"),
+        (ask("taken"), "request_id", "already in the engine"),
         (
             EngineRequest(request_id="x", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=1),
             "model",
@@ -185,7 +184,7 @@ def test_what_can_never_run_is_refused(request_: EngineRequest, field: str, word
 def test_a_model_that_generates_refuses_to_pool():
     layout = full_layout(4)
     limits = Limits(max_model_len=16, max_num_batched_tokens=16, max_num_seqs=2, block_size=4)
-    engine = EngineCore(FakeBackend(layout, num_blocks=9), layout, limits, 9)
+    engine = generation_core(FakeBackend(layout, num_blocks=9), layout, limits, 9)
     with pytest.raises(RequestError, match="--runner pooling"):
         engine.add_request(ask("x"))
     assert not engine.has_work

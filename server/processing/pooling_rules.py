@@ -1,0 +1,52 @@
+"""Pooling params resolved against what the model offers: its tasks, activation and dimensions."""
+
+from __future__ import annotations
+
+from pagoda.common.engine.pooling import EMBEDS, PoolingRules, PoolingTask
+from pagoda.common.errors import RequestError
+from pagoda.common.pooling_params import PoolingParams
+from pagoda.server.ipc_messages import PoolingInfo
+
+
+def pooling_rules(info: PoolingInfo, params: PoolingParams, second_text: int | None) -> PoolingRules:
+    """Return how a prompt is pooled. `second_text`: first token of a pair's second text. Raises RequestError."""
+    params.verify()
+    task = resolve_task(info, params.task)
+    return PoolingRules(
+        task=task,
+        use_activation=info.use_activation if params.use_activation is None else params.use_activation,
+        dimensions=_dimensions(info, params.dimensions, task),
+        second_text=second_text,
+    )
+
+
+def resolve_task(info: PoolingInfo, name: str | None) -> PoolingTask:
+    """Return the named task, or the model's default. Raises RequestError if the model does not offer it."""
+    if name is None:
+        return info.tasks[0]
+    for task in info.tasks:
+        if task == name:
+            return task
+    hint = {"embed": " (--convert embed)", "classify": " (--convert classify)"}.get(name, "")
+    raise RequestError("task", f"this model does not offer {name!r}{hint}; it offers {', '.join(info.tasks)}")
+
+
+def _dimensions(info: PoolingInfo, dimensions: int | None, task: PoolingTask) -> int | None:
+    """Return how many dimensions of an embedding are kept, None for all. Raises RequestError."""
+    if dimensions is None:
+        return info.default_dimensions if task in EMBEDS else None
+    if task not in EMBEDS:
+        raise RequestError("dimensions", f"dimensions applies to embeddings; task {task!r} has none")
+    if not info.is_matryoshka:
+        raise RequestError(
+            "dimensions",
+            f"this model's embeddings cannot be shortened (no Matryoshka); leave dimensions out to get all "
+            f"{info.embedding_size}",
+        )
+    if info.dimensions and dimensions not in info.dimensions:
+        raise RequestError(
+            "dimensions", f"dimensions {dimensions} is not one of {', '.join(str(each) for each in info.dimensions)}"
+        )
+    if dimensions > info.embedding_size:
+        raise RequestError("dimensions", f"dimensions {dimensions} is above the model's {info.embedding_size}")
+    return dimensions

@@ -1,0 +1,14 @@
+"""Pooling steps of engine requests, for tests that drive a pooling backend without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.pooling import PoolPlan
+from pagoda.common.engine.pooling_scheduler import make_plan
+from pagoda.common.engine.request import Request
+
+
+def plan_of(requests: Iterable[EngineRequest]) -> PoolPlan:
+    return make_plan([Request.of(each, limit=0, rank=()) for each in requests])
