@@ -1,4 +1,4 @@
-"""An answer that keeps to its form or calls tools, as the model likes: over HTTP, and each format's grammar."""
+"""Structured output or tool calls in one grammar: over HTTP, and for each tool format."""
 
 from __future__ import annotations
 

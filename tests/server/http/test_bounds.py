@@ -1,4 +1,4 @@
-"""Every number of every request body, far out of bounds: it is refused by name or answered, and the next is served."""
+"""Out-of-bounds numbers in every request body: refused by name or answered, and the next request is served."""
 
 from __future__ import annotations
 

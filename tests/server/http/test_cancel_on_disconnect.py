@@ -1,4 +1,4 @@
-"""Work for a client: cut when the client leaves or the server stops, and by nothing that happens after its end."""
+"""Work for a client is cancelled when the client disconnects or the server stops, and not after its end."""
 
 from __future__ import annotations
 

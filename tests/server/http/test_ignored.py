@@ -1,4 +1,4 @@
-"""Parts of requests that have no effect: accepted, named in x-pagoda-ignored, logged, counted; refused when strict."""
+"""Ignored parts of requests: accepted, named in x-pagoda-ignored, logged, counted; refused when strict."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The load in an answer's head, in both of the forms that balancers read."""
+"""The load header of responses, in both ORCA formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event streams whose client leaves: what made the events ends at once."""
+"""Event streams: when the client disconnects, the events' generator is closed at once."""
 
 from __future__ import annotations
 

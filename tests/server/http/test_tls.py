@@ -1,4 +1,4 @@
-"""TLS: certificates of server and clients, ciphers, and certificates that change while the server runs."""
+"""TLS: server and client certificates, ciphers, and certificate reload."""
 
 import shutil
 import socket

@@ -1,4 +1,4 @@
-"""The answers with the highest cumulative log-probability are the ones that are returned, best first."""
+"""best_of returns the choices with the highest cumulative log-probability, best first."""
 
 from __future__ import annotations
 

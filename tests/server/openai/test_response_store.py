@@ -1,4 +1,4 @@
-"""Stored responses: within a number and a size, the oldest make room; streams can be followed again."""
+"""Stored responses: bounded number and size, eviction of the oldest, streams that can be followed again."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The form of an answer, over HTTP: every way to ask for it, in streams, with n, after thinking, and refused."""
+"""Structured outputs over HTTP: every request field, streams, n, after reasoning, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events whose frame is encoded once: the same bytes as without that, whatever the text and the client's own id."""
+"""Stream events whose frame is encoded once: the same bytes as when encoded whole, for any text and id."""
 
 from __future__ import annotations
 

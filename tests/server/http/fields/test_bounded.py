@@ -1,4 +1,4 @@
-"""Bodies of many wrong values: few errors are collected, and lists of objects have a greatest length."""
+"""Bodies with many invalid values: few errors are collected, and lists of objects have a maximum length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies: what is refused names its field, what is taken arrives. tests/test_api_fields.py: none is ignored."""
+"""Request bodies: refusals name the field. tests/test_api_fields.py: no field is ignored."""
 
 import json
 from typing import Any
