@@ -173,7 +173,7 @@ class EngineCore:
 
         A request whose grammar does not compile ends with an output that has the error.
         """
-        if request.pooling is not None and self._kv_managers:
+        if request.pooling is not None and self._kv_managers:  # a generating model
             raise RequestError("model", "the model generates text, it does not pool; start it with --runner pooling")
         self._grammars.add(request)
 
@@ -182,6 +182,8 @@ class EngineCore:
         request_ids = list(request_ids)
         self._grammars.abort(request_ids)
         self._scheduler.abort(request_ids)
+        if not self.has_work:
+            self._check_kv_cache(idle=True)
 
     @property
     def has_work(self) -> bool:
@@ -201,17 +203,17 @@ class EngineCore:
             return StepOutputs(outputs=refusals, stats=self.stats)
         plan, pending = self._pending.popleft()
         outputs = self._scheduler.update(plan, pending.result())
-        self._check_kv_cache()
+        self._unchecked_steps += 1
+        idle = not self.has_work
+        if idle or self._unchecked_steps >= CHECK_INTERVAL:
+            self._check_kv_cache(idle)
         return replace(outputs, outputs=refusals + outputs.outputs) if refusals else outputs
 
-    def _check_kv_cache(self) -> None:
-        """Check the KV blocks when the engine becomes idle, and every CHECK_INTERVAL steps. Raises RuntimeError."""
-        idle = not self.has_work
-        self._unchecked_steps += 1
-        if idle or self._unchecked_steps >= CHECK_INTERVAL:
-            self._unchecked_steps = 0
-            for kv in self._kv_managers:
-                kv.check_integrity(idle=idle)
+    def _check_kv_cache(self, idle: bool) -> None:
+        """Raise RuntimeError if KV blocks are not accounted for. Runs when the engine becomes idle, and under load."""
+        self._unchecked_steps = 0
+        for kv in self._kv_managers:
+            kv.check_integrity(idle=idle)
 
     @property
     def stats(self) -> EngineStats:

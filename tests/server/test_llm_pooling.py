@@ -266,6 +266,21 @@ async def test_a_dead_engine_fails_all() -> None:
         llm.shutdown()
 
 
+async def test_a_paused_engine_holds_pooling_requests_back() -> None:
+    llm = make_async("embed")
+    try:
+        await llm.pause_generation()
+        prompt = llm.pooling_inputs.parse("abc")
+        waiting = asyncio.ensure_future(llm.add_request("r", prompt, PoolingParams()))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await llm.resume_generation()
+        output = await (await waiting).get()
+        assert output.outputs.data.tolist() == pytest.approx(vector("abc"))
+    finally:
+        llm.shutdown()
+
+
 def test_what_engines_are_asked() -> None:
     llm = make("embed", scheduling_policy="priority")
     inputs = llm.llm_engine.inputs

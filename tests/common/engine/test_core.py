@@ -164,6 +164,15 @@ def test_a_block_that_leaks_stops_the_engine_when_it_falls_idle():
         drain(engine)
 
 
+def test_a_block_that_leaks_is_noticed_when_the_last_request_is_aborted():
+    engine = core(FakeBackend(full_layout(), num_blocks=24), async_scheduling=False)
+    engine.add_request(request("a", [1, 2, 3]))
+    engine.step()
+    engine._kv_managers[0].pool.allocate()
+    with pytest.raises(RuntimeError, match="KV cache leak"):
+        engine.abort(["a"])
+
+
 def test_block_counts_are_checked_under_load(monkeypatch):
     monkeypatch.setattr(core_module, "CHECK_INTERVAL", 3)
     engine = core(FakeBackend(full_layout(), num_blocks=24))

@@ -69,7 +69,7 @@ def test_a_checkpoint_that_is_gone_is_told(backend: FakeBackend, sleeper: Sleepe
 
     backend.wake_weights = gone
     sleeper.sleep(2)
-    with pytest.raises(SleepError, match="no such file; put the checkpoint back"):
+    with pytest.raises(SleepError, match="no such file; restore the checkpoint"):
         sleeper.wake_up(TAGS)
     assert sleeper.asleep == TAGS
 
