@@ -244,7 +244,7 @@ class SamplingParams:
                 raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it unset")
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is not _DEFAULTS[name]:  # which most are, and a request is verified three times on its way
+            if value is not _DEFAULTS[name]:  # most are
                 check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
@@ -259,13 +259,16 @@ class SamplingParams:
         bad_words_token_ids: Sequence[Sequence[int]] = (),
         default_seed: int | None = None,
         index: int = 0,
+        verify: bool = True,
     ) -> SamplingRules:
         """The engine's rules for answer `index` of n.
 
         `vocab_size`: the model's; ids outside it raise RequestError. `bad_words_token_ids`: `bad_words` tokenised
         (server/processing/inputs.py). `default_seed`: for a request without one; None draws 63 random bits.
+        `verify`: False if the fields have not changed since they were verified.
         """
-        self.verify()
+        if verify:
+            self.verify()
         _need_in_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
         _need_in_vocabulary("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         _need_in_vocabulary("stop_token_ids", self.stop_token_ids or (), vocab_size)

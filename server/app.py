@@ -1,7 +1,4 @@
-"""The HTTP application: routes, keys, cross-origin rules, and errors in one shape.
-
-Knows FastAPI. Does not know how the engine was started or where the server listens.
-"""
+"""The FastAPI application: routes, middleware, error responses and the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -30,15 +27,19 @@ from pagoda.server.anthropic import messages
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.cohere import embed
 from pagoda.server.cohere.embed import CohereEmbedRequest
-from pagoda.server.http.auth import ApiKeyMiddleware
-from pagoda.server.http.fields.base import RequestBody, harmless_values, is_hint, is_unsupported
-from pagoda.server.http.fields.errors import HttpError, error_answer, http_error
-from pagoda.server.http.ignored import IGNORED_HEADER, IgnoredParts
-from pagoda.server.http.request_log import RequestIds
+from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
+from pagoda.server.http.fields.errors import ClientDisconnectedError, HttpError, error_response, http_error
+from pagoda.server.http.middleware import (
+    IGNORED_HEADER,
+    ApiKeyMiddleware,
+    DirectSendMiddleware,
+    IgnoredPartsMiddleware,
+    RequestIdMiddleware,
+)
+from pagoda.server.http.response import encode_json
 from pagoda.server.http.state import ServerState
-from pagoda.server.http.stream import ClientLeftError, StraightParts, encode_json
 from pagoda.server.openai import chat, completion, models, render
-from pagoda.server.openai.chat_request import BatchChatCompletionRequest, ChatCompletionRequest
+from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.openai.responses import route as responses
 from pagoda.server.openai.responses.request import ResponsesRequest
@@ -55,8 +56,6 @@ from pagoda.server.pooling.fields import (
 )
 from pagoda.server.pooling.generative_scoring import GenerativeScoringRequest
 from pagoda.server.pooling.scoring import RerankRequest, ScoreRequest
-
-# The OpenAPI description: FastAPI's, with the bodies that the routes parse themselves.
 
 BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -82,17 +81,17 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/invocations": (CompletionRequest, ChatCompletionRequest),
     "/abort_requests": AbortRequest,
 }
-"""Path -> what is posted there: a body, or one of several."""
+"""Path -> request body, or alternatives."""
 
 
 def bodies_of(path: str) -> tuple[type[RequestBody], ...]:
-    """The bodies that may be posted to a path."""
-    found = BODIES[path]
-    return found if isinstance(found, tuple) else (found,)
+    """Return the alternative request bodies of a path."""
+    bodies = BODIES[path]
+    return bodies if isinstance(bodies, tuple) else (bodies,)
 
 
 def described(app: FastAPI) -> dict[str, Any]:
-    """The description, made once: what a body that is taken looks like, to the values of fields that are refused."""
+    """Return the OpenAPI schema, built once, with the bodies that the routes parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bodies = {body.__name__: body for path in BODIES for body in bodies_of(path)}
@@ -110,7 +109,7 @@ def described(app: FastAPI) -> dict[str, Any]:
 
 
 def _describe_fields(properties: dict[str, Any], body: type[RequestBody], names: Sequence[str]) -> None:
-    """`names`: of the model, as it is served."""
+    """Describe unsupported fields, hints and `model`. `names`: the served model names."""
     for name, field in body.model_fields.items():
         if is_unsupported(field):
             properties[name] = {
@@ -128,13 +127,13 @@ def _describe_fields(properties: dict[str, Any], body: type[RequestBody], names:
 
 
 CLIENT_LEFT = 499
-"""Status of an answer that nobody is there to read."""
+"""Status, for logs, of a response whose client disconnected."""
 
 logger = logging.getLogger(__name__)
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """The application around `state`. The engine may still be loading: requests are answered 503 until it is warm."""
+    """Return the application. Requests are answered 503 until the engine of `state` is warm."""
     config = state.config
     docs = not config.disable_fastapi_docs
     app = FastAPI(
@@ -148,14 +147,13 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.server = state
     app.openapi = lambda: described(app)  # type: ignore[method-assign]
     _include_routes(app, config)
-    for kind in (PagodaError, HttpError, ClientLeftError, HTTPException, Exception):
+    for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_middlewares(app, config, state.metrics)
     return app
 
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
-    """Those that every server has, and those that it was started with."""
     generating = (chat.router, completion.router, responses.router, messages.router, render.router)
     pooling = (generative_scoring.router, embeddings.router, scoring.router, embed.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
@@ -173,11 +171,11 @@ def _include_routes(app: FastAPI, config: ServerConfig) -> None:
 
 
 def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> None:
-    """What is added later is further out. Raises ConfigError for a middleware that cannot be had."""
-    app.add_middleware(IgnoredParts, metrics=metrics)
+    """Add middleware, innermost first. Raise ConfigError for one that cannot be loaded."""
+    app.add_middleware(IgnoredPartsMiddleware, metrics=metrics)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
-    app.add_middleware(  # added after the keys, so outside of them: preflights carry no key, and refusals can be read
+    app.add_middleware(  # outside of the key check: preflights have no key, and 401 responses need CORS headers
         CORSMiddleware,
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
@@ -186,27 +184,27 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
         expose_headers=[IGNORED_HEADER],
     )
     if config.enable_request_id_headers:
-        app.add_middleware(RequestIds)
-    app.add_middleware(StraightParts)
-    for name in config.middleware:  # outside of all that, so that they see every part
+        app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(DirectSendMiddleware)
+    for name in config.middleware:  # outermost, so that they see every chunk
         _add_middleware(app, name)
 
 
 def _add_middleware(app: FastAPI, name: str) -> None:
-    """An ASGI middleware class, or a function of request and next handler, around all that is there already."""
-    found = load_plugin("--middleware", name)
-    is_class, is_function = inspect.isclass(found), inspect.iscoroutinefunction(found)
+    """Add an ASGI middleware class or an async function of (request, call_next)."""
+    middleware = load_plugin("--middleware", name)
+    is_class, is_function = inspect.isclass(middleware), inspect.iscoroutinefunction(middleware)
     if is_class:
-        app.add_middleware(found)
+        app.add_middleware(middleware)
     elif is_function:
-        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
+        app.add_middleware(BaseHTTPMiddleware, dispatch=middleware)
     else:
         raise ConfigError("--middleware", f"{name} is neither a class nor an async function")
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """The client's view of an exception; ours alone keep their text."""
-    if isinstance(error, ClientLeftError):
+    """Return the error response of an exception."""
+    if isinstance(error, ClientDisconnectedError):
         return Response(status_code=CLIENT_LEFT)
     if request.app.state.server.config.log_error_stack:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -214,19 +212,19 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         error = HttpError(error.status_code, _routing_message(request, error))
-    told = http_error(error)
-    if told.status in (429, 503):
+    response = http_error(error)
+    if response.status in (429, 503):
         headers["retry-after"] = "1"
-    body, own_headers = error_answer(get_route_path(request.scope), told)
-    return Response(encode_json(body), told.status, headers | own_headers, media_type="application/json")
+    body, own_headers = error_response(get_route_path(request.scope), response)
+    return Response(encode_json(body), response.status, headers | own_headers, media_type="application/json")
 
 
 def _routing_message(request: Request, error: HTTPException) -> str:
     path = request.url.path[:200]
     match error.status_code:
         case 404:
-            return f"there is nothing at {path}"
+            return f"no route {path}"
         case 405:
-            return f"{path} does not take {request.method}"
+            return f"{path} does not support {request.method}"
         case _:
             return str(error.detail)

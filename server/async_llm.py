@@ -270,16 +270,16 @@ class AsyncLLM:
 
     @overload
     async def add_request(
-        self, request_id: str, prompt: PromptType | Prompt, params: SamplingParams, priority: int = 0
+        self, request_id: str, prompt: PromptType, params: SamplingParams, priority: int = 0
     ) -> RequestStream[RequestOutput]: ...
 
     @overload
     async def add_request(
-        self, request_id: str, prompt: PromptType | Prompt, params: PoolingParams, priority: int = 0
+        self, request_id: str, prompt: PromptType, params: PoolingParams, priority: int = 0
     ) -> RequestStream[RawPoolingOutput]: ...
 
     async def add_request(
-        self, request_id: str, prompt: PromptType | Prompt, params: SamplingParams | PoolingParams, priority: int = 0
+        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int = 0
     ) -> RequestStream[Any]:
         """Queue a prompt to generate or to pool. A caller that stops reading the stream must abort the request.
 
@@ -403,7 +403,7 @@ class AsyncLLM:
         self._engine.die(EngineDeadError("the engine was shut down"))
 
     async def _prepare(
-        self, request_id: str, prompt: PromptType | Prompt, params: SamplingParams | PoolingParams, priority: int
+        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int
     ) -> PreparedRequest:
         self._admission.check_priority(priority)
         return await self._ready().inputs.prepare(request_id, prompt, params, priority)

@@ -19,7 +19,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.processing.grammar_check import GrammarCheck, check_of
-from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, Prompt, PromptType
+from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType
 from pagoda.server.processing.output_processor import OutputProcessor
 from pagoda.server.processing.request_stream import RequestStream
 
@@ -116,7 +116,7 @@ class AsyncInputs:
         self.processor, self._grammars = processor, grammars
 
     async def prepare(
-        self, request_id: str, prompt: PromptType | Prompt, params: SamplingParams | PoolingParams, priority: int
+        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int
     ) -> PreparedRequest:
         """Return the engine requests of a prompt, one per completion. Raises RequestError."""
         given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt

@@ -23,7 +23,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.app import BODIES, bodies_of
-from pagoda.server.http.fields.base import RequestBody, is_hint, is_unsupported, parse, parse_tolerant
+from pagoda.server.http.body import RequestBody, is_hint, is_unsupported, parse, parse_tolerant
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = interface.rows("api_fields")

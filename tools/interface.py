@@ -14,7 +14,7 @@ from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES
 from pagoda.common.config.settings import Setting
 from pagoda.server.cli.main import COMMANDS, MODULES, Command
-from pagoda.server.http.fields.base import RequestBody
+from pagoda.server.http.body import RequestBody
 from pagoda.server.settings.flags import FlagParser
 
 ROWS: Final = Path(__file__).resolve().parents[1] / "tests" / "data" / "interface"

@@ -13,10 +13,9 @@ from pydantic import Field
 
 from pagoda.common.config.env import is_secret
 from pagoda.common.errors import ConfigError, RequestError
-from pagoda.server.http.body import read_body
-from pagoda.server.http.fields.base import RequestBody
+from pagoda.server.http.body import RequestBody, read_body
 from pagoda.server.http.fields.errors import HttpError
-from pagoda.server.http.request_context import server_of
+from pagoda.server.http.state import server_of
 from pagoda.server.redact import HIDDEN, Redactor
 
 

@@ -12,7 +12,7 @@ import pagoda
 from pagoda.common.errors import EngineDeadError
 from pagoda.common.observe.metrics import CONTENT_TYPE
 from pagoda.server.http.fields.errors import HttpError
-from pagoda.server.http.request_context import server_of
+from pagoda.server.http.state import server_of
 
 router = APIRouter(tags=["health"])
 

@@ -10,9 +10,8 @@ from starlette.types import Message, Receive
 
 from pagoda.common.errors import RequestError
 from pagoda.server.admin.tokenize import fields_of
-from pagoda.server.http.body import read_json
-from pagoda.server.http.fields.base import RequestBody, parse
-from pagoda.server.http.request_context import server_of
+from pagoda.server.http.body import RequestBody, parse, read_json
+from pagoda.server.http.state import server_of
 from pagoda.server.ipc_messages import PoolingInfo
 from pagoda.server.openai.chat import chat_completions
 from pagoda.server.openai.completion import completions

@@ -15,11 +15,9 @@ from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat.conversation import Conversation
 from pagoda.server.chat.prompt import rendered
-from pagoda.server.http.body import parse_body, read_body, read_json
-from pagoda.server.http.fields.base import Ignored, Int64, RequestBody, hint
-from pagoda.server.http.request_context import server_of
-from pagoda.server.http.state import ServerState
-from pagoda.server.openai.chat_request import check_messages, ignored_of_tools, offered_tools
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, parse_body, read_body, read_json
+from pagoda.server.http.state import ServerState, server_of
+from pagoda.server.openai.chat import check_messages, ignored_of_tools, offered_tools
 from pagoda.server.processing.inputs import check_token_ids
 
 MAX_TOKENS = 1 << 20
@@ -106,7 +104,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     state.model_name(body.model)
     tokenizer = _tokenizer(state)
     if isinstance(body, TokenizeChatRequest):
-        ids = (await rendered(state, body.conversation()))["prompt_token_ids"]
+        ids = (await rendered(state, body.conversation())).token_ids
     else:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     namer = tokenizer if body.return_token_strs else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
@@ -15,8 +15,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.chat.prompt import prepare
-from pagoda.server.http.answer import respond
-from pagoda.server.http.body import read_body
+from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.fields.errors import (
     REQUEST_ID_HEADER,
     UnavailableError,
@@ -25,9 +24,8 @@ from pagoda.server.http.fields.errors import (
     new_request_id,
 )
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.ignored import note_ignored
-from pagoda.server.http.request_context import model_of, server_of
-from pagoda.server.http.stream import EventStyle, encode_json, named_event
+from pagoda.server.http.response import EventStyle, encode_json, named_event, respond
+from pagoda.server.http.state import model_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
 from pagoda.server.parsers.output_parser import DeltaParser
@@ -190,12 +188,12 @@ async def create_message(request: Request) -> Response:
         raise RequestError(budget[0].path, budget[0].reason)
     request_id = new_request_id()
     try:
-        chat = await prepare(state, body.conversation(), params)
+        conversation = replace(body.conversation(), cache_salt=body.cache_salt)
+        chat = await prepare(state, conversation, params)
         note_ignored(request, (*budget, *chat.ignored), body.own_name)
-        prompt = chat.prompt | {"cache_salt": body.cache_salt}
         user = body.metadata.user_id if body.metadata is not None else None
         message_id = f"msg_{uuid.uuid4().hex}"
-        generation = Generation(state, message_id, [prompt], chat.params, user=user)
+        generation = Generation(state, message_id, [chat], chat.params, user=user)
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         builder = MessagesBuilder(message_id, model, parser, body.shows_thinking)
         style = EventStyle(
@@ -220,6 +218,6 @@ async def count_tokens(request: Request) -> Response:
         note_ignored(request, chat.ignored, body.own_name)
     except RequestError as error:
         raise body.in_own_names(error) from None
-    counted = {"input_tokens": len(chat.prompt["prompt_token_ids"])}
+    counted = {"input_tokens": len(chat.token_ids)}
     headers = {REQUEST_ID_HEADER: new_request_id()}
     return Response(encode_json(counted), media_type="application/json", headers=headers)

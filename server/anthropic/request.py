@@ -13,7 +13,7 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, Str
 from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import Conversation, NamedTool
 from pagoda.server.chat.conversation import ToolChoice as Choice
-from pagoda.server.http.fields.base import Ignored, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.fields.errors import HttpError
 from pagoda.server.http.fields.tagged import (
     LIST,

@@ -1,1 +1,1 @@
-"""A conversation to answer, whichever API it came through: its tools, its effort, the form of its answer."""
+"""Conversations, shared by all chat APIs: rendering, tools, tool grammars."""

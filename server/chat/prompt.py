@@ -1,13 +1,11 @@
-"""What answers a conversation: its prompt, its params, and the reader of its answers.
-
-Knows templates and parsers. Does not know the shape of a request or of an answer.
-"""
+"""Rendering of a conversation: prompt, sampling parameters with tool grammars, and the reader of the output."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -17,71 +15,86 @@ from pagoda.common.text.chat_template import render_chat, template_of, variables
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat.conversation import Conversation, NamedTool, checked_tools, effort_variables, is_effort_ignored
 from pagoda.server.chat.tool_grammar import form_or_calls, strict_calls
-from pagoda.server.http.fields.base import Ignored
+from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import LeavesMarkup, Parser, Tool, ToolFormat
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
+from pagoda.server.processing.inputs import Prompt
 from pagoda.server.processing.tokenization import encode_kept
 
 LONG_CONVERSATION: Final = 16_384
-"""Characters of a conversation, tools and documents included, from which rendering and tokenising run in a thread, so
-that other requests keep streaming."""
+"""Length in characters, tools and documents included, from which a conversation is rendered and tokenised in a thread,
+so that other requests keep streaming."""
 
 _PLAIN: Final = SamplingParams()
 
-_THINKING: Final = ("reasoning", "reasoning_content", "thinking")
-"""Names of a message's thinking, in clients and in templates."""
+_REASONING_KEYS: Final = ("reasoning", "reasoning_content", "thinking")
+"""Keys of a message's reasoning in clients and templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPrompt:
-    """A conversation ready to run.
+class ChatPrompt(Prompt):
+    """A rendered conversation, ready for the engine."""
 
-    `prompt`: for the engine. `reader`: makes the reader of one of the n answers. `ignored`: fields, by chat
-    completions' names, that have no effect with this model.
-    """
-
-    prompt: dict[str, Any]
     params: SamplingParams
-    reader: Callable[[], OutputParser]
-    ignored: tuple[Ignored, ...] = ()
+    reader: Callable[[], OutputParser]  # makes the reader of one sequence's output
+    last_message: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[Ignored, ...] = ()  # fields of chat completions without effect on this model
 
 
 async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
-    """Render, tokenise, and adjust `params` to the tools. Raises RequestError naming chat completions' fields."""
+    """Render and tokenise, and adapt `params` to the tools. Raise RequestError naming chat completions' field."""
     state.llm().check_generates()
     tools = _callable_tools(state, conversation)
     if tools:
-        params = _with_form(state, params, conversation, tools)
+        params = _with_grammar(state, params, conversation, tools)
     ignored = _ignored_effort(state, conversation)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
-    prompt = await rendered(state, conversation, params)
-    parsers = _parsers(state, conversation, tools, prompt["prompt"])
-    if not parsers:
-        return ChatPrompt(prompt=prompt, params=params, reader=OutputParser, ignored=ignored)
-    hidden = state.special_marks if params.skip_special_tokens else None
+    text, token_ids = await _render(state, conversation, params)
+    parsers = _parsers(state, conversation, tools, text)
+    reader: Callable[[], OutputParser] = OutputParser
+    if parsers:
+        reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
+        params = _with(params, skip_special_tokens=False)  # the parsers need them
+    return ChatPrompt(
+        text,
+        token_ids,
+        conversation.cache_salt,
+        params=params,
+        reader=reader,
+        last_message=conversation.messages[-1] if conversation.messages else {},
+        ignored=ignored,
+    )
+
+
+def _with(params: SamplingParams, **values: Any) -> SamplingParams:
+    """Return a copy with these values, which need no verification."""
+    params = copy(params)
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
+
+
+def _reader(
+    state: ServerState, parsers: list[Callable[[], Parser]], params: SamplingParams, *, parallel: bool
+) -> Callable[[], OutputParser]:
+    hidden = state.special_delimiters if params.skip_special_tokens else None
     count = None if state.reasoning_format is None else partial(_count_tokens, state)
-
-    def reader() -> OutputParser:
-        stages = [make() for make in parsers]
-        return OutputParser(stages, hidden=hidden, parallel_calls=conversation.parallel_tool_calls, count=count)
-
-    params = replace(params, skip_special_tokens=False)
-    return ChatPrompt(prompt=prompt, params=params, reader=reader, ignored=ignored)
+    return lambda: OutputParser([parser() for parser in parsers], hidden=hidden, parallel_calls=parallel, count=count)
 
 
 def _ignored_effort(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
-    """Return the reasoning effort as an ignored hint where the chat template has no switch for it."""
-    effort, tokenizer = conversation.reasoning_effort, state.tokenizer()
-    if effort is None or tokenizer is None:
+    """Return the reasoning effort as an ignored hint if the chat template does not read it."""
+    effort = conversation.reasoning_effort
+    if effort is None or (tokenizer := state.tokenizer()) is None:
         return ()
     template = _template_of(tokenizer, conversation, state)
     if not is_effort_ignored(effort, variables_of(template or ""), thinks=state.reasoning_format is not None):
         return ()
     reason = (
-        f"the model's chat template does not know reasoning_effort, so {effort!r} would change nothing; "
+        f"reasoning_effort {effort!r} has no effect: the model's chat template does not read it; "
         "leave it out, or use chat_template_kwargs"
     )
     return (Ignored("reasoning_effort", "hint", reason),)
@@ -93,8 +106,9 @@ def _count_tokens(state: ServerState, text: str) -> int:
 
 
 def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool]:
-    """The tools that this answer may call. Raises RequestError."""
-    tools, choice = checked_tools(conversation.tools), conversation.tool_choice
+    """Return the tools that may be called. Raise RequestError."""
+    choice = conversation.tool_choice
+    tools = checked_tools(conversation.tools) if conversation.tools else []
     if choice == "none":
         return []
     if choice == "auto":
@@ -102,53 +116,56 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
             raise RequestError(
                 "tool_choice",
                 'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; '
-                "without them calls can be required, or one tool named",
+                'use "required", or name one tool',
             )
         return tools
     if not tools:
-        raise RequestError("tool_choice", "tool_choice needs tools to choose from; give tools")
+        raise RequestError("tool_choice", "tool_choice needs tools")
     if choice == "required":
         return tools
     named = [tool for tool in tools if tool.name == choice.name]
     if not named:
-        raise RequestError("tool_choice", f"there is no tool {choice.name[:128]!r} among the tools")
+        raise RequestError("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools")
     return named
 
 
-def _with_form(
+def _with_grammar(
     state: ServerState, params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]
 ) -> SamplingParams:
-    """The params, with the form of an answer that is calls or may be. Raises RequestError where it cannot be both."""
-    asked, choice, many = params.structured_outputs, conversation.tool_choice, conversation.parallel_tool_calls
-    if asked is None:
+    """Return the params with the grammar of tool calls. Raise RequestError if it excludes structured_outputs."""
+    structured, choice, parallel = (
+        params.structured_outputs,
+        conversation.tool_choice,
+        conversation.parallel_tool_calls,
+    )
+    if structured is None:
         if choice == "auto":
-            strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=many)
-            return params if strict is None else replace(params, structured_outputs=strict)
-        schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=many)
-        return replace(params, structured_outputs=StructuredOutputsParams(json=schema))
+            strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
+            return params if strict is None else _with(params, structured_outputs=strict)
+        schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
+        return _with(params, structured_outputs=StructuredOutputsParams(json=schema))
     both = None
     if choice == "auto" and state.tool_format is not None:
-        both = form_or_calls(asked, state.tool_format, tools, state.special_texts, parallel=many)
+        both = form_or_calls(structured, state.tool_format, tools, state.special_texts, parallel=parallel)
     if both is None:
         raise RequestError(
             "structured_outputs",
-            "structured_outputs would keep the model from calling tools; leave one of them out, "
-            'or set tool_choice "none"',
+            'structured_outputs would prevent tool calls; leave one of them out, or set tool_choice "none"',
         )
-    return replace(params, structured_outputs=both)
+    return _with(params, structured_outputs=both)
 
 
 def _parsers(
     state: ServerState, conversation: Conversation, tools: Sequence[Tool], prompt: str
 ) -> list[Callable[[], Parser]]:
-    """What makes the stages of a reader: thinking first, then calls."""
+    """Return factories of the reader's stages: reasoning first, then tool calls."""
     stages: list[Callable[[], Parser]] = []
-    thinking = state.reasoning_format
+    reasoning = state.reasoning_format
     by_format = bool(tools) and conversation.tool_choice == "auto"
-    if thinking is not None:
-        stages.append(partial(thinking.parser, prompt))
-        if isinstance(thinking, LeavesMarkup) and not by_format:
-            stages.append(thinking.plain)
+    if reasoning is not None:
+        stages.append(partial(reasoning.parser, prompt))
+        if isinstance(reasoning, LeavesMarkup) and not by_format:
+            stages.append(reasoning.plain)
     calls = _format_of_calls(state, conversation) if tools else None
     if calls is not None:
         stages.append(partial(calls.parser, tools))
@@ -165,22 +182,27 @@ def _format_of_calls(state: ServerState, conversation: Conversation) -> ToolForm
             return state.tool_format
 
 
-async def rendered(state: ServerState, conversation: Conversation, params: SamplingParams = _PLAIN) -> dict[str, Any]:
-    """{"prompt": text, "prompt_token_ids": ids}; of a long text the ids that truncation by `params` keeps.
+# Rendering.
 
-    Raises RequestError.
-    """
+
+async def rendered(state: ServerState, conversation: Conversation, params: SamplingParams = _PLAIN) -> Prompt:
+    """Render and tokenise a conversation; with truncation, at least the kept tokens. Raise RequestError."""
+    text, token_ids = await _render(state, conversation, params)
+    return Prompt(text, token_ids, conversation.cache_salt)
+
+
+async def _render(state: ServerState, conversation: Conversation, params: SamplingParams) -> tuple[str, list[int]]:
     tokenizer = state.tokenizer()
     if tokenizer is None:
         raise RequestError(
-            "messages", "chat needs a tokenizer, which is switched off; use /v1/completions with token ids"
+            "messages", "chat needs a tokenizer, which is disabled (--skip-tokenizer-init); use /v1/completions"
         )
     if conversation.template is not None and not state.config.trust_request_chat_template:
         raise RequestError(
-            "chat_template", "this server takes no templates from requests (--trust-request-chat-template)"
+            "chat_template", "chat_template is only accepted with --trust-request-chat-template; leave it out"
         )
-    shown = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
-    size = sum(len(str(each)) for each in shown)
+    parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
+    size = sum(len(str(each)) for each in parts)
     if size < LONG_CONVERSATION:
         return _rendered(tokenizer, conversation, params, state)
     return await asyncio.to_thread(_rendered, tokenizer, conversation, params, state)
@@ -188,13 +210,14 @@ async def rendered(state: ServerState, conversation: Conversation, params: Sampl
 
 def _rendered(
     tokenizer: Tokenizer, conversation: Conversation, params: SamplingParams, state: ServerState
-) -> dict[str, Any]:
+) -> tuple[str, list[int]]:
     tools = _shown_tools(state, conversation)
     template = _template_of(tokenizer, conversation, state)
-    effort = effort_variables(conversation.reasoning_effort, variables_of(template or ""))
+    effort = conversation.reasoning_effort
+    variables = {} if effort is None else effort_variables(effort, variables_of(template or ""))
     text = render_chat(
         tokenizer,
-        [_with_thinking(message) for message in conversation.messages],
+        [_with_reasoning(message) for message in conversation.messages],
         template=template,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
@@ -202,10 +225,9 @@ def _rendered(
         must_show_tools=conversation.tool_choice == "auto",
         documents=conversation.documents,
         content_format=state.config.chat_template_content_format,
-        **{**state.config.default_chat_template_kwargs, **effort, **conversation.keywords},
+        **{**state.config.default_chat_template_kwargs, **variables, **conversation.keywords},
     )
-    ids = encode_kept(tokenizer, text, params, state.engine.max_model_len, conversation.add_special_tokens)
-    return {"prompt": text, "prompt_token_ids": ids}
+    return text, encode_kept(tokenizer, text, params, state.engine.max_model_len, conversation.add_special_tokens)
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
@@ -213,58 +235,54 @@ def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: Server
     return template_of(tokenizer, source, with_tools=bool(_shown_tools(state, conversation)))
 
 
-def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its thinking under every name by which a template may look for it."""
-    thinking = next((message[name] for name in _THINKING if isinstance(message.get(name), str)), None)
-    return message if thinking is None else {**dict.fromkeys(_THINKING, thinking), **message}
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with its reasoning under every key that a template may read."""
+    reasoning = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return message if reasoning is None else {**dict.fromkeys(_REASONING_KEYS, reasoning), **message}
 
 
 def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
-    """The tools that the template shows to the model."""
+    """Return the tools to pass to the template."""
     hides = state.config.exclude_tools_when_tool_choice_none and conversation.tool_choice == "none"
     return [] if hides else list(conversation.tools)
 
 
-# Conversations that are too long: their oldest turns are left out until the rest fits.
-#
-# Knows messages and prompts. Does not know how a prompt is written.
-
-Message = Mapping[str, Any]
+# Truncation of conversations that exceed the context.
 
 
 async def prepare_fitting(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
-    """As prepare, without the oldest messages where all of them are too many. Raises as prepare does.
+    """Prepare the conversation, dropping its oldest messages if it exceeds the context. Raises as prepare does.
 
-    System messages at the beginning stay, and what is kept begins with a user's. Room is left for max_tokens, at most
-    half of the context. The last turn alone is not cut: it may still be refused as too long.
+    Leading system messages are kept, and the kept messages start with a user's. Reserves max_tokens, at most half of
+    the context, for the output. The last turn is never dropped: it may still be refused as too long.
     """
     context = state.llm().max_model_len
-    most = context - min(params.max_tokens or 1, context // 2)
+    limit = context - min(params.max_tokens or 1, context // 2)
     messages = list(conversation.messages)
     head = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     starts = [n for n, message in enumerate(messages) if n > head and message["role"] == "user"]
     if not starts:
         return await prepare(state, conversation, params)
 
-    async def fitting(kept: list[Message]) -> ChatPrompt | None:
+    async def fitting(kept: list[Mapping[str, Any]]) -> ChatPrompt | None:
         try:
-            turn = await prepare(state, replace(conversation, messages=kept), params)
+            prompt = await prepare(state, replace(conversation, messages=kept), params)
         except PromptTooLongError:
             return None
-        return turn if len(turn.prompt["prompt_token_ids"]) <= most else None
+        return prompt if len(prompt.token_ids) <= limit else None
 
-    turn = await fitting(messages)
-    if turn is not None:
-        return turn
+    longest = await fitting(messages)
+    if longest is not None:
+        return longest
     last = messages[:head] + messages[starts.pop() :]
-    turn = await fitting(last)
-    if turn is None:
+    longest = await fitting(last)
+    if longest is None:
         return await prepare(state, replace(conversation, messages=last), params)
-    while starts:  # `turn` fits; what is left of `starts` keeps more than it does
+    while starts:  # binary search; the remaining `starts` keep more messages than `longest`
         middle = len(starts) // 2
-        longer = await fitting(messages[:head] + messages[starts[middle] :])
-        if longer is not None:
-            turn, starts = longer, starts[:middle]
+        candidate = await fitting(messages[:head] + messages[starts[middle] :])
+        if candidate is not None:
+            longest, starts = candidate, starts[:middle]
         else:
             starts = starts[middle + 1 :]
-    return turn
+    return longest

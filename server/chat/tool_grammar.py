@@ -1,8 +1,4 @@
-"""An answer that has a form or is calls of tools, in the model's own format: one grammar of both.
-
-Knows structural tags. Where a format says what stands between its marks, calls keep to their tools' schemas; elsewhere
-they are as free as without a form.
-"""
+"""Grammars, as structural tags, of output that may call tools in the model's own format."""
 
 from __future__ import annotations
 
@@ -21,21 +17,22 @@ _LINE = {"type": "regex", "pattern": r"\n?"}
 
 
 def form_or_calls(
-    asked: StructuredOutputsParams,
+    structured: StructuredOutputsParams,
     format: ToolFormat,
     tools: Sequence[Tool],
     special: Collection[str],
     *,
     parallel: bool,
 ) -> StructuredOutputsParams | None:
-    """The form asked for, or calls; None where no grammar can tell them apart.
+    """Return a grammar of either the structured output or tool calls; None if no grammar can distinguish them.
 
-    `special`: the tokenizer's special tokens, of which none may stand between a format's marks: any text has none.
-    `parallel`: whether there may be several calls. Raises RequestError for a schema that is none.
+    Calls conform to their tools' schemas where the format defines the content between its delimiters. `special`: the
+    tokenizer's special tokens, which `any_text` between delimiters excludes. `parallel`: allow several calls. Raise
+    RequestError for an invalid schema.
     """
-    form = _form(asked)
+    form = _form(structured)
     brackets = format.brackets(tools) if isinstance(format, Brackets) else ()
-    if form is None or not brackets or any(_holds_special(bracket, special) for bracket in brackets):
+    if form is None or not brackets or any(_has_special(bracket, special) for bracket in brackets):
         return None
     calls = {
         "type": "tags_with_separator",
@@ -45,24 +42,24 @@ def form_or_calls(
         "stop_after_first": not parallel,
     }
     tag = {"format": {"type": "or", "elements": [form, calls]}}
-    return replace(asked, structural_tag=tag, json=None, regex=None, choice=None, grammar=None, json_object=None)
+    return replace(structured, structural_tag=tag, json=None, regex=None, choice=None, grammar=None, json_object=None)
 
 
-def _form(asked: StructuredOutputsParams) -> dict[str, Any] | None:
-    """As an element of a structural tag; one that is a tag already may be about calls itself, so it has none."""
-    if asked.json is not None:
-        return {"type": "json_schema", "json_schema": json_schema(asked.json)}
-    if asked.json_object:
+def _form(structured: StructuredOutputsParams) -> dict[str, Any] | None:
+    """Return the constraint as a structural tag element; None for a structural tag, which may itself contain calls."""
+    if structured.json is not None:
+        return {"type": "json_schema", "json_schema": json_schema(structured.json)}
+    if structured.json_object:
         return {"type": "json_schema", "json_schema": _ANY_OBJECT}
-    if asked.choice:
-        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in asked.choice]}
-    if asked.regex is not None:
-        return {"type": "regex", "pattern": whole_pattern(asked.regex)}
+    if structured.choice:
+        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in structured.choice]}
+    if structured.regex is not None:
+        return {"type": "regex", "pattern": whole_pattern(structured.regex)}
     return None
 
 
 def tag_of(bracket: Bracket) -> dict[str, Any]:
-    """What calls stand between, as a structural tag has it."""
+    """Return the structural tag of calls between the format's delimiters."""
     content: dict[str, Any] = _ANY_TEXT
     if bracket.call is not None:
         call = {"type": "json_schema", "json_schema": bracket.call}
@@ -70,24 +67,19 @@ def tag_of(bracket: Bracket) -> dict[str, Any]:
     return {"type": "tag", "begin": bracket.begin, "content": content, "end": bracket.end}
 
 
-def _holds_special(bracket: Bracket, special: Collection[str]) -> bool:
+def _has_special(bracket: Bracket, special: Collection[str]) -> bool:
     return any(token in mark for mark in bracket.inner for token in special)
 
 
-# Calls that the model makes on its own, of tools that are strict: text is free, and a call in it keeps to its schema.
-#
-# Knows structural tags. Only formats that say what stands between their marks can be held so.
-
-
 def strict_calls(format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> StructuredOutputsParams | None:
-    """The form of an answer with such calls, one at most unless `parallel`; None where nothing is to be held.
+    """Return a grammar of free text in which calls of strict tools conform to their schemas; None if not possible.
 
-    Calls of tools that are not strict have arguments of any kind. Raises RequestError for a schema that is none.
+    Calls of other tools have arbitrary arguments. `parallel`: allow several calls. Raise RequestError for an invalid
+    schema.
     """
     if not any(tool.strict for tool in tools) or not isinstance(format, Brackets):
         return None
-    loose = {"type": "object"}
-    brackets = format.brackets([tool if tool.strict else replace(tool, parameters=loose) for tool in tools])
+    brackets = format.brackets([tool if tool.strict else replace(tool, parameters=_ANY_OBJECT) for tool in tools])
     if not brackets or any(bracket.call is None for bracket in brackets):
         return None
     calls = {

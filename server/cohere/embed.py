@@ -13,9 +13,8 @@ from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.http.body import read_body
-from pagoda.server.http.fields.base import Int64, RequestBody, unsupported
-from pagoda.server.http.request_context import server_of
+from pagoda.server.http.body import Int64, RequestBody, read_body, unsupported
+from pagoda.server.http.state import server_of
 from pagoda.server.outputs import Array
 from pagoda.server.pooling.fields import check_count, renamed
 from pagoda.server.pooling.routes import PoolingCall, count_tokens

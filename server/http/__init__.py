@@ -1,1 +1,1 @@
-"""What all routes share: state, bodies, answers whole and streamed, and the work of one HTTP request."""
+"""HTTP server, middleware, request bodies and responses shared by all routes."""

@@ -1,108 +1,68 @@
-"""Request bodies: JSON only, not compressed, and no more of it than the server allows."""
+"""Request bodies: read within limits, parsed into typed fields, with errors that name the field.
+
+JSON only, not compressed. Fields that are declared unsupported are refused; unknown fields and hints are accepted
+without effect and reported in `x-pagoda-ignored`, or refused with --strict-requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Final, TypeVar
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 from starlette.requests import ClientDisconnect, Request
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.server.http.fields.base import RequestBody, parse, parse_tolerant
-from pagoda.server.http.fields.errors import HttpError
-from pagoda.server.http.ignored import note_ignored
-from pagoda.server.http.stream import ClientLeftError
+from pagoda.common.errors import RequestError
+from pagoda.server.http.fields.errors import ClientDisconnectedError, HttpError
 
-# How many values JSON text has, counted before anything is made of them.
-#
-# A parser makes an object of each value, with the interpreter's lock held: a body of millions of empty lists would stop
-# all streams for seconds. Counting needs no object and, within numpy, no lock.
+BodyT = TypeVar("BodyT", bound="RequestBody")
 
-MAX_VALUES: Final = 1 << 21
-"""Most items of lists and objects of a body: token ids of two contexts of a million."""
+INT64_MIN: Final = -(2**63)
+INT64_MAX: Final = 2**63 - 1
 
-MAX_OBJECTS: Final = 1 << 17
-"""Most lists and objects of a body."""
-
-MAX_KEYS: Final = 1 << 17
-"""Most keys of all objects of a body."""
-
-SMALL: Final = MAX_OBJECTS
-"""Bytes of a body that cannot have more of anything than is allowed."""
-
-_CHUNK: Final = 1 << 20
-_ITEM, _KEY, _OPEN, _QUOTE = 1, 2, 3, 4
-_KINDS: Final = np.zeros(256, np.uint8)
-for _characters, _kind in ((b",", _ITEM), (b":", _KEY), (b"[{", _OPEN), (b'"', _QUOTE)):
-    for _character in _characters:
-        _KINDS[_character] = _kind
-
-
-def check_size(raw: bytes) -> None:
-    """Raise HttpError (413) for JSON text of too many values. What is no JSON may pass, or be refused."""
-    items = keys = opened = 0
-    inside = False  # of a string
-    for chunk in _chunks(raw):
-        kinds = _KINDS[np.frombuffer(chunk, np.uint8)]
-        quotes = np.cumsum(kinds == _QUOTE, dtype=np.int32) + inside
-        counts = np.bincount(kinds[(quotes & 1) == 0], minlength=_QUOTE)
-        inside = bool(quotes[-1] & 1)
-        items += int(counts[_ITEM])
-        keys += int(counts[_KEY])
-        opened += int(counts[_OPEN])
-        for count, most, what in (
-            (items + opened, MAX_VALUES, "values"),
-            (opened, MAX_OBJECTS, "lists and objects"),
-            (keys, MAX_KEYS, "keys"),
-        ):
-            if count > most:
-                raise HttpError(413, f"the body has more than {most} {what}; send less in one request")
-
-
-def _chunks(raw: bytes) -> Iterator[bytes]:
-    """The text in pieces, without escaped characters, among which are quotes that end no string."""
-    start = 0
-    while start < len(raw):
-        end = min(start + _CHUNK, len(raw))
-        chunk = raw[start:end]
-        backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
-        if backslashes % 2 and end < len(raw):  # the character that it escapes is in the next one
-            end += 1
-            chunk = raw[start:end]
-        start = end
-        if b"\\" in chunk:
-            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
-        if chunk:
-            yield chunk
-
-
-BodyT = TypeVar("BodyT", bound=RequestBody)
+Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 
 
 async def read_body(request: Request, body_type: type[BodyT], config: ServerConfig) -> BodyT:
-    """The parsed body. Raises HttpError (413, 415), RequestError naming the field, or ClientLeftError."""
+    """Read and parse the body. Raise HttpError (413, 415), RequestError or ClientDisconnectedError."""
     return parse_body(request, body_type, await read_json(request, config), config)
 
 
 def parse_body(request: Request, body_type: type[BodyT], raw: bytes, config: ServerConfig) -> BodyT:
-    """Return the parsed body, with its parts that have no effect noted for the response. Raises RequestError."""
+    """Parse the body and note its ignored parts for the response header. Raise RequestError."""
     if config.strict_requests:
         return parse(body_type, raw)
     body, ignored = parse_tolerant(body_type, raw)
-    note_ignored(request, ignored)
+    if ignored:
+        note_ignored(request, ignored)
     return body
 
 
 async def read_json(request: Request, config: ServerConfig) -> bytes:
-    """The body as it came, said to be JSON. Raises HttpError (413, 415) or ClientLeftError."""
+    """Return the unparsed JSON body. Raise HttpError (413, 415) or ClientDisconnectedError."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
-        raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send the body as it is")
+        raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send the body uncompressed")
     raw = await _read(request, config.max_body_bytes)
     if len(raw) > SMALL:
         await asyncio.to_thread(check_size, raw)
@@ -120,9 +80,384 @@ async def _read(request: Request, limit: int) -> bytes:
             if len(raw) > limit:
                 raise _too_large(limit)
     except ClientDisconnect:
-        raise ClientLeftError from None
+        raise ClientDisconnectedError from None
     return bytes(raw)
 
 
 def _too_large(limit: int) -> HttpError:
     return HttpError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
+
+
+# Limits on the number of JSON values, checked before parsing: a parser creates an object per value while holding the
+# GIL, so a body of millions of empty lists would block all streams for seconds. numpy counts without objects or GIL.
+
+MAX_VALUES: Final = 1 << 21
+"""Maximum items of all lists and objects of a body: the token ids of two 1M-token contexts."""
+
+MAX_OBJECTS: Final = 1 << 17
+"""Maximum number of lists and objects of a body."""
+
+MAX_KEYS: Final = 1 << 17
+"""Maximum number of object keys of a body."""
+
+SMALL: Final = MAX_OBJECTS
+"""Size in bytes up to which a body cannot exceed any of these limits."""
+
+_CHUNK: Final = 1 << 20
+_ITEM, _KEY, _OPEN, _QUOTE = 1, 2, 3, 4
+_KINDS: Final = np.zeros(256, np.uint8)
+for _characters, _kind in ((b",", _ITEM), (b":", _KEY), (b"[{", _OPEN), (b'"', _QUOTE)):
+    for _character in _characters:
+        _KINDS[_character] = _kind
+
+
+def check_size(raw: bytes) -> None:
+    """Raise HttpError (413) if JSON text has too many values. Invalid JSON may pass."""
+    items = keys = opened = 0
+    in_string = False
+    for chunk in _chunks(raw):
+        kinds = _KINDS[np.frombuffer(chunk, np.uint8)]
+        quotes = np.cumsum(kinds == _QUOTE, dtype=np.int32) + in_string
+        counts = np.bincount(kinds[(quotes & 1) == 0], minlength=_QUOTE)
+        in_string = bool(quotes[-1] & 1)
+        items += int(counts[_ITEM])
+        keys += int(counts[_KEY])
+        opened += int(counts[_OPEN])
+        for count, limit, what in (
+            (items + opened, MAX_VALUES, "values"),
+            (opened, MAX_OBJECTS, "lists and objects"),
+            (keys, MAX_KEYS, "keys"),
+        ):
+            if count > limit:
+                raise HttpError(413, f"the body has more than {limit} {what}; split it into several requests")
+
+
+def _chunks(raw: bytes) -> Iterator[bytes]:
+    """Yield the text in chunks, without escaped backslashes and quotes."""
+    start = 0
+    while start < len(raw):
+        end = min(start + _CHUNK, len(raw))
+        chunk = raw[start:end]
+        backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
+        if backslashes % 2 and end < len(raw):  # do not split an escape sequence
+            end += 1
+            chunk = raw[start:end]
+        start = end
+        if b"\\" in chunk:
+            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if chunk:
+            yield chunk
+
+
+# Validation schemas that stop at a list's first invalid item: pydantic reports every invalid item, which costs seconds
+# and hundreds of megabytes for a list of millions.
+
+MAX_LIST_OBJECTS: Final = 16_384
+"""Default maximum length of lists of objects: each item costs microseconds to validate and to render."""
+
+_SCALARS: Final = frozenset({"any", "bool", "float", "int", "literal", "str"})
+
+_FAIL_FAST: Final = frozenset(
+    kind
+    for kind, schema in {
+        "dict": core_schema.DictSchema,
+        "list": core_schema.ListSchema,
+        "set": core_schema.SetSchema,
+        "tuple": core_schema.TupleSchema,
+    }.items()
+    if "fail_fast" in schema.__annotations__
+)
+"""Schema types that can stop at the first error; dict cannot in older versions of pydantic."""
+
+_NO_SCHEMAS: Final = frozenset({"cls", "default", "metadata", "serialization"})
+"""Keys of a core schema whose values are not validation schemas."""
+
+
+def bounded(schema: Any) -> Any:
+    """Return the core schema with fail-fast collections and a maximum length for lists of objects."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(bounded, schema))
+    if not isinstance(schema, Mapping):
+        return schema
+    kind = schema.get("type")
+    if not isinstance(kind, str):  # a mapping of names to schemas
+        return {name: bounded(each) for name, each in schema.items()}
+    copy = {key: value if key in _NO_SCHEMAS else bounded(value) for key, value in schema.items()}
+    if kind in _FAIL_FAST:
+        copy["fail_fast"] = True
+    if kind == "list" and copy.get("items_schema", {}).get("type", "any") not in _SCALARS:
+        copy.setdefault("max_length", MAX_LIST_OBJECTS)
+    return copy
+
+
+# Ignored parts of a request.
+
+MAX_IGNORED: Final = 64
+"""Maximum number of ignored parts recorded per request."""
+
+IGNORED_STATE: Final = "ignored"
+"""Key of the ASGI scope's state under which `note_ignored` records them."""
+
+_INDEX: Final = re.compile(r"\[\d+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A part of a request that is accepted without effect."""
+
+    path: str  # such as `input[2].phase`
+    # "unknown": an undeclared field. "hint": a field only a hosted service acts on. "tool": an unsupported tool type.
+    kind: Literal["unknown", "hint", "tool"]
+    reason: str = ""  # message of the 400 that a strict server returns
+    type: str = ""  # of a tool
+
+    @property
+    def name(self) -> str:
+        """The path without list indexes, `input[].phase`; for a tool `tools[type=...]`."""
+        return f"tools[type={self.type[:64]}]" if self.kind == "tool" else _INDEX.sub("[]", self.path)
+
+
+def note_ignored(
+    request: Request, ignored: Iterable[Ignored], own_name: Callable[[str], str] = lambda field: field
+) -> None:
+    """Record ignored parts for the response header. `own_name` maps a path to the field name of the client's API."""
+    noted: list[Ignored] = request.scope.setdefault("state", {}).setdefault(IGNORED_STATE, [])
+    noted += [replace(each, path=own_name(each.path)) for each in ignored]
+
+
+class RequestBody(BaseModel):
+    """A JSON object with typed fields, without type coercion or NaN. `parse` forbids undeclared fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield the ignored parts of this object, located at `path`, and remove its undeclared fields."""
+        undeclared = self.__pydantic_extra__
+        if undeclared:
+            yield from (Ignored(_joined(path, name), "unknown") for name in undeclared)
+            undeclared.clear()
+        for name, field in _examined_fields(type(self)):
+            if name in self.model_fields_set:
+                yield from _ignored_within(getattr(self, name), field, _joined(path, name))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler, /) -> CoreSchema:
+        schema: CoreSchema = bounded(handler(source))
+        return schema
+
+    def own_name(self, field: str) -> str:
+        """Return the name of a SamplingParams field in this API."""
+        return field
+
+    def in_own_names(self, error: RequestError) -> RequestError:
+        """Return the error with SamplingParams' field name replaced by this API's."""
+        field, message = self.own_name(error.field), str(error)
+        if message.startswith(error.field):
+            message = field + message.removeprefix(error.field)
+        return RequestError(field, message)
+
+
+# Field declarations.
+
+_UNSUPPORTED: Final = "unsupported"
+_HINT: Final = "hint"
+_WITHOUT_EFFECT: Final[tuple[Any, ...]] = (None, False, [], {})
+
+
+def unsupported(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "") -> Any:
+    """Declare a field of another server's API that is refused unless it is the default, null or in `harmless`.
+
+    `why` is part of the error message and of the API reference.
+    """
+    return Field(
+        default, json_schema_extra={_UNSUPPORTED: True}, examples=list(harmless) or None, description=why or None
+    )
+
+
+def hint(default: Any = None, *, harmless: Sequence[Any] = (), why: str = "") -> Any:
+    """Declare a field that is accepted without effect, because ignoring it cannot make a response wrong.
+
+    A value other than the default, null, an empty one or `harmless` is reported as ignored, and refused by strict
+    servers. `why` is part of their error message and of the API reference.
+    """
+    return Field(default, json_schema_extra={_HINT: True}, examples=list(harmless) or None, description=why or None)
+
+
+def is_hint(field: FieldInfo) -> bool:
+    """Return whether a field is declared with `hint`."""
+    return _is_marked(field, _HINT)
+
+
+def is_unsupported(field: FieldInfo) -> bool:
+    """Return whether a field is declared with `unsupported`."""
+    return _is_marked(field, _UNSUPPORTED)
+
+
+def _is_marked(field: FieldInfo, mark: str) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get(mark))
+
+
+def harmless_values(field: FieldInfo) -> list[Any]:
+    """Return the accepted values of an unsupported field, or the values of a hint that are not reported."""
+    values: list[Any] = []
+    for value in (*_WITHOUT_EFFECT, field.default, *(field.examples or ())):
+        if not any(type(value) is type(each) and value == each for each in values):
+            values.append(value)
+    return values
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StringOrList = Annotated[
+    list[str],
+    BeforeValidator(_as_list),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+"""A string or a list of strings; always parsed to a list."""
+
+
+# Parsing.
+
+
+def parse(body_type: type[BodyT], raw: bytes) -> BodyT:
+    """Parse a JSON body. Raise RequestError for an invalid, unsupported or ignored field."""
+    body, ignored = parse_tolerant(body_type, raw)
+    if ignored:
+        raise _refusal(body_type, ignored[0])
+    return body
+
+
+def parse_tolerant(body_type: type[BodyT], raw: bytes) -> tuple[BodyT, list[Ignored]]:
+    """Parse a JSON body and return it with its first MAX_IGNORED ignored parts.
+
+    Raise RequestError for the first invalid or unsupported field.
+    """
+    try:
+        body = body_type.model_validate_json(raw, extra="allow")
+    except ValidationError as error:
+        raise _request_error(raw, error) from None
+    for name in body.model_fields_set & _unsupported_fields(body_type):
+        _refuse_unsupported(body, name)
+    ignored: list[Ignored] = []
+    for each in body.ignored():
+        if len(ignored) < MAX_IGNORED:
+            ignored.append(each)
+    return body, ignored
+
+
+@cache
+def _unsupported_fields(body_type: type[RequestBody]) -> frozenset[str]:
+    return frozenset(name for name, field in body_type.model_fields.items() if is_unsupported(field))
+
+
+@cache
+def _examined_fields(body_type: type[RequestBody]) -> tuple[tuple[str, FieldInfo], ...]:
+    """Return the fields that are hints or may contain request bodies."""
+    fields = body_type.model_fields.items()
+    return tuple((name, field) for name, field in fields if is_hint(field) or _may_hold_bodies(field.annotation))
+
+
+def _ignored_within(value: Any, field: FieldInfo, path: str) -> Iterator[Ignored]:
+    if isinstance(value, RequestBody):
+        yield from value.ignored(path)
+    elif is_hint(field):
+        if not _is_harmless(value, field):
+            yield Ignored(path, "hint", _unsupported_message(path, field))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, RequestBody):
+                yield from item.ignored(f"{path}[{index}]")
+
+
+def _may_hold_bodies(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, RequestBody):
+        return True
+    return any(map(_may_hold_bodies, get_args(annotation)))
+
+
+def _joined(path: str, name: str) -> str:
+    return (f"{path}.{name}" if path else name)[:200]
+
+
+def _refusal(body_type: type[RequestBody], ignored: Ignored) -> RequestError:
+    path = ignored.path
+    message = ignored.reason or f"unknown field {path!r}" + _nearest(path, list(body_type.model_fields))
+    return RequestError(path, message)
+
+
+def _refuse_unsupported(body: RequestBody, name: str) -> None:
+    field = type(body).model_fields[name]
+    if not _is_harmless(getattr(body, name), field):
+        raise RequestError(name, _unsupported_message(name, field))
+
+
+def _is_harmless(value: Any, field: FieldInfo) -> bool:
+    return any(type(value) is type(each) and value == each for each in harmless_values(field))
+
+
+def _unsupported_message(path: str, field: FieldInfo) -> str:
+    why = field.description or "this version of pagoda does not have it"
+    return f"{path} is not supported: {why}; leave it out"
+
+
+# Errors: the field path of pydantic's most specific error.
+
+_MAX_COMPARED: Final = 64
+"""Number of validation errors that are compared; a body may have one per value."""
+
+_Parts = tuple[int | str, ...]
+
+
+def _request_error(raw: bytes, error: ValidationError) -> RequestError:
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    if errors[0]["type"] == "json_invalid":
+        return RequestError("", f"the body is not valid JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}")
+    parts, chosen = _deepest(errors, from_json(raw))
+    field = _path(parts)
+    if not field:
+        return RequestError("", "the body must be a JSON object")
+    return RequestError(field, f"{field}: {_lowered(chosen['msg'])}")
+
+
+def _deepest(errors: Sequence[ErrorDetails], given: Any) -> tuple[_Parts, ErrorDetails]:
+    """Return the deepest error within the value of the first error: of a union, the closest alternative's."""
+    located = [(_parts(each["loc"], given, each["type"] == "missing"), each) for each in errors[:_MAX_COMPARED]]
+    first = located[0][0]
+    within = [each for each in located if each[0][: len(first)] == first]
+    return max(within, key=lambda each: len(each[0]))
+
+
+def _parts(loc: _Parts, given: Any, missing: bool) -> _Parts:
+    """Return the path of an error within the given JSON, without the union tags that pydantic adds."""
+    if not loc:
+        return ()
+    part, following = loc[0], loc[1:]
+    skipped = _parts(following, given, missing)
+    known = part in given if isinstance(given, dict) else isinstance(given, list) and part in range(len(given))
+    if known:
+        taken = (part, *_parts(following, given[part], missing))
+    elif missing and not following:
+        taken = (part,)
+    else:
+        return skipped
+    return max(taken, skipped, key=lambda parts: (parts[-1:] == loc[-1:], len(parts)))
+
+
+def _path(parts: _Parts) -> str:
+    """Return the path as text, `messages[0].role`."""
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path[:200]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _lowered(text: str) -> str:
+    return text[:1].lower() + text[1:]

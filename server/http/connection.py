@@ -1,7 +1,7 @@
-"""HTTP connections of strangers: bounded in what their heads may hold and in how long they may take.
+"""HTTP connections with limits on header size and on time.
 
-uvicorn's protocol for httptools bounds neither: its parser keeps a header of any size, and a silent connection stays
-for ever. Knows uvicorn's protocol. Does not know what is asked or answered.
+uvicorn's httptools protocol has neither: its parser buffers a header of any size, and an idle connection is never
+closed.
 """
 
 from __future__ import annotations
@@ -16,37 +16,35 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.server.http.fields.errors import HttpError
-from pagoda.server.http.stream import encode_json
+from pagoda.server.http.response import encode_json
 
-LEAST_RATE: Final = 1024
-"""Bytes a second that a body must come in at, on average after the time that it may stand still."""
+MIN_BODY_RATE: Final = 1024
+"""Minimum average rate of a body in bytes per second, after a grace period of --timeout-body."""
 
 LINGER_SECONDS: Final = 2.0
-"""How long what a client still sends is thrown away after an early answer, so that it can read the answer."""
+"""How long input is discarded after an early response, so that the client can read the response."""
 
 UNREAD_SECONDS: Final = 300.0
-"""How long an answer may wait for a client that reads nothing of it."""
+"""How long a response waits for a client that does not read."""
 
 MAX_PIPELINED: Final = 64
-"""Most requests of a connection that wait for the answer to an earlier one."""
+"""Maximum number of requests of a connection queued behind an earlier one."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Reading(Enum):
-    """What comes next on a connection."""
-
     HEAD = "head"
     BODY = "body"
-    NOTHING = "nothing"  # the last request is whole, the next has not begun
+    NOTHING = "nothing"  # between requests
 
 
 class _RefusedError(Exception):
-    """Raised within the parser's callbacks, which ends the parsing."""
+    """Raised in a parser callback to end the parsing."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Requests that exceed a bound are answered 408, 431 or 503 where no answer has begun."""
+    """One connection. Requests that exceed a limit get 408, 431 or 503 unless a response has begun."""
 
     def __init__(self, limits: ServerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +60,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._discards = False
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Refuse the connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             self._discards = True
@@ -72,13 +70,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Cancel all timers."""
         self._stop_timer()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Parse the data and check the size of the request head."""
         if self._discards:
             return
         if self._reading is _Reading.NOTHING:
@@ -87,49 +85,49 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reading is _Reading.HEAD:
             self._head_bytes += len(data)
         super().data_received(data)
-        if before[0] is _Reading.BODY:  # trailers, and what may be said beside the size of a chunk
+        if before[0] is _Reading.BODY:  # trailers and chunk extensions
             self._head_bytes = self._head_bytes + len(data) if (self._reading, self._body_bytes) == before else 0
         if self._head_bytes > self._limits.h11_max_incomplete_event_size:
             self._refuse(self._large_head())
         self._watch()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start reading a request head."""
         super().on_message_begin()
         self._reading = _Reading.HEAD
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of a request, or a trailer of a chunked body."""
+        """Check the number of headers, and of trailers of a chunked body."""
         super().on_header(name, value)
         if len(self.headers) > self._limits.h11_max_header_count:
-            most = self._limits.h11_max_header_count
-            self._refusal = HttpError(431, f"the request has more than {most} headers (--h11-max-header-count)")
+            limit = self._limits.h11_max_header_count
+            self._refusal = HttpError(431, f"the request has more than {limit} headers (--h11-max-header-count)")
             raise _RefusedError
 
     def on_headers_complete(self) -> None:
-        """The head of a request is there."""
+        """Check the size of the head, then start reading the body."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.h11_max_incomplete_event_size:
             self._refusal = self._large_head()
             raise _RefusedError
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._refusal = HttpError(503, f"more than {MAX_PIPELINED} requests wait on this connection")
+            self._refusal = HttpError(503, f"more than {MAX_PIPELINED} requests are queued on this connection")
             raise _RefusedError
         super().on_headers_complete()
         self._reading, self._head_bytes, self._body_bytes = _Reading.BODY, 0, 0
         self._body_began = self._body_moved = self.loop.time()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body."""
+        """Count the bytes of the body."""
         super().on_body(body)
         self._body_bytes += len(body)
         self._body_moved = self.loop.time()
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """Start the keep-alive timer if the request was answered before it was complete."""
         super().on_message_complete()
         self._reading, self._head_bytes = _Reading.NOTHING, 0
-        if self.cycle.response_complete and not self.transport.is_closing():  # it was answered before it was whole
+        if self.cycle.response_complete and not self.transport.is_closing():
             self._stop_timer()
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -137,23 +135,23 @@ class BoundedProtocol(HttpToolsProtocol):
             )
 
     def on_response_complete(self) -> None:
-        """A request is answered."""
+        """Close the connection soon if the rest of the request has not been sent."""
         super().on_response_complete()
         if self._reading is _Reading.BODY and not self._answering and not self.transport.is_closing():
             self._start_timer(LINGER_SECONDS, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser does not understand, or a callback refused."""
-        self._refuse(self._refusal or HttpError(400, f"{msg.rstrip('.')}: it is not HTTP/1.1"))
+        """Refuse a request that is invalid or that a callback refused."""
+        self._refuse(self._refusal or HttpError(400, f"{msg.rstrip('.')}: the request is not valid HTTP/1.1"))
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """Start the timer of a client that does not read."""
         super().pause_writing()
         if self._unread is None:
             self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Cancel the timer of a client that does not read."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
@@ -164,11 +162,11 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _large_head(self) -> HttpError:
-        most = self._limits.h11_max_incomplete_event_size
-        return HttpError(431, f"the request's head is larger than {most} bytes (--h11-max-incomplete-event-size)")
+        limit = self._limits.h11_max_incomplete_event_size
+        return HttpError(431, f"the request head is larger than {limit} bytes (--h11-max-incomplete-event-size)")
 
     def _watch(self) -> None:
-        """Have a timer while a request is incomplete; one that came whole, as most do, needs none."""
+        """Run a timer while a request is incomplete; most arrive complete and need none."""
         if self._discards or self.transport.is_closing() or self._reading is self._timed:
             return
         if self._reading is _Reading.HEAD:
@@ -179,28 +177,28 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop_timer()
 
     def _head_is_late(self) -> None:
-        if self._answering:  # bytes behind a request, as some clients send
+        if self._answering:  # trailing bytes after a request, as some clients send
             self._start_timer(self._limits.timeout_headers, self._head_is_late, _Reading.HEAD)
         elif not self._head_bytes:
             self.transport.close()
         else:
             seconds = self._limits.timeout_headers
-            self._refuse(HttpError(408, f"the request's head took longer than {seconds:g} s (--timeout-headers)"))
+            self._refuse(HttpError(408, f"the request head took longer than {seconds:g} s (--timeout-headers)"))
 
     def _check_body(self) -> None:
-        """Refuse a body that stalls or is too slow; time during which this server paused reading does not count."""
+        """Refuse a stalled or slow body. Time during which the server paused reading does not count."""
         now, seconds = self.loop.time(), self._limits.timeout_body
         if self.flow.read_paused or self.cycle.waiting_for_100_continue:
             self._body_began, self._body_moved, self._body_bytes = now, now, 0
         late = now - self._body_moved >= seconds
-        if late or self._body_bytes < LEAST_RATE * (now - self._body_began - seconds):
-            why = f"stood still for {seconds:g} s" if late else f"came at less than {LEAST_RATE} bytes a second"
-            self._refuse(HttpError(408, f"the request's body {why} (--timeout-body)"))
+        if late or self._body_bytes < MIN_BODY_RATE * (now - self._body_began - seconds):
+            why = f"stalled for {seconds:g} s" if late else f"is slower than {MIN_BODY_RATE} bytes per second"
+            self._refuse(HttpError(408, f"the request body {why} (--timeout-body)"))
         else:
             self._start_timer(self._body_moved + seconds - now, self._check_body, _Reading.BODY)
 
     def _refuse(self, error: HttpError) -> None:
-        """End the connection: with an answer, unless one has begun."""
+        """Close the connection, with an error response unless a response has begun."""
         if self._discards or self.transport.is_closing():
             return
         logger.debug("%s: %s", self.client, error.message)

@@ -6,25 +6,29 @@ The same for generation, whose outputs are merged into one stream, and for pooli
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Final
 
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
+from pagoda.common.observe.logs import shortened
 from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest, FinishedSequence
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.common.sampling_params import MAX_N, SamplingParams
+from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from pagoda.server.async_requests import LONG_TEXT
-from pagoda.server.http.request_log import RequestLog
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import AnswerMetrics, RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType
 from pagoda.server.processing.pooling_rules import resolve_task
 from pagoda.server.processing.request_stream import RequestStream
 
-MAX_ANSWERS: Final = MAX_N
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES: Final = MAX_N
 """Maximum completions of all prompts of one request."""
 
 MAX_TOKENS: Final = 1 << 20
@@ -32,6 +36,49 @@ MAX_TOKENS: Final = 1 << 20
 
 MAX_NUMBERS: Final = 1 << 26
 """Maximum numbers in the token embeddings of one pooling request."""
+
+
+class RequestLog:
+    """Logs prompts and, with --enable-log-outputs, outputs of one HTTP request. Texts are cut to --max-log-len."""
+
+    def __init__(self, config: ServerConfig, params: SamplingParams | PoolingParams, *, enabled: bool) -> None:
+        self._limit = config.max_log_len
+        self._params = params
+        self._logs_prompts = enabled
+        self.logs_outputs = enabled and config.enable_log_outputs
+        self._logs_deltas = config.enable_log_deltas and params.output_kind is RequestOutputKind.DELTA
+        self._texts: dict[tuple[str, int], list[str]] = {}
+
+    def log_prompt(self, request_id: str, prompt: PromptType, user: str | None) -> None:
+        """Log a prompt that is submitted."""
+        if not self._logs_prompts:
+            return
+        if isinstance(prompt, Prompt):
+            prompt = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, "cache_salt": prompt.cache_salt}
+        shown, params = shortened(repr(prompt), self._limit), shortened(repr(self._params), 1000)
+        logger.info("request %s: prompt %s, params %s, user %r", request_id, shown, params, user)
+
+    def log_output(self, request_id: str, output: RequestOutput) -> None:
+        """Log the deltas of an output, and the whole text of each choice that it finishes."""
+        if not self.logs_outputs:
+            return
+        for choice in output.outputs:
+            self._texts.setdefault((request_id, choice.index), []).append(choice.text)
+            if choice.finish_reason is not None:
+                self._log_whole(request_id, choice.index, choice.finish_reason)
+            elif self._logs_deltas:
+                text = shortened(choice.text, self._limit)
+                logger.info("request %s: choice %d delta %r", request_id, choice.index, text)
+
+    def log_abort(self, request_id: str, reason: str) -> None:
+        """Log the partial outputs of a request that ended early."""
+        for each, index in list(self._texts):
+            if each == request_id:
+                self._log_whole(request_id, index, reason)
+
+    def _log_whole(self, request_id: str, index: int, reason: str) -> None:
+        text = shortened("".join(self._texts.pop((request_id, index))), self._limit)
+        logger.info("request %s: choice %d output %r, finish reason %s", request_id, index, text, reason)
 
 
 class PromptBatch:
@@ -52,7 +99,7 @@ class PromptBatch:
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
         logs = self._llm.config.observability.enable_log_requests
-        self._log = RequestLog(state.config, params, enabled=logs)
+        self._log = RequestLog(state.config, params, enabled=logs) if logs else None
 
     def _meters(self) -> Iterator[_Meter]:
         """Yield the meters of the prompts that were queued."""
@@ -74,12 +121,14 @@ class PromptBatch:
         finally:
             self._state.running -= 1
             unfinished = [meter for meter in self._meters() if not meter.finished]
-            with suppress(EngineDeadError):
-                await self._llm.abort([meter.request_id for meter in unfinished])
+            if unfinished:
+                with suppress(EngineDeadError):
+                    await self._llm.abort([meter.request_id for meter in unfinished])
             if reason is not None:
                 for meter in unfinished:
                     meter.finish(reason)
-                    self._log.cut(meter.request_id, reason)
+                    if self._log is not None:
+                        self._log.log_abort(meter.request_id, reason)
 
 
 class Generation(PromptBatch):
@@ -98,12 +147,12 @@ class Generation(PromptBatch):
         priority: int = 0,
         user: str | None = None,
     ) -> None:
-        answers = len(prompts) * params.n
-        if answers > MAX_ANSWERS:
+        sequences = len(prompts) * params.n
+        if sequences > MAX_SEQUENCES:
             raise RequestError(
                 "n",
-                f"n {params.n} for {len(prompts)} prompts makes {answers} answers; "
-                f"at most {MAX_ANSWERS} are allowed in one request",
+                f"n {params.n} for {len(prompts)} prompts makes {sequences} sequences; "
+                f"at most {MAX_SEQUENCES} are allowed in one request",
             )
         super().__init__(state, request_id, params, priority, user)
         self._prompts = prompts
@@ -117,18 +166,22 @@ class Generation(PromptBatch):
         Raises RequestError or QueueFullError before the first output, EngineDeadError with the cause when the engine
         dies.
         """
+        log = self._log if self._log is not None and self._log.logs_outputs else None
         async with self._running():
             streams = await self._start()
             self.accepted.set()
             async with aclosing(_merged(streams)) as merged:
                 async for index, output in merged:
-                    self._metered[index].take(output)
-                    self._log.answered(self._metered[index].request_id, output)
+                    meter = self._metered[index]
+                    meter.take(output)
+                    if log is not None:
+                        log.log_output(meter.request_id, output)
                     yield index, output
 
     async def _start(self) -> list[RequestStream[RequestOutput]]:
-        for meter, prompt in zip(self._metered, self._prompts):
-            self._log.asked(meter.request_id, prompt, self._user)
+        if self._log is not None:
+            for meter, prompt in zip(self._metered, self._prompts):
+                self._log.log_prompt(meter.request_id, prompt, self._user)
         streams = []
         for meter, prompt in zip(self._metered, self._prompts):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
@@ -193,7 +246,8 @@ class PoolingBatch(PromptBatch):
                 )
 
     async def _start(self, request_id: str, prompt: Prompt) -> None:
-        self._log.asked(request_id, prompt, self._user)
+        if self._log is not None:
+            self._log.log_prompt(request_id, prompt, self._user)
         stream = await self._llm.add_request(request_id, prompt, self._params, self._priority)
         self._started.append((_PoolingMeter(self._state, request_id), stream))
 

@@ -1,7 +1,6 @@
-"""Responses that may be asked for again: those that have ended, and those that run in the background.
+"""In-memory store of responses: finished ones, and those running in the background.
 
-In memory, within a number and a size; the oldest make room. Each has an owner, and is unknown to all others. Knows no
-HTTP and no engine.
+Bounded in number and size; the oldest are evicted. Responses are only visible to their owner.
 """
 
 from __future__ import annotations
@@ -13,29 +12,25 @@ from typing import Final
 from pagoda.server.http.fields.errors import ResponseNotFoundError
 
 OVERHEAD: Final = 1024
-"""Bytes that a response is counted beside its own."""
+"""Bytes that a response counts besides its content."""
 
 
 class StoredResponse:
-    """One response. `items`: what was said up to its end, as JSON, to go on from; empty until then.
-
-    `events`: of a stream that may be read again; None for others. `task`: runs it, in the background. `snapshot`: the
-    response in its current state, as JSON. `owner`: digest of the key that may read it, see auth.owner_of.
-    """
+    """One response. `snapshot` returns its current state as JSON; `keeps_events`: its stream can be read again."""
 
     def __init__(
         self, response_id: str, snapshot: Callable[[], bytes], *, owner: bytes, keeps_events: bool = False
     ) -> None:
         self.id = response_id
-        self.owner = owner
-        self.status: str | None = None
-        self.items = b""
+        self.owner = owner  # digest of the API key that may read it, see middleware.owner_of
+        self.status: str | None = None  # None while it runs
+        self.items = b""  # the conversation up to its end, as JSON, for follow-up requests; empty while it runs
         self._body = b""
         self._snapshot: Callable[[], bytes] | None = snapshot
         self.events: list[bytes] | None = [] if keeps_events else None
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None  # runs it in the background
         self._events_size = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def key(self) -> tuple[bytes, str]:
@@ -44,12 +39,12 @@ class StoredResponse:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended; its status is known from then on."""
+        """Whether it has not ended."""
         return self.status is None
 
     @property
     def body(self) -> bytes:
-        """The response, as JSON."""
+        """The response as JSON."""
         return self._body if self._snapshot is None else self._snapshot()
 
     @property
@@ -59,46 +54,46 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes, about."""
+        """Approximate memory in bytes."""
         return OVERHEAD + len(self._body) + len(self.items) + self._events_size
 
     def add_event(self, event: bytes) -> None:
-        """Another event of its stream."""
+        """Append an event to its stream."""
         if self.events is not None:
             self.events.append(event)
             self._events_size += len(event)
-        self._wake()
+        self._notify()
 
     def end(self, status: str, items: bytes) -> None:
-        """It has ended. `items`: all that was said."""
+        """Store the final state. `items`: the conversation including the output, as JSON."""
         self._body, self._snapshot = self.body, None
         self.status, self.items = status, items
-        self._wake()
+        self._notify()
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
-        """Its events from number `first` on, until it has ended."""
+        """Yield its events from number `first` on, until it has ended."""
         events = self.events or []
         while True:
-            news = self._news
+            changed = self._changed
             while first < len(events):
                 yield events[first]
                 first += 1
             if not self.running:
                 return
-            await news.wait()
+            await changed.wait()
 
-    def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class ResponseStore:
-    """At most `max_count` responses of at most `max_bytes` together. 0: none."""
+    """Stores at most `max_count` responses of at most `max_bytes` in total. 0: none."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._held: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
+        self._responses: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
         self._sizes: dict[tuple[bytes, str], int] = {}
         self._size = 0
 
@@ -108,52 +103,52 @@ class ResponseStore:
         return self._max_count > 0 and self._max_bytes > 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._responses)
 
-    def holds(self, response_id: str, owner: bytes) -> bool:
-        """Whether `owner` has a response of that id."""
-        return (owner, response_id) in self._held
+    def contains(self, response_id: str, owner: bytes) -> bool:
+        """Return whether `owner` has a response with this id."""
+        return (owner, response_id) in self._responses
 
     def get(self, response_id: str, owner: bytes) -> StoredResponse:
-        """The owner's response of that id. Raises ResponseNotFoundError, for another owner's too."""
-        found = self._held.get((owner, response_id))
-        if found is None:
+        """Return the owner's response. Raise ResponseNotFoundError, also for another owner's."""
+        response = self._responses.get((owner, response_id))
+        if response is None:
             raise ResponseNotFoundError(
-                f"there is no response {response_id[:200]!r}: it was not stored, was deleted, or made room for others"
+                f"there is no response {response_id[:200]!r}: it was not stored, was deleted, or was evicted"
             )
-        return found
+        return response
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response; one of the same owner and id makes room, and ends if it runs."""
-        if response.key in self._held:
-            self._drop(self._held[response.key])
-        self._held[response.key] = response
+        """Store a response; it replaces one with the same owner and id, which is cancelled if it runs."""
+        if response.key in self._responses:
+            self._drop(self._responses[response.key])
+        self._responses[response.key] = response
         self._sizes[response.key] = 0
         self.resize(response)
 
     def resize(self, response: StoredResponse) -> None:
-        """Count a response anew, which has grown. Others make room, the oldest first; one too large goes itself."""
-        if self._held.get(response.key) is not response:
+        """Update the size of a response that has grown. Evict the oldest if needed, or itself if it is too large."""
+        if self._responses.get(response.key) is not response:
             return
         size = response.size
         self._size += size - self._sizes[response.key]
         self._sizes[response.key] = size
         if size > self._max_bytes:
             self._drop(response)
-        while self._held and (len(self._held) > self._max_count or self._size > self._max_bytes):
+        while self._responses and (len(self._responses) > self._max_count or self._size > self._max_bytes):
             self._drop(self._oldest())
 
     def delete(self, response_id: str, owner: bytes) -> None:
-        """Forget a response, which ends one that runs. Raises ResponseNotFoundError."""
+        """Delete a response and cancel it if it runs. Raise ResponseNotFoundError."""
         self._drop(self.get(response_id, owner))
 
     def _oldest(self) -> StoredResponse:
-        """The oldest that has ended, else the oldest that runs."""
-        ended = (response for response in self._held.values() if not response.running)
-        return next(ended, None) or next(iter(self._held.values()))
+        """Return the oldest that has ended, else the oldest."""
+        ended = (response for response in self._responses.values() if not response.running)
+        return next(ended, None) or next(iter(self._responses.values()))
 
     def _drop(self, response: StoredResponse) -> None:
-        del self._held[response.key]
+        del self._responses[response.key]
         self._size -= self._sizes.pop(response.key)
         if response.task is not None and response.running:
             response.task.cancel()

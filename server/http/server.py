@@ -1,4 +1,4 @@
-"""uvicorn as pagoda runs it: signals are left to the command, certificates may change, some paths are not logged."""
+"""The uvicorn server: TLS with certificate reload, root path, access log filter; signals are left to the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.http.connection import BoundedProtocol
 
-# Key and certificate: tried before the server uses them, and loaded again when their files change.
+# TLS key and certificate.
 
 POLL_SECONDS: Final = 1.0
 
@@ -29,29 +29,29 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: ServerConfig) -> None:
-    """Raise ConfigError naming the flag whose file or value cannot be used."""
+    """Raise ConfigError naming the flag whose file or value is invalid."""
     context = _context()
     if config.ssl_certfile is not None:
         try:
             context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except OSError as error:  # ssl.SSLError is one
-            raise ConfigError("--ssl-certfile", f"{config.ssl_certfile}: {_shown(error)}") from None
+        except OSError as error:  # includes ssl.SSLError
+            raise ConfigError("--ssl-certfile", f"{config.ssl_certfile}: {_reason(error)}") from None
     if config.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(config.ssl_ca_certs)
         except OSError as error:
-            raise ConfigError("--ssl-ca-certs", f"{config.ssl_ca_certs}: {_shown(error)}") from None
+            raise ConfigError("--ssl-ca-certs", f"{config.ssl_ca_certs}: {_reason(error)}") from None
     if config.ssl_ciphers is not None:
         try:
             context.set_ciphers(config.ssl_ciphers)
         except ssl.SSLError:
-            raise ConfigError("--ssl-ciphers", f"{config.ssl_ciphers}: OpenSSL knows no such cipher") from None
+            raise ConfigError("--ssl-ciphers", f"{config.ssl_ciphers}: unknown to OpenSSL") from None
 
 
 async def refresh(context: ssl.SSLContext, config: ServerConfig) -> NoReturn:
-    """Load the files into `context` whenever one changes, for ever; new connections get what they hold then.
+    """Reload the files into `context` whenever one changes, forever, for new connections.
 
-    Files that do not go together, as when one of two is written, leave everything as it is.
+    Files that do not match, as while one of them is being written, are not loaded.
     """
     seen = _stamps(config)
     while True:
@@ -64,9 +64,9 @@ async def refresh(context: ssl.SSLContext, config: ServerConfig) -> NoReturn:
             _load(_context(), config)
             _load(context, config)
         except OSError as error:
-            logger.warning("the certificate's files changed, but cannot be used yet: %s", _shown(error))
+            logger.warning("the TLS files changed but are not valid yet: %s", _reason(error))
         else:
-            logger.info("the certificate's files changed: new connections get the new one")
+            logger.info("the TLS files changed: new connections use the new certificate")
 
 
 def _context() -> ssl.SSLContext:
@@ -74,36 +74,36 @@ def _context() -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
-    assert config.ssl_certfile is not None, "ServerConfig sees to it"
+    assert config.ssl_certfile is not None, "checked by ServerConfig"
     context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     if config.ssl_ca_certs is not None:
         context.load_verify_locations(config.ssl_ca_certs)
 
 
 def _stamps(config: ServerConfig) -> list[tuple[int, int, int] | None]:
-    """What tells one version of each file from another; None for a file that is not there."""
+    """Return (mtime, size, inode) of each file; None for a missing one."""
     stamps: list[tuple[int, int, int] | None] = []
     for path in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
         try:
-            about = os.stat(path) if path is not None else None
+            stat = os.stat(path) if path is not None else None
         except OSError:
-            about = None
-        stamps.append(None if about is None else (about.st_mtime_ns, about.st_size, about.st_ino))
+            stat = None
+        stamps.append(None if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino))
     return stamps
 
 
-def _shown(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
 FLUSH_SECONDS: Final = 2
-"""How long the last answers may take to reach their clients."""
+"""How long the last responses may take to be sent at shutdown."""
 
 _ACCESS_LOG: Final = "uvicorn.access"
 
 
 def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
-    """A server for an ASGI application. Raises ConfigError for certificates that cannot be used."""
+    """Return a server for the application. Raise ConfigError for invalid certificates."""
     check(config)
     settings = uvicorn.Config(
         RootPath(app, config.prefix) if config.prefix else app,
@@ -128,43 +128,42 @@ def http_server(app: FastAPI, config: ServerConfig) -> HttpServer:
 
 
 class RootPath:
-    """Serves `app` with and without `prefix` before its paths: the proxy in front may strip it, or leave it.
+    """Serves `app` with and without `prefix` before its paths, whether or not a proxy strips it.
 
-    Both become the same ASGI scope, `root_path` the prefix and `path` with it, before anything looks at a path: keys,
-    routes, pages and middleware cannot tell them apart. One prefix is taken off, and only at a slash; where the app
-    has a route of that very name (`--root-path /v1`), the request is for the route.
+    Both are normalised to the same ASGI scope, `root_path` = prefix and `path` including it, before middleware and
+    routing. One prefix is stripped, at a slash only, unless the app itself has a matching route (`--root-path /v1`).
     """
 
     def __init__(self, app: FastAPI, prefix: str) -> None:
         self._app: ASGIApp = app
         self._prefix = prefix
-        self._alike = [compile_path(path)[0] for path in _paths(app) if path.startswith(prefix)]
+        self._own_paths = [compile_path(path)[0] for path in _paths(app) if path.startswith(prefix)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on under the prefix."""
+        """Handle one request."""
         if "path" in scope:
             path = self._without_prefix(scope["path"])
             scope = {**scope, "root_path": self._prefix, "path": self._prefix + path}
         await self._app(scope, receive, send)
 
     def _without_prefix(self, path: str) -> str:
-        rest = path.removeprefix(self._prefix)
-        if rest == path or any(alike.match(path) for alike in self._alike):
+        stripped = path.removeprefix(self._prefix)
+        if stripped == path or any(own.match(path) for own in self._own_paths):
             return path
-        return rest if rest.startswith("/") else path if rest else "/"
+        return stripped if stripped.startswith("/") else path if stripped else "/"
 
 
 def _paths(app: FastAPI) -> Iterator[str]:
-    """The path of every route, also of those in a router that FastAPI keeps whole."""
+    """Yield the path of every route, including those of routers that FastAPI does not flatten."""
     for route in app.routes:
         inner: Any = getattr(route, "effective_route_contexts", None)
-        found: Iterable[Any] = (route,) if inner is None else inner()
-        for each in found:
+        routes: Iterable[Any] = (route,) if inner is None else inner()
+        for each in routes:
             yield each.path
 
 
 class HttpServer(uvicorn.Server):
-    """Ends when `should_exit` is set."""
+    """A uvicorn server that stops when `should_exit` is set."""
 
     def __init__(self, settings: uvicorn.Config, config: ServerConfig) -> None:
         super().__init__(settings)
@@ -172,11 +171,11 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the command's."""
+        """Do nothing: the command handles signals."""
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer until told to end."""
+        """Serve until `should_exit` is set."""
         refreshing = None
         if self._config.enable_ssl_refresh and self.config.ssl is not None:
             refreshing = asyncio.ensure_future(refresh(self.config.ssl, self._config))
@@ -191,13 +190,13 @@ class HttpServer(uvicorn.Server):
 
 
 class _SilentPaths(logging.Filter):
-    """Keeps requests for some paths out of the access log, with and without the prefix that a proxy may strip."""
+    """Excludes paths from the access log, with and without the root path."""
 
     def __init__(self, paths: tuple[str, ...], prefix: str) -> None:
         super().__init__()
         self._paths = frozenset(paths) | frozenset(prefix + path for path in paths)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """uvicorn logs (client, method, path with query, HTTP version, status)."""
+        """Return whether to log. uvicorn's args: client, method, path with query, HTTP version, status."""
         args = record.args
         return not (isinstance(args, tuple) and len(args) > 2 and str(args[2]).partition("?")[0] in self._paths)

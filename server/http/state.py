@@ -1,16 +1,22 @@
-"""What the routes of one server share: the engine, the configuration, the metrics, and whether work is taken."""
+"""State shared by the routes of one server: engine, configuration, metrics, readiness."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
+
+from fastapi import Request
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.sleep import ASLEEP
-from pagoda.common.errors import ConfigError, EngineDeadError, SleepError
+from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, template_kwargs_error
@@ -18,43 +24,69 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.http.fields.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.response_store import ResponseStore
-from pagoda.server.http.stream import Stopping
 from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 
 logger = logging.getLogger(__name__)
 
+MAX_ID_LENGTH = 256
+
+
+class StopSignal:
+    """Set once, when the server stops; calls the callbacks registered with `notifying`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._callbacks: set[Callable[[], None]] = set()
+
+    def set(self) -> None:
+        """Set the signal and call all callbacks."""
+        self._is_set = True
+        for callback in list(self._callbacks):
+            callback()
+
+    @contextmanager
+    def notifying(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call `callback` if the signal is set within this context, or has been set before."""
+        self._callbacks.add(callback)
+        if self._is_set:
+            asyncio.get_running_loop().call_soon(callback)
+        try:
+            yield
+        finally:
+            self._callbacks.discard(callback)
+
 
 class ServerState:
-    """One server. `llm` may still be loading; `stopping` ends all running requests when set. Raises ConfigError."""
+    """One server. `llm` may still be loading; setting `stopping` ends all running requests. Raises ConfigError."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig, metrics: Metrics) -> None:
         fault = template_kwargs_error(config.default_chat_template_kwargs)
         if fault:
-            raise ConfigError("--default-chat-template-kwargs", f"it {fault}; leave that to the server")
+            raise ConfigError("--default-chat-template-kwargs", f"it {fault}; the server sets it")
         self.config = config
         self.metrics = metrics
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
-        self.stopping = Stopping()
-        self.running = 0
+        self.stopping = StopSignal()
+        self.running = 0  # HTTP requests in the engine
         self._llm = llm
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names the model is served under; the first is the default."""
+        """The served model names; the first is the default."""
         return self._llm.names
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine, dead or alive, for those who only look."""
+        """The engine in whatever state it is; for a request use `llm`."""
         return self._llm
 
     def llm(self) -> AsyncLLM:
-        """The engine, ready for a request. Raises UnavailableError, or EngineDeadError with the cause."""
+        """Return the engine, ready for a request. Raise UnavailableError, or EngineDeadError with the cause."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         if self._llm.errored:
@@ -64,18 +96,18 @@ class ServerState:
         return self._llm
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, None when it is switched off."""
+        """Return the model's tokenizer; None with --skip-tokenizer-init."""
         return None if self._llm.config.model.skip_tokenizer_init else self._llm.get_tokenizer()
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls, if the server was told."""
+        """The format of --tool-call-parser."""
         name = self.config.tool_call_parser
         return tool_format(name, self.config.tool_parser_plugin) if name else None
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """How the model thinks aloud, if the server was told."""
+        """The format of --reasoning-parser."""
         config = self._llm.config.structured_outputs
         name = config.reasoning_parser
         return reasoning_format(name, config.reasoning_parser_plugin) if name else None
@@ -87,17 +119,19 @@ class ServerState:
         return frozenset(() if tokenizer is None else filter(None, map(tokenizer.token_text, tokenizer.special_ids)))
 
     @cached_property
-    def special_marks(self) -> DelimiterSet:
-        """The special tokens as text, which answers do not show unless they are asked to."""
+    def special_delimiters(self) -> DelimiterSet:
+        """The special tokens to strip from parsed output unless skip_special_tokens is false."""
         return DelimiterSet(self.special_texts)
 
-    def model_name(self, asked: str | None) -> str:
-        """The name to answer under. Raises ModelNotFoundError for a name that is not served."""
-        if not asked:
+    def model_name(self, requested: str | None) -> str:
+        """Return the requested model name, by default the first. Raise ModelNotFoundError if it is not served."""
+        if not requested:
             return self.names[0]
-        if asked not in self.names:
-            raise ModelNotFoundError(f"the model {asked[:200]!r} does not exist; served here: {', '.join(self.names)}")
-        return asked
+        if requested not in self.names:
+            raise ModelNotFoundError(
+                f"the model {requested[:200]!r} does not exist; served models: {', '.join(self.names)}"
+            )
+        return requested
 
     async def check_health(self) -> None:
         """Raise EngineDeadError or UnavailableError unless the engine is loaded and makes progress."""
@@ -108,7 +142,7 @@ class ServerState:
         await self._llm.check_health()
 
     async def check_ready(self) -> None:
-        """As check_health, and new requests are welcome: not while the engine sleeps."""
+        """Raise as check_health does, and if the server is draining or the engine sleeps."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         await self.check_health()
@@ -116,19 +150,19 @@ class ServerState:
             raise SleepError(ASLEEP)
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Put the engine to sleep. Raises what AsyncLLM.sleep raises."""
+        """Put the engine to sleep. Raises as AsyncLLM.sleep does."""
         await self.llm().sleep(level, mode)
         self.metrics.sleep_level = level
 
     async def wake_up(self, tags: list[str]) -> None:
-        """Wake the engine, or parts of it, up; none named: all. Raises what AsyncLLM.wake_up raises."""
+        """Wake up the engine or, with `tags`, parts of it. Raises as AsyncLLM.wake_up does."""
         llm = self.llm()
         await llm.wake_up(tags)
         if not await llm.is_sleeping():
             self.metrics.sleep_level = 0
 
     async def wait_until_ready(self) -> None:
-        """Wait for the engine, then publish what is known about it. Raises what kept it from starting."""
+        """Wait for the engine, then publish its cache configuration as a metric. Raises if it does not start."""
         info, cache = await self._llm.wait_until_ready(), self._llm.config.cache
         self.metrics.set_cache_info(
             {
@@ -141,7 +175,7 @@ class ServerState:
         )
 
     async def log_stats(self) -> None:
-        """Log a line about the engine every so many seconds, for ever."""
+        """Log throughput and load every --log-stats-interval seconds, forever."""
         before = self.metrics.totals()
         while True:
             await asyncio.sleep(self._llm.config.observability.log_stats_interval)
@@ -152,7 +186,7 @@ class ServerState:
             before = now
 
     async def drain(self) -> None:
-        """Take no more requests, wait for the running ones as long as configured, then end the rest."""
+        """Refuse new requests, wait up to --shutdown-timeout for the running ones, then set `stopping`."""
         self.draining = True
         deadline = time.monotonic() + self.config.shutdown_timeout
         while self.running and time.monotonic() < deadline and not self._llm.errored:
@@ -160,14 +194,14 @@ class ServerState:
         self.stopping.set()
 
     async def until_dead(self) -> EngineDeadError:
-        """Wait for the engine's death; its cause."""
+        """Wait until the engine dies and return the cause."""
         while not self._llm.errored:
             await asyncio.sleep(0.1)
         return self._llm.dead_error
 
 
 def read_chat_template(value: str | None) -> str | None:
-    """Return a built-in template, the one in a file, or the text itself when it holds jinja. Raises ConfigError."""
+    """Return a built-in template, the content of a file, or `value` if it is a template. Raise ConfigError."""
     if value is None:
         return None
     try:
@@ -175,8 +209,56 @@ def read_chat_template(value: str | None) -> str | None:
     except (OSError, ValueError) as error:
         if any(mark in value for mark in ("{{", "{%", "{#")):
             return value
-        reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(
             "--chat-template",
-            f"{value[:200]}: {reason}; give a file, a template with jinja marks, or {' or '.join(BUILT_IN_TEMPLATES)}",
+            f"{value[:200]}: {reason}; give a file, a jinja template, or {' or '.join(BUILT_IN_TEMPLATES)}",
         ) from None
+
+
+# Access from a request.
+
+
+def server_of(request: Request) -> ServerState:
+    """Return the state of the server that received the request."""
+    state = request.app.state.server
+    assert isinstance(state, ServerState)
+    return state
+
+
+class Identified(Protocol):
+    """A body that may set its request id."""
+
+    @property
+    def request_id(self) -> str | None:
+        """The id; None: random."""
+        ...
+
+
+class ToModel(Protocol):
+    """A body addressed to a model."""
+
+    @property
+    def model(self) -> str | None:
+        """The model name; None: the default."""
+        ...
+
+    def check(self) -> None:
+        """Raise RequestError for an invalid combination of fields."""
+        ...
+
+
+def model_of(state: ServerState, body: ToModel) -> str:
+    """Check the body and return the model name. Raise ModelNotFoundError, UnavailableError or RequestError."""
+    model = state.model_name(body.model)
+    state.llm()
+    body.check()
+    return model
+
+
+def answer_id(request: Request, body: Identified, prefix: str) -> str:
+    """Return `prefix` and the id of the body or X-Request-Id, by default a random one. Raise RequestError."""
+    header = request.headers.get("x-request-id", "")
+    if len(header) > MAX_ID_LENGTH:
+        raise RequestError("request_id", f"the X-Request-Id header is longer than {MAX_ID_LENGTH} characters")
+    return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"

@@ -1,9 +1,9 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: request body, response builder, route."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
@@ -11,21 +11,20 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, WithJsonSchema
 
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.http.answer import respond
-from pagoda.server.http.body import read_body
-from pagoda.server.http.fields.base import Int64, unsupported
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.http.body import Int64, read_body, unsupported
 from pagoda.server.http.fields.logprobs import CompletionLogprobs, joined, prompt_logprobs
-from pagoda.server.http.fields.sampling import SamplingFields
-from pagoda.server.http.fields.usage import ResponseMeta, TextEvent, check_stream_options
-from pagoda.server.http.request_context import answer_head, answer_id, best_of, model_of, server_of, work_of
-from pagoda.server.http.state import ServerState
+from pagoda.server.http.fields.sampling import SamplingFields, check_stream_options
+from pagoda.server.http.response import respond
+from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
+from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from pagoda.server.processing.inputs import Prompt, PromptType
 from pagoda.server.processing.prompt_embeds import from_base64
 from pagoda.server.processing.tokenization import encode_kept
-
-# The body of POST /v1/completions.
 
 MAX_PROMPTS: Final = 4096
 DEFAULT_MAX_TOKENS: Final = 16
@@ -36,7 +35,7 @@ _PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"
 
 
 class CompletionRequest(SamplingFields):
-    """A text completion: one prompt or many, as text or token ids."""
+    """A text completion of one prompt or several, as text or token ids."""
 
     searches_beams: ClassVar[bool] = True
 
@@ -45,34 +44,35 @@ class CompletionRequest(SamplingFields):
     logprobs: Int64 | None = None
     max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default.")
     add_special_tokens: bool | None = True
-    suffix: Any = unsupported(harmless=("",), why="no model served here fills in the middle of a text")
+    suffix: Any = unsupported(harmless=("",), why="no model served here supports fill-in-the-middle")
     prompt_embeds: str | list[str] | None = Field(
-        None, description="Base64 of what torch.save writes of a tensor, with --enable-prompt-embeds; before `prompt`."
+        None,
+        description="Base64 of tensors saved with torch.save; needs --enable-prompt-embeds. Precede `prompt`.",
     )
 
     def check(self) -> None:
-        """What no single field shows. Raises RequestError."""
+        """Raise RequestError for an invalid combination of fields."""
         check_stream_options(self.stream, self.stream_options)
         if not self.embeds:
             return
-        for name, asked in (("echo", self.echo), ("prompt_logprobs", self.prompt_logprobs is not None)):
-            if asked:
-                raise RequestError(name, f"{name} is about a prompt's tokens, and prompt_embeds have none; drop one")
+        for name, is_set in (("echo", self.echo), ("prompt_logprobs", self.prompt_logprobs is not None)):
+            if is_set:
+                raise RequestError(name, f"{name} needs prompt tokens, which prompt_embeds do not have; drop one")
 
     @property
     def embeds(self) -> list[str]:
-        """The prompts that are embeddings, one entry each; their answers come first. Raises RequestError."""
+        """The prompts given as embeddings; their choices come first. Raises RequestError."""
         given = self.prompt_embeds
         embeds = [given] if isinstance(given, str) else given or []
         if len(embeds) > MAX_PROMPTS:
             raise RequestError(
-                "prompt_embeds", f"prompt_embeds holds {len(embeds)} prompts; at most {MAX_PROMPTS} are allowed"
+                "prompt_embeds", f"prompt_embeds has {len(embeds)} prompts; at most {MAX_PROMPTS} are allowed"
             )
         return embeds
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts of text or token ids, one entry each. Raises RequestError."""
+        """The prompts given as text or token ids. Raises RequestError."""
         prompt = self.prompt
         if self.embeds and (prompt is None or prompt in ("", [])):
             return []
@@ -87,26 +87,20 @@ class CompletionRequest(SamplingFields):
         if _is_ids(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
-            raise RequestError("prompt", f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed")
+            raise RequestError("prompt", f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed")
         if all(isinstance(each, str) for each in prompt) or all(_is_ids(each) for each in prompt):
             return prompt
         raise RequestError("prompt", "prompt must be a string, a list of strings, token ids, or lists of token ids")
 
     @property
     def shows_prompt_only(self) -> bool:
-        """echo with max_tokens 0: nothing generated is shown."""
+        """Whether nothing generated is returned: echo with max_tokens 0."""
         return bool(self.echo) and self.max_tokens == 0
 
-    @property
-    def _max_tokens(self) -> int:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """SamplingParams. `defaults`: the model's own. Raises RequestError."""
-        own: dict[str, Any] = {
-            "logprobs": self.logprobs,
-            "max_tokens": 1 if self.shows_prompt_only else self._max_tokens,
-        }
+        """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        own: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             own["prompt_logprobs"] = self.logprobs
         return self.sampling_params(defaults, **own)
@@ -116,15 +110,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-# Answers of POST /v1/completions.
-
-PromptText = Callable[[RequestOutput], str]
-"""The text of an output's prompt, decoded where the client gave token ids."""
+# Response builder.
 
 
 @dataclass(slots=True)
 class _Piece:
-    """What an output adds to one choice."""
+    """The part of a choice that one output adds."""
 
     text: str
     token_ids: list[int]
@@ -135,73 +126,77 @@ class _Piece:
 
 @dataclass(slots=True)
 class _CompletionChoice:
-    """What one choice has said so far."""
-
     logprobs: CompletionLogprobs
-    event: TextEvent
-    pieces: list[_Piece] = field(default_factory=list)
+    text_event: TextEvent | None = None  # of a stream
+    pieces: list[_Piece] = field(default_factory=list)  # of a whole response
 
 
-class CompletionAnswer:
-    """One text completion: prompts times n choices. Implements server.answer.Answer."""
+class TextCompletionBuilder(CompletionBuilder):
+    """Builds one text completion: n choices per prompt."""
 
-    def __init__(self, head: ResponseMeta, request: CompletionRequest, prompt_text: PromptText) -> None:
-        self._head = head
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        response_id: str,
+        model: str,
+        config: ServerConfig,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(request, response_id, model, config, tokenizer)
         self._request = request
-        self._prompt_text = prompt_text
         self._choices: dict[int, _CompletionChoice] = {}
         self._prompts: dict[int, RequestOutput] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
-        says_more = request.logprobs is not None or request.return_token_ids or request.shows_prompt_only
-        self._says_text_only = not (says_more or head.has_running_usage)  # until a choice ends
+        needs_frames = request.logprobs is not None or request.return_token_ids or request.shows_prompt_only
+        self._text_only = not (needs_frames or self._reports_running_usage)  # chunks but a choice's last
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
-        """What an output adds, as the chunks of a stream."""
+        """Yield the stream chunks of an output."""
         self._note(prompt_index, output)
         for completion in output.outputs:
             index = self._index(prompt_index, completion)
             choice = self._choices.get(index)
-            if choice is not None and self._says_text_only and completion.finish_reason is None:
+            if choice is not None and self._text_only and completion.finish_reason is None:
                 if completion.text:
-                    yield choice.event(completion.text)
+                    yield (choice.text_event or self._text_event(index, choice))(completion.text)
                 continue
-            opens = choice is None
+            is_first = choice is None
             piece = self._piece(prompt_index, completion)
-            ids = self._request.return_token_ids and (opens or piece.token_ids)
+            ids = self._request.return_token_ids and (is_first or piece.token_ids)
             if not (piece.text or piece.logprobs or piece.finish_reason or ids):
                 continue
-            shown = _shown(index, piece)
+            chunk = _chunk_choice(index, piece)
             if piece.finish_reason is not None:
-                shown["stop_reason"] = piece.stop_reason
+                chunk["stop_reason"] = piece.stop_reason
             if self._request.return_token_ids:
-                shown["token_ids"] = piece.token_ids
-                shown["prompt_token_ids"] = output.prompt_token_ids if opens else None
-            yield self._chunk(shown)
-
-    def usage_chunk(self) -> dict[str, Any] | None:
-        """The last chunk of a stream that reports its usage."""
-        return self._head.usage_chunk("text_completion")
+                chunk["token_ids"] = piece.token_ids
+                chunk["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+            yield self._chunk(chunk)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take an output in, for `whole`."""
+        """Add an output to the whole response."""
         self._note(prompt_index, output)
         for completion in output.outputs:
             piece = self._piece(prompt_index, completion)
             self._choices[self._index(prompt_index, completion)].pieces.append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
-        choices = [self._whole_choice(index, self._choices[index].pieces) for index in sorted(self._choices)]
-        return self._head.whole("text_completion", choices)
+        """Return the whole response."""
+        return self._whole([self._whole_choice(index, self._choices[index].pieces) for index in sorted(self._choices)])
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._head.frame("text_completion", [choice]) | self._head.running_usage()
+    def _text_event(self, index: int, choice: _CompletionChoice) -> TextEvent:
+        choice.text_event = TextEvent(
+            lambda text: self._chunk(_chunk_choice(index, _Piece(text, [], None, None, None)))
+        )
+        return choice.text_event
 
     def _whole_choice(self, index: int, pieces: list[_Piece]) -> dict[str, Any]:
         parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-        prompt_index = index // (self._request.n or 1)
+        prompt_index = index // self._n
         positions = self._prompt_logprobs.get(prompt_index) if self._request.prompt_logprobs is not None else None
-        shows_ids = bool(self._request.return_token_ids)
+        returns_ids = bool(self._request.return_token_ids)
         return {
             "index": index,
             "text": "".join(piece.text for piece in pieces),
@@ -209,23 +204,20 @@ class CompletionAnswer:
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
             "prompt_logprobs": prompt_logprobs(positions) if positions is not None else None,
-            "token_ids": [token for piece in pieces for token in piece.token_ids] if shows_ids else None,
-            "prompt_token_ids": self._prompts[prompt_index].prompt_token_ids if shows_ids else None,
+            "token_ids": [token for piece in pieces for token in piece.token_ids] if returns_ids else None,
+            "prompt_token_ids": self._prompts[prompt_index].prompt_token_ids if returns_ids else None,
         }
 
     def _note(self, prompt_index: int, output: RequestOutput) -> None:
-        self._head.usage.count(prompt_index, output)
+        self.usage.count(prompt_index, output)
         if self._request.shows_prompt_only:
-            self._head.usage.forget_generated()
+            self.usage.forget_generated()
         self._prompts[prompt_index] = output
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
 
-    def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
-        return prompt_index * (self._request.n or 1) + completion.index
-
     def _piece(self, prompt_index: int, completion: CompletionOutput) -> _Piece:
-        """What a completion adds; the first piece of a choice begins with the prompt when `echo` asks for it."""
+        """Return what a completion adds; with `echo`, the first piece of a choice starts with the prompt."""
         index = self._index(prompt_index, completion)
         text, ids, positions = completion.text, completion.token_ids, completion.logprobs or []
         if self._request.shows_prompt_only:
@@ -233,9 +225,9 @@ class CompletionAnswer:
         choice = self._choices.get(index)
         prompt: dict[str, Any] | None = None
         if choice is None:
-            logprobs_of = CompletionLogprobs(self._shown_logprobs, self._head.names)
-            event = TextEvent(lambda text: self._chunk(_shown(index, _Piece(text, [], None, None, None))))
-            choice = self._choices[index] = _CompletionChoice(logprobs_of, event)
+            # with logprob_token_ids all reported candidates are shown
+            count = -1 if self._request.logprob_token_ids else self._request.logprobs or 0
+            choice = self._choices[index] = _CompletionChoice(CompletionLogprobs(count, self._names))
             if self._request.echo:
                 text = self._prompt_text(self._prompts[prompt_index]) + text
                 prompt = self._echoed_logprobs(prompt_index, choice)
@@ -243,20 +235,22 @@ class CompletionAnswer:
         parts = [part for part in (prompt, logprobs) if part is not None]
         return _Piece(text, ids, joined(parts) if parts else None, completion.finish_reason, completion.stop_reason)
 
-    @property
-    def _shown_logprobs(self) -> int:
-        """How many candidates of a position; all that there are when the request names them."""
-        return -1 if self._request.logprob_token_ids else self._request.logprobs or 0
-
     def _echoed_logprobs(self, prompt_index: int, choice: _CompletionChoice) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
         ids = self._prompts[prompt_index].prompt_token_ids or []
         return choice.logprobs.take(ids, self._prompt_logprobs.get(prompt_index) or [None] * len(ids))
 
+    def _prompt_text(self, output: RequestOutput) -> str:
+        """Return the text of the prompt, decoded if it was truncated or given as token ids."""
+        if output.prompt is not None and self._request.truncate_prompt_tokens is None:
+            return output.prompt
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)
 
-def _shown(index: int, piece: _Piece) -> dict[str, Any]:
-    """What every chunk says of a choice."""
+
+def _chunk_choice(index: int, piece: _Piece) -> dict[str, Any]:
     return {
         "index": index,
         "text": piece.text,
@@ -276,45 +270,33 @@ async def completions(request: Request) -> Response:
     model = model_of(state, body)
     try:
         params = body.params(state.llm().info.sampling_defaults)
-        prompts = [await embeds_of(state, body, text) for text in body.embeds]
+        prompts: list[PromptType] = [await embeds_of(state, body, text) for text in body.embeds]
         prompts += [await prompt_of(state, body, prompt, params) for prompt in body.prompts]
         request_id = answer_id(request, body, "cmpl")
-        work = work_of(state, body, request_id, prompts, params)
-        head = answer_head(state, body, request_id, model)
-        answer = best_of(CompletionAnswer(head, body, _prompt_text(state, body)), body, head)
-        return await respond(request, state, work, answer, stream=bool(body.stream))
+        source = output_source(state, body, request_id, prompts, params)
+        builder = TextCompletionBuilder(body, request_id, model, state.config, state.tokenizer())
+        return await respond(request, state, source, best_of(builder, body), stream=bool(body.stream))
     except RequestError as error:
         raise body.in_own_names(error) from None
 
 
-async def embeds_of(state: ServerState, body: CompletionRequest, text: str) -> dict[str, Any]:
-    """One prompt of embeddings, for the engine. Raises RequestError."""
+async def embeds_of(state: ServerState, body: CompletionRequest, text: str) -> PromptType:
+    """Return the engine prompt of one base64-encoded tensor. Raise RequestError."""
     embeds = await asyncio.to_thread(from_base64, text, state.llm().info, body.truncate_prompt_tokens)
     return {"prompt_embeds": embeds, "cache_salt": body.cache_salt}
 
 
 async def prompt_of(
     state: ServerState, body: CompletionRequest, prompt: str | list[int], params: SamplingParams
-) -> dict[str, Any]:
-    """One prompt, for the engine. Raises RequestError."""
-    salted = {"cache_salt": body.cache_salt}
+) -> PromptType:
+    """Return the engine prompt of a text or of token ids. Raise RequestError."""
+    salt = {"cache_salt": body.cache_salt}
     if not isinstance(prompt, str):
-        return {"prompt_token_ids": prompt} | salted
+        return {"prompt_token_ids": prompt} | salt
     if body.add_special_tokens is not False:
-        return {"prompt": prompt} | salted
+        return {"prompt": prompt} | salt
     tokenizer = state.tokenizer()
     if tokenizer is None:
-        raise RequestError("prompt", "the tokenizer is switched off; give token ids")
+        raise RequestError("prompt", "the tokenizer is disabled (--skip-tokenizer-init); give token ids")
     ids = await asyncio.to_thread(encode_kept, tokenizer, prompt, params, state.llm().max_model_len, False)
-    return {"prompt": prompt, "prompt_token_ids": ids} | salted
-
-
-def _prompt_text(state: ServerState, body: CompletionRequest) -> Any:
-    tokenizer = state.tokenizer()
-
-    def text(output: RequestOutput) -> str:
-        if output.prompt is not None and body.truncate_prompt_tokens is None:
-            return output.prompt
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)
-
-    return text
+    return Prompt(prompt, ids, body.cache_salt)

@@ -13,7 +13,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import Conversation
-from pagoda.server.http.fields.base import INT64_MAX, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.body import INT64_MAX, Int64, RequestBody, hint, unsupported
 from pagoda.server.pooling.response import EmbedDType, Encoding, EncodingFormat, Endianness
 from pagoda.server.processing.tokenization import Side, TextOptions
 

@@ -16,12 +16,10 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import MAX_LOGPROB_IDS, RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import read_body
-from pagoda.server.http.fields.base import Int64, RequestBody
-from pagoda.server.http.fields.usage import Usage
+from pagoda.server.http.body import Int64, RequestBody, read_body
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.request_context import answer_id, server_of
-from pagoda.server.http.stream import encode_json, until_left
+from pagoda.server.http.response import Usage, cancel_on_disconnect, encode_json
+from pagoda.server.http.state import answer_id, server_of
 from pagoda.server.outputs import RequestOutput
 
 MAX_ITEMS: Final = 4_096
@@ -74,7 +72,7 @@ async def generative_scoring(request: Request) -> Response:
     generation = Generation(state, request_id, prompts, params, priority=body.priority)
     try:
         running = _collect(generation.outputs(), len(prompts))
-        outputs = await until_left(request.receive, state.stopping, running)
+        outputs = await cancel_on_disconnect(request.receive, state.stopping, running)
     except RequestError as error:
         raise body.in_own_names(error) from None
     usage = Usage(details=state.config.enable_prompt_tokens_details)

@@ -14,11 +14,9 @@ from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.chat.prompt import rendered
 from pagoda.server.http.body import parse_body, read_json
-from pagoda.server.http.fields.usage import id_header
 from pagoda.server.http.generation import PoolingBatch
-from pagoda.server.http.request_context import Identified, answer_id, server_of
-from pagoda.server.http.state import ServerState
-from pagoda.server.http.stream import encode_json, until_left
+from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header
+from pagoda.server.http.state import Identified, ServerState, answer_id, server_of
 from pagoda.server.outputs import RawPoolingOutput
 from pagoda.server.pooling.fields import (
     ChatT,
@@ -84,7 +82,7 @@ class PoolingCall:
         batch = PoolingBatch(self.state, self.id, params, priority=body.priority or 0, user=getattr(body, "user", None))
         try:
             running = batch.run(make, characters)
-            return await until_left(self.request.receive, self.state.stopping, running)
+            return await cancel_on_disconnect(self.request.receive, self.state.stopping, running)
         except RequestError as error:
             raise body.in_own_names(error) from None
 
@@ -166,7 +164,8 @@ async def _outputs(
         characters = sum(len(each) for each in prompts)
     else:
         try:
-            prompts = [await rendered(call.state, each) for each in body.conversations()]
+            chats = [await rendered(call.state, each) for each in body.conversations()]
+            prompts = [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
         except RequestError as error:
             raise body.in_own_names(error) from None
         characters = 0  # already tokenized

@@ -13,9 +13,8 @@ from pydantic import Field, WithJsonSchema
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.text.chat_template import template_kwargs_error
-from pagoda.server.http.body import parse_body, read_json
-from pagoda.server.http.fields.base import Int64
-from pagoda.server.http.request_context import server_of
+from pagoda.server.http.body import Int64, parse_body, read_json
+from pagoda.server.http.state import server_of
 from pagoda.server.outputs import ScoringRequestOutput
 from pagoda.server.pooling.fields import PoolingFields, check_count, renamed
 from pagoda.server.pooling.response import PoolingMeta, ranking_response, scores_response

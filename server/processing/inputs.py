@@ -31,10 +31,6 @@ from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.processing.tokenization import PLAIN, TextOptions, encode, encode_pair
 
-PromptType = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
-"cache_salt"."""
-
 MAX_COPIED: Final = 1 << 24
 """Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
 
@@ -74,6 +70,11 @@ class Prompt:
         """Return the prompt with only these tokens."""
         embeds = None if self.embeds is None else self.embeds.part(kept)
         return dataclasses.replace(self, token_ids=self.token_ids[kept], embeds=embeds)
+
+
+PromptType = str | Sequence[int] | Mapping[str, Any] | Prompt
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
+"cache_salt". A Prompt is tokenised and truncated already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +206,7 @@ class InputProcessor:
     def prepare(
         self,
         request_id: str,
-        prompt: PromptType | Prompt,
+        prompt: PromptType,
         params: SamplingParams | PoolingParams,
         priority: int = 0,
     ) -> PreparedRequest:
@@ -213,14 +214,15 @@ class InputProcessor:
         arrival_time, arrival = time.time(), time.monotonic()
         if isinstance(params, PoolingParams):
             info = self.pooling
-            ready = prompt if isinstance(prompt, Prompt) else self.parse(prompt)
+            ready = self.parse(prompt)
             self._check_prompt(ready)
             rules = pooling_rules(info, params, ready.second_text)
             children = [pooling_request(request_id, ready.token_ids, rules, priority=priority, arrival=arrival)]
         else:
             self.check_generates()
-            params.verify()
-            ready = prompt if isinstance(prompt, Prompt) else self.parse(prompt, TextOptions.of_sampling(params))
+            if not isinstance(prompt, Prompt):  # the server creates Prompts with verified params
+                params.verify()
+            ready = self.parse(prompt, TextOptions.of_sampling(params))
             self._check_prompt(ready)
             self._check_params(ready, params)
             children = self._children(request_id, ready, params, priority, arrival)
@@ -228,6 +230,8 @@ class InputProcessor:
 
     def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
         """Tokenise and truncate a prompt of any accepted form. Raises RequestError."""
+        if isinstance(prompt, Prompt):
+            return prompt
         keep = options.keep(self._info.max_model_len, self._reserved)
         if isinstance(prompt, str):
             return self._encoded(prompt, options, keep)
@@ -338,6 +342,7 @@ class InputProcessor:
             eos_token_ids=eos,
             bad_words_token_ids=words,
             default_seed=self._seeds.getrandbits(63),
+            verify=False,
         )
         ends = eos | frozenset(params.stop_token_ids or ())
         _check_copies(params.n, prompt, len(ends), rules)

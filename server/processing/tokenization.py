@@ -68,15 +68,13 @@ PLAIN: Final = TextOptions()
 def encode_kept(
     tokenizer: Tokenizer, text: str, params: SamplingParams, max_model_len: int, add_special_tokens: bool = True
 ) -> list[int]:
-    """Return the token ids of a text; of a long one that is truncated, at least those that are kept.
-
-    Raises RequestError.
-    """
+    """Return the token ids of a text, truncated as `params` specify. Raises RequestError."""
     options = TextOptions.of_sampling(params)
     keep = options.keep(max_model_len, reserved=1)
     if keep is not None:
         text = tokenizer.pre_truncate(text, keep, options.truncation_side or "right")
-    return tokenizer.encode(text, add_special_tokens)
+    ids = tokenizer.encode(text, add_special_tokens)
+    return ids if keep is None else cut(ids, keep, options.truncation_side)
 
 
 def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, side: Side | None) -> list[int]:

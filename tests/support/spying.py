@@ -46,10 +46,15 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, module: str) -> Spy:
     async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
         spy.conversations.append(conversation)
         if spy.script is None:
-            return await real(state, Conversation(messages=[{"role": "user", "content": "a"}]), params)
+            return await real(
+                state,
+                Conversation(messages=[{"role": "user", "content": "a"}], cache_salt=conversation.cache_salt),
+                params,
+            )
         events: Any = list(spy.script)
         return ChatPrompt(
-            prompt={"prompt": "a", "prompt_token_ids": [97]},
+            "a",
+            [97],
             params=params,
             reader=lambda: ScriptedParser(events),  # type: ignore[return-value]
         )

@@ -1,1 +1,1 @@
-"""Fields that request and response bodies of several APIs share."""
+"""Request and error formats shared by several APIs."""

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}. `code` is the HTTP status, as in vLLM."""
+"""Error responses: OpenAI's format, {"error": {"message", "type", "param", "code"}} with `code` the HTTP status as in
+vLLM, and the Messages API's, {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -23,40 +24,39 @@ _TYPES: Final = {
 }
 
 
+class ClientDisconnectedError(Exception):
+    """The client closed its connection before the response was complete."""
+
+
 class UnavailableError(PagodaError):
-    """The server cannot take this request now: still loading, or shutting down. HTTP 503."""
+    """The server is loading or shutting down. HTTP 503."""
 
 
 class ResponseNotFoundError(PagodaError):
-    """There is no such response, or no more. HTTP 404."""
+    """No stored response has this id. HTTP 404."""
 
 
 class ModelNotFoundError(PagodaError):
-    """A model name that this server does not answer to. HTTP 404."""
+    """The requested model name is not served. HTTP 404."""
 
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """An error with the status it is answered with.
-
-    `param`: the request field at fault, if one is. `code`: what a client of the Messages API tells such errors by.
-
-    Not frozen: whoever handles an exception may set its traceback.
-    """
+    """An error with its HTTP status. Not frozen: exception handling sets `__traceback__`."""
 
     status: int
     message: str
-    param: str | None = None
-    code: str | None = None
+    param: str | None = None  # name of the invalid request field
+    code: str | None = None  # error code of the Messages API
 
     def as_dict(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Return the response body in OpenAI's format."""
         kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
 def http_error(error: BaseException) -> HttpError:
-    """What a client is told about an exception: the cause of our own errors, nothing about any other."""
+    """Map an exception to an HTTP error. Messages of exceptions other than pagoda's own are not disclosed."""
     match error:
         case HttpError():
             return error
@@ -73,17 +73,14 @@ def http_error(error: BaseException) -> HttpError:
         case EngineDeadError():
             return HttpError(500, f"the engine is dead: {error}")
         case _:
-            return HttpError(500, "internal error; the server's log has the details")
+            return HttpError(500, "internal error; see the server's log")
 
 
-# Errors in the shape of the Messages API, and which paths have it: {"type": "error", "error": {"type", "message"}}.
-
-PREFIX: Final = "/v1/messages"
-"""Paths of the Messages API begin with it."""
+PREFIX: Final = "/v1/messages"  # path prefix of the Messages API
 
 REQUEST_ID_HEADER: Final = "request-id"
 
-_TYPES_MESSAGES_ERRORS: Final = {
+_MESSAGES_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -97,29 +94,28 @@ _TYPES_MESSAGES_ERRORS: Final = {
 
 
 def new_request_id() -> str:
-    """The id under which an answer of the Messages API is spoken of."""
+    """Return a request id in the format of the Messages API."""
     return f"req_{uuid.uuid4().hex}"
 
 
 def is_messages_path(path: str) -> bool:
-    """Whether the path belongs to the Messages API."""
+    """Return whether the path belongs to the Messages API."""
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
 def messages_error(error: HttpError, request_id: str) -> dict[str, Any]:
-    """The body of an error. The message names the field at fault, for which this shape has no place."""
+    """Return the response body in the Messages API's format, which has no `param`: the message names the field."""
     message = error.message
     if error.param and error.param not in message:
         message = f"{error.param}: {message}"
-    kind = _TYPES_MESSAGES_ERRORS.get(error.status, "api_error")
-    shown: dict[str, Any] = {"type": kind, "message": message}
+    body: dict[str, Any] = {"type": _MESSAGES_TYPES.get(error.status, "api_error"), "message": message}
     if error.code is not None:
-        shown["details"] = {"error_code": error.code}
-    return {"type": "error", "error": shown, "request_id": request_id}
+        body["details"] = {"error_code": error.code}
+    return {"type": "error", "error": body, "request_id": request_id}
 
 
-def error_answer(path: str, error: HttpError) -> tuple[dict[str, Any], dict[str, str]]:
-    """Body and headers of an error, in the shape of the API that the path belongs to."""
+def error_response(path: str, error: HttpError) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return body and headers of an error response in the format of the API that `path` belongs to."""
     if not is_messages_path(path):
         return error.as_dict(), {}
     request_id = new_request_id()

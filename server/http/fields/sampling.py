@@ -1,4 +1,4 @@
-"""The sampling fields that chat and text completions share, and how they become SamplingParams."""
+"""Sampling and structured-output fields shared by chat and text completions, converted to SamplingParams."""
 
 from __future__ import annotations
 
@@ -9,10 +9,188 @@ from pydantic import Field
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.errors import RequestError
-from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from pagoda.server.http.fields.base import INT64_MAX, Int64, RequestBody, StringOrList, hint, unsupported
-from pagoda.server.http.fields.structured import StructuredFields
-from pagoda.server.http.fields.usage import StreamOptions
+from pagoda.common.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from pagoda.server.http.body import INT64_MAX, Int64, RequestBody, StringOrList, hint, unsupported
+
+# Structured outputs, in OpenAI's fields, vLLM's and vLLM's former `guided_*`.
+
+MAX_CHOICES: Final = 65_536
+
+
+class TextFormat(RequestBody):
+    """Unconstrained text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestBody):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestBody):
+    """A JSON schema."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None  # no effect: output always conforms to its schema
+
+
+class JsonSchemaFormat(RequestBody):
+    """JSON that conforms to a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(RequestBody):
+    """Text with constrained sections between tags: vLLM's `format`, or OpenAI's `structures` and `triggers`."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's structured_outputs: exactly one constraint, and options for JSON."""
+
+    json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_fallback: bool | None = Field(None, description="No effect: there is no fallback backend.")
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        """Return the constraint. Raise RequestError unless there is exactly one."""
+        return StructuredOutputsParams(
+            json=self.json_schema,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            json_object=self.json_object,
+            structural_tag=self.structural_tag,
+            disable_any_whitespace=bool(self.disable_any_whitespace),
+            disable_additional_properties=bool(self.disable_additional_properties),
+            whitespace_pattern=self.whitespace_pattern,
+        )
+
+
+_GUIDED: Final = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's former field name -> its field of StructuredOutputsParams."""
+
+_STRUCTURE_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
+
+
+class StructuredFields(RequestBody):
+    """Structured-output fields of every request that generates text."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Any = unsupported(
+        harmless=("auto", "guidance"), why="the backend is chosen by --structured-outputs-config"
+    )
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """Return the output constraint; None for unconstrained text. Raise RequestError naming the field."""
+        given = self._given()
+        if len(given) > 1:
+            for name in given:
+                self._constraint(name)  # an invalid one is reported first
+            first, second = given[:2]
+            raise RequestError(second, f"{second} and {first} both constrain the output; leave one of them out")
+        constraint = self._constraint(given[0]) if given else None
+        if self.guided_whitespace_pattern is not None and "guided_json" not in given:
+            raise RequestError("guided_whitespace_pattern", "guided_whitespace_pattern needs guided_json")
+        return constraint
+
+    @property
+    def gives_structure(self) -> bool:
+        """Whether any field sets a constraint."""
+        return bool(self._given())
+
+    @property
+    def structure_field(self) -> str:
+        """The name of the field that sets the constraint."""
+        return next(iter(self._given()), "structured_outputs")
+
+    def _given(self) -> list[str]:
+        values = ((name, getattr(self, name)) for name in _STRUCTURE_FIELDS)
+        return [name for name, value in values if value is not None and not isinstance(value, TextFormat)]
+
+    def _constraint(self, name: str) -> StructuredOutputsParams:
+        value = getattr(self, name)
+        if name == "structured_outputs":
+            params: StructuredOutputsParams = value.params()
+            return params
+        if name == "response_format":
+            return _of_format(value)
+        if name == "guided_choice" and not value:
+            raise RequestError(name, "guided_choice is empty; list at least one choice")
+        pattern = self.guided_whitespace_pattern if name == "guided_json" else None
+        return StructuredOutputsParams(**{_GUIDED[name]: value}, whitespace_pattern=pattern)
+
+
+def _of_format(response_format: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat) -> StructuredOutputsParams:
+    name = "response_format"
+    if isinstance(response_format, JsonObjectFormat):
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(response_format, JsonSchemaFormat):
+        if response_format.json_schema.json_schema is None:
+            raise RequestError(name, f"{name}.json_schema needs a schema; for any object use type json_object")
+        return StructuredOutputsParams(json=response_format.json_schema.json_schema)
+    return StructuredOutputsParams(structural_tag=response_format.model_dump(exclude_none=True))
+
+
+# Streaming.
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool | None = Field(False)
+    continuous_usage_stats: bool | None = Field(False)
+    include_obfuscation: Any = hint(why="streams are not padded")
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Raise RequestError for stream_options without a stream, and for running counts without a final one."""
+    if options is None:
+        return
+    if not stream:
+        raise RequestError("stream_options", "stream_options are only allowed when stream is true")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise RequestError("stream_options", "continuous_usage_stats needs include_usage")
+
+
+# Sampling.
 
 _PASSED_ON: Final = (
     "n",
@@ -67,11 +245,11 @@ _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "thinking_token_budget": (),
     "vllm_xargs": (),
 }
-"""Fields that a beam search has no use for -> values that say nothing."""
+"""Fields that beam search does not support -> their values without effect."""
 
 
 class RepetitionDetection(RequestBody):
-    """When an answer that repeats itself ends: see RepetitionDetectionParams."""
+    """RepetitionDetectionParams: when a repetitive output ends."""
 
     max_pattern_size: Int64 = 0
     min_pattern_size: Int64 = 0
@@ -79,10 +257,9 @@ class RepetitionDetection(RequestBody):
 
 
 class SamplingFields(StructuredFields):
-    """Fields of both completion requests. null means: the model's default, else the engine's."""
+    """Fields of chat and text completions. null: the model's default, else SamplingParams'."""
 
-    searches_beams: ClassVar[bool] = False
-    """Whether use_beam_search is honoured there."""
+    searches_beams: ClassVar[bool] = False  # whether use_beam_search is supported
 
     model: str | None = None
     n: Int64 | None = 1
@@ -109,45 +286,51 @@ class SamplingFields(StructuredFields):
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="The end user, for the request log; changes no answer.")
+    user: str | None = Field(None, description="End user id for the request log; does not affect the output.")
     priority: Int64 | None = 0
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    vllm_xargs: dict[str, Any] | None = Field(None, description="For logits processors; refused without any.")
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Arguments of custom logits processors; refused if the server has none."
+    )
 
     truncation_side: Literal["left", "right"] | None = None
     logprob_token_ids: list[Int64] | None = Field(
-        None, description="Log-probabilities of these tokens in place of the best; needs logprobs."
+        None, description="Report log-probabilities of these tokens instead of the top ones; needs logprobs."
     )
     repetition_detection: RepetitionDetection | None = None
     stream_interval: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = Field(
-        None, description="Tokens between two chunks of a stream."
+        None, description="Tokens per chunk of a stream."
     )
     thinking_token_budget: Int64 | None = None
     best_of: Int64 | None = Field(
-        None, description="Answers to generate; the n with the highest cumulative logprob are returned. Not in streams."
+        None,
+        description="Number of completions to generate; the n with the highest cumulative logprob are returned. "
+        "Not with stream.",
     )
     use_beam_search: bool | None = Field(
-        False, description="The n best of a beam search n wide; excludes streams and what shapes single samples."
+        False, description="Beam search of width n; excludes stream and sampling fields."
     )
-    length_penalty: float | None = Field(1.0, description="Of beam search: scores are divided by length to this power.")
-    early_stopping: bool | None = Field(False, description="Of beam search: end once n answers have.")
+    length_penalty: float | None = Field(
+        1.0, description="Beam search: scores are divided by the length to this power."
+    )
+    early_stopping: bool | None = Field(False, description="Beam search: stop once n completions have ended.")
 
-    watermarking: Any = unsupported(why="answers are not watermarked")
-    session_id: Any = hint(why="requests are answered one by one and no session is kept")
-    routed_experts_prompt_start: Any = unsupported(0, why="answers do not report which experts ran")
+    watermarking: Any = unsupported(why="outputs are not watermarked")
+    session_id: Any = hint(why="requests are independent; there are no sessions")
+    routed_experts_prompt_start: Any = unsupported(0, why="routed experts are not reported")
     mm_payload: Any = unsupported("tensors", harmless=("none",), why="this version serves text only")
     return_mm_kwargs: Any = unsupported(why="this version serves text only")
-    kv_transfer_params: Any = unsupported(why="KV is not handed from server to server")
+    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers")
     ec_transfer_params: Any = unsupported(why="this version serves text only")
     return_token_offsets: bool | None = Field(
-        False, description="Where each token stands in the prompt: shown by the render endpoints, refused elsewhere."
+        False, description="Return each token's character offsets in the prompt; render endpoints only."
     )
 
     def own_name(self, field: str) -> str:
-        """The name of a SamplingParams field in this request."""
+        """Return the name of a SamplingParams field in this API."""
         if field == "n" and self.best_of is not None:
             return "best_of"
         return {
@@ -159,27 +342,27 @@ class SamplingFields(StructuredFields):
     def _best_of(self) -> int:
         n, best_of = self.n or 1, self.best_of or 0
         if self.stream:
-            raise RequestError("best_of", "best_of cannot be streamed: the best is known at the end only")
+            raise RequestError("best_of", "best_of cannot be streamed: the best are only known at the end")
         if best_of < n:
             raise RequestError("best_of", f"best_of {best_of} is below n {n}")
         return best_of
 
-    def beam_search_params(self, params: SamplingParams, room: int) -> BeamSearchParams:
-        """The search that was asked for. `params`: of the whole request; `room`: the most tokens of an answer.
+    def beam_search_params(self, params: SamplingParams, max_tokens: int) -> BeamSearchParams:
+        """Return the parameters of the beam search. `max_tokens`: default of the field, in tokens.
 
-        Raises RequestError naming a field that a search has no use for.
+        Raise RequestError naming a field that beam search does not support.
         """
         for name, neutral in _NOT_WITH_BEAMS.items():
             value = getattr(self, name)
             if value not in (None, False, *neutral) and value not in ([], {}):
-                raise RequestError(name, f"{name} has no effect in a beam search; leave it out")
+                raise RequestError(name, f"{name} has no effect with beam search; leave it out")
         if params.structured_outputs is not None:
             raise RequestError(
-                "use_beam_search", "beam search holds answers to no form, of strict tools neither; leave one out"
+                "use_beam_search", "beam search does not support structured outputs or strict tools; leave one out"
             )
         return BeamSearchParams(
             beam_width=self.n or 1,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            max_tokens=max_tokens if params.max_tokens is None else params.max_tokens,
             ignore_eos=bool(self.ignore_eos),
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
@@ -187,9 +370,11 @@ class SamplingFields(StructuredFields):
         )
 
     def check_answered(self) -> None:
-        """Raises RequestError for what only a prompt's preview shows."""
+        """Raise RequestError for fields of the render endpoints."""
         if self.return_token_offsets:
-            raise RequestError("return_token_offsets", "offsets are shown by the render endpoints only; leave it out")
+            raise RequestError(
+                "return_token_offsets", "return_token_offsets is for the render endpoints only; leave it out"
+            )
 
     def _check_beams(self) -> None:
         if self.use_beam_search:
@@ -201,11 +386,10 @@ class SamplingFields(StructuredFields):
             raise RequestError("length_penalty", "length_penalty needs use_beam_search")
 
     def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
-        """Params whose outputs are deltas: many in a stream, else one at the end, which wakes this process once.
+        """Return the verified SamplingParams: delta outputs for a stream, else a single final output.
 
-        `defaults`: the model's, for fields left out. `own`: the caller's additions.
-
-        Raises RequestError naming a field outside its bounds.
+        `defaults`: the model's generation config. `own`: values that take precedence over the fields. Raise
+        RequestError naming a field outside its bounds.
         """
         self._check_beams()
         values = {name: getattr(self, name) for name in _PASSED_ON} | {"extra_args": self.vllm_xargs} | own
@@ -217,8 +401,6 @@ class SamplingFields(StructuredFields):
             values |= {"n": self._best_of(), "logprobs": values.get("logprobs") or 0}
         values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
         if self.stream and self.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs", "prompt_logprobs are not available in a stream; leave one of them out"
-            )
+            raise RequestError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave one of them out")
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams.from_optional(**values, structured_outputs=self.structure(), output_kind=kind)

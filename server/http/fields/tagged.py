@@ -1,6 +1,6 @@
-"""Unions told apart by their `type`, in which kinds that are not served are refused by name.
+"""Unions discriminated by `type`, in which unsupported types are refused by name.
 
-Knows pydantic. Tags are no identifiers, so that error messages leave them out of the path of a field.
+Tags are not identifiers, so that error messages can leave them out of a field's path.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Discriminator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pagoda.server.http.fields.base import Ignored, RequestBody
+from pagoda.server.http.body import Ignored, RequestBody
 
 OTHER = "<other>"
-"""Tag of what is refused."""
+"""Tag of unsupported types."""
 
 TEXT, LIST = "<text>", "<list>"
-"""Tags of a union of plain text and a list."""
+"""Tags of a union of a string and a list."""
 
 
 def by_type(*known: str, default: str | None = None) -> Discriminator:
-    """Tags `<type>` for the known types, OTHER for the rest. `default`: of an object without a type."""
+    """Return a discriminator: `<type>` for the known types, else OTHER. `default`: type of an object without one."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -32,35 +32,35 @@ def by_type(*known: str, default: str | None = None) -> Discriminator:
 
 
 def text_or_list() -> Discriminator:
-    """Tags TEXT for a string, LIST for anything else."""
+    """Return a discriminator: TEXT for a string, else LIST."""
     return Discriminator(lambda value: TEXT if isinstance(value, str) else LIST)
 
 
 class Unsupported(RequestBody):
-    """Anything of another type."""
+    """An object of an unsupported type; always refused."""
 
     type: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def refuse(cls, value: Any) -> Any:
-        """Name the type."""
+        """Raise an error that names the type."""
         if not isinstance(value, dict):
             raise PydanticCustomError("not_an_object", "must be an object with a type")
         kind = value.get("type")
-        shown = repr(kind[:60]) if isinstance(kind, str) else "that is missing"
+        name = repr(kind[:60]) if isinstance(kind, str) else "(missing)"
         raise PydanticCustomError(
-            "unsupported", "type {kind} is not supported by this version of pagoda", {"kind": shown}
+            "unsupported", "type {kind} is not supported by this version of pagoda", {"kind": name}
         )
 
 
 class OtherTool(RequestBody):
-    """A tool of a type that this server cannot offer to a model, whatever its fields. It is dropped."""
+    """A tool of an unsupported type, with any fields. It is dropped."""
 
     type: str
 
     def ignored(self, path: str = "") -> Iterator[Ignored]:
-        """Yield this tool alone, without its fields."""
+        """Yield this tool, but not its fields."""
         reason = f"{path}: type {self.type[:60]!r} is not supported by this version of pagoda"
         yield Ignored(path, "tool", reason, self.type)
 
@@ -75,9 +75,9 @@ def _refuse_value(harmless: Sequence[Any]) -> BeforeValidator:
 
 
 def refused(*harmless: Any) -> Any:
-    """For Annotated: a field within a field that exists elsewhere and not here. null and `harmless` pass."""
+    """Return Annotated metadata of an unsupported nested field that accepts null and `harmless` only."""
     return _refuse_value(harmless)
 
 
 Null = Annotated[Any, refused()]
-"""A field that exists elsewhere and not here."""
+"""An unsupported nested field: null only."""

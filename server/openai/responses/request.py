@@ -12,8 +12,8 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, Str
 from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat.conversation import Conversation, NamedTool
 from pagoda.server.chat.conversation import ToolChoice as Choice
-from pagoda.server.http.fields.base import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
-from pagoda.server.http.fields.structured import StructuredOutputs
+from pagoda.server.http.body import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
+from pagoda.server.http.fields.sampling import StructuredOutputs
 from pagoda.server.http.fields.tagged import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, refused, text_or_list
 from pagoda.server.openai.responses.input import Input, Item, messages_of
 
@@ -288,6 +288,7 @@ class ResponsesRequest(RequestBody):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
             keywords=self.chat_template_kwargs or {},
+            cache_salt=self.cache_salt,
         )
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -18,26 +18,23 @@ from starlette.types import Message
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.chat.prompt import ChatPrompt, prepare, prepare_fitting
-from pagoda.server.http.answer import respond
-from pagoda.server.http.auth import owner_of
-from pagoda.server.http.body import read_body
-from pagoda.server.http.fields.base import MAX_IGNORED, Ignored
+from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored, read_body
 from pagoda.server.http.fields.errors import HttpError, http_error
 from pagoda.server.http.fields.logprobs import TokenNames
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.ignored import note_ignored
-from pagoda.server.http.request_context import model_of, server_of
-from pagoda.server.http.response_store import StoredResponse
-from pagoda.server.http.state import ServerState
-from pagoda.server.http.stream import (
+from pagoda.server.http.middleware import owner_of
+from pagoda.server.http.response import (
     KEEP_ALIVE,
     EventStream,
     EventStyle,
+    cancel_on_disconnect,
     encode_json,
     named_event,
-    until_left,
+    respond,
     with_pauses,
 )
+from pagoda.server.http.response_store import StoredResponse
+from pagoda.server.http.state import ServerState, model_of, server_of
 from pagoda.server.openai.responses.input import ITEMS, Item, items_of, output_items
 from pagoda.server.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.openai.responses.request import ResponsesRequest
@@ -62,9 +59,8 @@ async def create_response(request: Request) -> Response:
         conversation = body.conversation_of(items, len(earlier))
         chat = await (prepare_fitting if body.truncation == "auto" else prepare)(state, conversation, params)
         note_ignored(request, chat.ignored, body.own_name)
-        prompt = chat.prompt | {"cache_salt": body.cache_salt}
         user = body.safety_identifier or body.user
-        generation = Generation(state, response_id, [prompt], chat.params, priority=body.priority, user=user)
+        generation = Generation(state, response_id, [chat], chat.params, priority=body.priority, user=user)
         builder = _builder(state, body, chat, params, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
             response_id,
@@ -149,7 +145,7 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
 def _new_id(state: ServerState, body: ResponsesRequest, owner: bytes) -> str:
     if body.request_id is None:
         return f"resp_{uuid.uuid4().hex}"
-    if state.responses.holds(body.request_id, owner):
+    if state.responses.contains(body.request_id, owner):
         raise RequestError("request_id", f"there is a response {body.request_id!r} already; use another id")
     return body.request_id
 
@@ -159,7 +155,7 @@ def _earlier_items(state: ServerState, response_id: str | None, owner: bytes) ->
     if response_id is None:
         return []
     field = "previous_response_id"
-    if not state.responses.holds(response_id, owner):
+    if not state.responses.contains(response_id, owner):
         raise HttpError(404, f"{field}: response {response_id[:200]!r} does not exist or was evicted", field)
     stored = state.responses.get(response_id, owner)
     if stored.status not in ("completed", "incomplete"):
@@ -232,7 +228,7 @@ class _BackgroundRun:
     async def run(self, generation: Generation) -> None:
         """Run until the response ends or the server stops. Raise only errors from before the engine accepted it."""
         try:
-            await until_left(_never_disconnects, self._state.stopping, self._read(generation))
+            await cancel_on_disconnect(_never_disconnects, self._state.stopping, self._read(generation))
         except asyncio.CancelledError:
             self._builder.cancel()  # by the client, or evicted from the store
         except Exception as error:

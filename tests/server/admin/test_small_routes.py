@@ -217,7 +217,7 @@ def test_a_disconnect_from_invocations_frees_blocks() -> None:
 
 
 def test_sequences_of_all_prompts_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_ANSWERS", 6)
+    monkeypatch.setattr(generation, "MAX_SEQUENCES", 6)
     body = {"prompt": ["a", "b", "c"], "max_tokens": 1}
     assert len(answer_of(server, "/v1/completions", body | {"n": 2})["choices"]) == 6
     assert param_of(server, "/v1/completions", body | {"n": 3}) == "n"

@@ -16,7 +16,7 @@ from support.watching import eventually
 from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.chat.conversation import NamedTool
-from pagoda.server.http.fields.base import parse
+from pagoda.server.http.body import parse
 from pagoda.server.parsers.parser import Arguments, Content, Reasoning, ToolCall
 
 ROUTES = "pagoda.server.anthropic.messages"
@@ -293,7 +293,7 @@ def test_fields_of_sampling(server: LiveServer, spy: Spy) -> None:
     )
     assert (spy.params.temperature, spy.params.top_k, spy.params.top_p) == (0.5, 3, 0.25)
     assert (spy.params.max_tokens, spy.params.stop) == (5, ["x"])
-    assert (spy.generations[-1]["prompt"]["cache_salt"], spy.generations[-1]["user"]) == ("s", "u")
+    assert (spy.conversation.cache_salt, spy.generations[-1]["user"]) == ("s", "u")
     assert answer["usage"]["service_tier"] == "standard"
     assert "vllm_xargs" in fault(server, vllm_xargs={"a": 1})
 

@@ -1,4 +1,4 @@
-"""An answer that keeps to its form or calls tools, as the model likes: over HTTP, and each format's grammar."""
+"""Structured output or tool calls in one grammar: over HTTP, and for each tool format."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_forms_that_calls_cannot_be_told_from(server: LiveServer) -> None:
     ):
         status, answer = server.post("/v1/chat/completions", body | asked)
         assert (status, answer["error"]["param"]) == (400, next(iter(asked)))
-        assert "keep the model from calling tools" in answer["error"]["message"]
+        assert "would prevent tool calls" in answer["error"]["message"]
     status, answer = server.post("/v1/chat/completions", body | {"structured_outputs": {"json": "{"}})
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
 

@@ -1,4 +1,4 @@
-"""What a conversation becomes: the form that calls must have, and what does not go together."""
+"""Preparation of conversations: grammars of tool calls, readers, invalid combinations."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Calls of strict tools keep to their schemas wherever the model makes them; everything else is as free as before."""
+"""Calls of strict tools conform to their schemas; other text and calls are unconstrained."""
 
 from __future__ import annotations
 

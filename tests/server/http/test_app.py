@@ -1,4 +1,4 @@
-"""The application over a real socket: errors, keys, health, limits, clients that leave, engines that die."""
+"""The application over a real socket: errors, keys, health, limits, disconnects, engine failures."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Every number of every request body, far out of bounds: it is refused by name or answered, and the next is served."""
+"""Out-of-bounds numbers in every request body: refused by name or answered, and the next request is served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import RequestError
 from pagoda.server.app import BODIES, bodies_of
-from pagoda.server.http.fields.base import RequestBody, is_unsupported, parse
+from pagoda.server.http.body import RequestBody, is_unsupported, parse
 
 NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "true", '""', '"1"', '{"a": {"a": 1}}', "[[[1]]]"]
 FAR_OUT = [-1, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**40]

@@ -197,7 +197,7 @@ def test_an_idle_connection_is_closed(server: LiveServer) -> None:
 def test_a_body_that_stands_still_is_refused(server: LiveServer, start: bytes, body: bytes) -> None:
     with closing(connected(server)) as client:
         client.sendall(start + body)
-        refused(client, 408, "stood still")
+        refused(client, 408, "stalled")
     serves(server)
     assert not server.state.running
 
@@ -209,7 +209,7 @@ def test_a_body_that_drips_is_refused(server: LiveServer) -> None:
         while time.monotonic() - began < 8 and sent(client, b" "):
             time.sleep(0.05)
         assert time.monotonic() - began < 8
-        assert b"bytes a second" in answer(client)
+        assert b"bytes per second" in answer(client)
     serves(server)
 
 

@@ -1,4 +1,4 @@
-"""What each request field does to an answer, seen from outside."""
+"""The effect of each request field on the response."""
 
 from __future__ import annotations
 

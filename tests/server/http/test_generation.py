@@ -1,4 +1,4 @@
-"""What the metrics learn of a request, from the engine's outputs to the histograms, by a clock of the test's own."""
+"""Metrics of a request, from engine outputs to histograms, with a fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of requests that have no effect: accepted, named in x-pagoda-ignored, logged, counted; refused when strict."""
+"""Ignored parts of requests: accepted, named in x-pagoda-ignored, logged, counted; refused when strict."""
 
 import json
 import logging
@@ -10,9 +10,9 @@ import openai
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.server.http.fields.base import MAX_IGNORED, Ignored, parse, parse_tolerant
-from pagoda.server.http.ignored import MAX_HEADER_NAMES, header_value
-from pagoda.server.openai.chat_request import ChatCompletionRequest
+from pagoda.server.http.body import MAX_IGNORED, Ignored, parse, parse_tolerant
+from pagoda.server.http.middleware import MAX_HEADER_NAMES, header_value
+from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.responses.request import ResponsesRequest
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -129,7 +129,7 @@ def test_nothing_is_named_where_nothing_is_ignored(server: LiveServer, path: str
 
 def test_one_log_line_and_a_count_for_each_kind(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     before = counts(server)
-    with caplog.at_level(logging.DEBUG, "pagoda.server.http.ignored"):
+    with caplog.at_level(logging.DEBUG, "pagoda.server.http.middleware"):
         server.post(CHAT, BODIES[CHAT] | {"a\nb": 1, "c": 2, "store": True, "tools": [{"type": "web_search"}]})
     assert [record.getMessage() for record in caplog.records] == [
         f"POST {CHAT}: ignored a%0Ab, c, store, tools[type=web_search]"
@@ -257,7 +257,7 @@ def test_many_ignored_parts_are_cheap() -> None:
 
 
 def test_a_strict_parser_suggests_the_nearest_field() -> None:
-    with pytest.raises(Exception, match=r"there is no field 'temprature'; did you mean 'temperature'\?"):
+    with pytest.raises(Exception, match=r"unknown field 'temprature'; did you mean 'temperature'\?"):
         parse(ResponsesRequest, b'{"input": "a", "temprature": 1}')
 
 

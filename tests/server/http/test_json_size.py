@@ -1,4 +1,4 @@
-"""Values in JSON text, counted without parsing: as many as a parser finds, whatever strings hold."""
+"""Counting JSON values without parsing: the same numbers as a parser's, whatever strings contain."""
 
 from __future__ import annotations
 

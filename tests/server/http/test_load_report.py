@@ -1,4 +1,4 @@
-"""The load in an answer's head, in both of the forms that balancers read."""
+"""The load header of responses, in both ORCA formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagoda.common.engine.messages import EngineStats
-from pagoda.server.http.answer import ASKED, TOLD, load_report
+from pagoda.server.http.response import LOAD_FORMAT_HEADER, LOAD_HEADER, load_report
 from tests.support.live_server import LiveServer, live_server
 
 LOADED = EngineStats(waiting=3, kv_blocks_used=2, kv_blocks_total=5)
@@ -22,12 +22,12 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("form", ["TEXT", "text"])
 def test_text(form: str) -> None:
-    told = {TOLD: "TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=3.0"}
+    told = {LOAD_HEADER: "TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=3.0"}
     assert load_report(form, LOADED) == told
 
 
 def test_json() -> None:
-    kind, _, told = load_report("JSON", LOADED)[TOLD].partition(" ")
+    kind, _, told = load_report("JSON", LOADED)[LOAD_HEADER].partition(" ")
     assert kind == "JSON"
     assert json.loads(told) == {"named_metrics": {"kv_cache_usage_perc": 0.4, "num_requests_waiting": 3.0}}
 
@@ -45,10 +45,10 @@ def test_no_known_form(form: str | None) -> None:
     ],
 )
 def test_whole_answers_carry_it_when_asked(server: LiveServer, path: str, body: dict[str, object]) -> None:
-    asked = server.response("POST", path, {"max_tokens": 1} | body, {ASKED: "JSON"})
+    asked = server.response("POST", path, {"max_tokens": 1} | body, {LOAD_FORMAT_HEADER: "JSON"})
     assert asked.status == 200
-    assert json.loads(asked.headers[TOLD].removeprefix("JSON "))["named_metrics"].keys() == {
+    assert json.loads(asked.headers[LOAD_HEADER].removeprefix("JSON "))["named_metrics"].keys() == {
         "kv_cache_usage_perc",
         "num_requests_waiting",
     }
-    assert TOLD not in server.response("POST", path, {"max_tokens": 1} | body).headers
+    assert LOAD_HEADER not in server.response("POST", path, {"max_tokens": 1} | body).headers

@@ -1,4 +1,4 @@
-"""Logs as the configuration asks for them, in each process."""
+"""Logs as configured, in each process."""
 
 from __future__ import annotations
 

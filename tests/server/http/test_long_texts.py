@@ -1,4 +1,4 @@
-"""Texts far beyond the context, on every route: refused before they are tokenised, or cut without tokenising all."""
+"""Texts far beyond the context, on every route: refused before tokenising, or truncated without tokenising all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--root-path: the same answers with the prefix and without it, to the same keys, whatever the path looks like."""
+"""--root-path: the same responses with and without the prefix, with the same keys, for any path."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests made from the server's own description: it answers all of them, and goes on."""
+"""Requests generated from the OpenAPI schema: all are answered, and the server keeps serving."""
 
 from __future__ import annotations
 

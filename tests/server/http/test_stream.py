@@ -1,4 +1,4 @@
-"""Event streams whose client leaves: what made the events ends at once."""
+"""Event streams: when the client disconnects, the events' generator is closed at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.http.stream import EventStream, Stopping, StraightParts
+from pagoda.server.http.middleware import DirectSendMiddleware
+from pagoda.server.http.response import EventStream
+from pagoda.server.http.state import StopSignal
 
 
 async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() -> None:
@@ -33,7 +35,7 @@ async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() ->
             await asyncio.Event().wait()
 
     source = events()
-    stream = EventStream(await anext(source), source, Stopping(), {})
+    stream = EventStream(await anext(source), source, StopSignal(), {})
     await stream({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert ended == ["events"], "closed, not left to the garbage collector"
 
@@ -65,8 +67,8 @@ async def test_parts_pass_by_the_layers_inside_and_not_by_those_outside() -> Non
     async def send(message: Any) -> None:
         sent.append(message.get("body", message["type"]))
 
-    inside = Watching(EventStream(b"one", events(), Stopping(), {}))
-    outside = Watching(StraightParts(inside))
+    inside = Watching(EventStream(b"one", events(), StopSignal(), {}))
+    outside = Watching(DirectSendMiddleware(inside))
     await outside({"type": "http"}, receive, send)
     assert sent == ["http.response.start", b"one", b"two", b""]
     assert outside.seen == sent

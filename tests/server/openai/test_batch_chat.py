@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.server.http.fields.base import parse
-from pagoda.server.openai.chat_request import BatchChatCompletionRequest, ChatCompletionRequest, ChatFields
+from pagoda.server.http.body import parse
+from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest, ChatFields
 
 BATCH = "/v1/chat/completions/batch"
 WEATHER = {"type": "function", "function": {"name": "weather"}}

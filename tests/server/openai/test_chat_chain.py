@@ -1,6 +1,6 @@
 """From the engine's tokens to a chat answer: streamed equals whole, whatever the parsers, the stop strings, the cuts.
 
-The detokenizer, the readers and ChatAnswer are the real ones; only the engine is played.
+The detokenizer, the readers and ChatCompletionBuilder are the real ones; only the engine is played.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from support.byte_text import EOS, byte_tokenizer
 
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.http.fields.base import parse
-from pagoda.server.http.fields.logprobs import TokenNames
-from pagoda.server.http.fields.usage import ResponseMeta, Usage
-from pagoda.server.http.stream import event
-from pagoda.server.openai.chat import Beginning, ChatAnswer
-from pagoda.server.openai.chat_request import ChatCompletionRequest
+from pagoda.server.chat.prompt import ChatPrompt
+from pagoda.server.http.body import parse
+from pagoda.server.http.response import event
+from pagoda.server.openai.chat import ChatCompletionBuilder, ChatCompletionRequest
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.output_parser import OutputParser
@@ -54,10 +53,6 @@ THOUGHTS = {
 }
 
 
-def head_of() -> ResponseMeta:
-    return ResponseMeta("id", 1, "m", Usage(details=False), TokenNames(TEXT, as_ids=False))
-
-
 def outputs_of(tokens: list[int], cuts: list[int], kind: RequestOutputKind, stop: list[str]) -> Iterator[RequestOutput]:
     """What the output processor makes of tokens that come in steps; the last ends the answer."""
     params = SamplingParams(output_kind=kind, stop=stop, skip_special_tokens=False, max_tokens=len(tokens))
@@ -72,10 +67,11 @@ def outputs_of(tokens: list[int], cuts: list[int], kind: RequestOutputKind, stop
         yield from ready
 
 
-def answer_of(reader: Any, **fields: Any) -> ChatAnswer:
+def answer_of(reader: Any, **fields: Any) -> ChatCompletionBuilder:
     body = {"messages": [{"role": "user", "content": "a"}], **fields}
     request = parse(ChatCompletionRequest, json.dumps(body).encode())
-    return ChatAnswer(head_of(), request, Beginning("assistant", "", reader))
+    prompt = ChatPrompt("p", [1], params=SamplingParams(), reader=reader, last_message=request.messages[-1])
+    return ChatCompletionBuilder(request, "id", "m", ServerConfig(), TEXT, [prompt])
 
 
 def whole(reader: Any, tokens: list[int], stop: list[str], **fields: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Chat with tools and thinking over a real socket: what requests ask for, what is refused, what servers are told."""
+"""Chat with tools and reasoning over a real socket: requests, refusals, server flags."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What goes over the wire of chat completions, to the byte and to the official client: shapes that clients rely on."""
+"""Chat completions on the wire, to the byte and with the official client."""
 
 import asyncio
 import json

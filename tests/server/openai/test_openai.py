@@ -1,4 +1,4 @@
-"""The official client against the server over a real socket: whole and streamed, synchronous and not."""
+"""The official client over a real socket: whole and streamed, synchronous and asynchronous."""
 
 import asyncio
 from collections.abc import Iterator

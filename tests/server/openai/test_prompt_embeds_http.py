@@ -1,4 +1,4 @@
-"""`prompt_embeds` of POST /v1/completions, as clients send it: base64 of what torch.save writes."""
+"""`prompt_embeds` of POST /v1/completions: base64 of tensors saved with torch.save."""
 
 import base64
 import io

@@ -18,7 +18,7 @@ def ended(name: str, size: int = 0, owner: bytes = ME) -> StoredResponse:
 
 
 def ids_in(store: ResponseStore) -> list[str]:
-    return [name for name in "abcdef" if store.holds(name, ME)]
+    return [name for name in "abcdef" if store.contains(name, ME)]
 
 
 def test_the_oldest_are_evicted_by_count() -> None:
@@ -46,7 +46,7 @@ def test_the_oldest_are_evicted_by_size() -> None:
 def test_other_owners_cannot_see_a_response() -> None:
     store = ResponseStore(100, 10**6)
     store.put(mine := ended("a"))
-    assert not store.holds("a", OTHER)
+    assert not store.contains("a", OTHER)
     with pytest.raises(ResponseNotFoundError):
         store.get("a", OTHER)
     with pytest.raises(ResponseNotFoundError):

@@ -422,7 +422,7 @@ def test_only_background_streams_can_be_read_again(server: LiveServer) -> None:
 def test_the_background_ends_with_the_server() -> None:
     with live_server("fake:slow") as slow:
         posted(slow, background=True, max_output_tokens=40)
-        stored = next(iter(slow.state.responses._held.values()))
+        stored = next(iter(slow.state.responses._responses.values()))
 
         async def stop() -> None:
             slow.state.stopping.set()

@@ -15,7 +15,7 @@ from support.spying import Spy, spy_on
 
 from pagoda.common.errors import RequestError
 from pagoda.server.chat.conversation import NamedTool
-from pagoda.server.http.fields.base import parse
+from pagoda.server.http.body import parse
 from pagoda.server.openai.responses.request import ResponsesRequest
 
 
@@ -67,7 +67,7 @@ def test_fields_of_sampling(spy: Spy) -> None:
             assert getattr(spy.params, name) == value, name
         assert spy.params.logit_bias == {7: 2}
         assert (spy.generations[-1]["priority"], spy.generations[-1]["user"]) == (4, "u")
-        assert spy.generations[-1]["prompt"]["cache_salt"] == "s"
+        assert spy.conversation.cache_salt == "s"
         assert posted(server, safety_identifier="who")["safety_identifier"] == "who"
         assert spy.generations[-1]["user"] == "who"
 

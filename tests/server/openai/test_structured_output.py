@@ -1,4 +1,4 @@
-"""The form of an answer, over HTTP: every way to ask for it, in streams, with n, after thinking, and refused."""
+"""Structured outputs over HTTP: every request field, streams, n, after reasoning, refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.live_server import LiveServer, live_server
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
-from pagoda.server.http.fields.base import parse
-from pagoda.server.http.fields.structured import StructuredFields
+from pagoda.server.http.body import parse
+from pagoda.server.http.fields.sampling import StructuredFields
 from pagoda.server.processing import output_constraints
 from pagoda.server.processing.output_constraints import OutputConstraints
 from pagoda.server.settings.args import EngineArgs

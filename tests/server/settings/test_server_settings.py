@@ -19,8 +19,8 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import create_app
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli import serve
+from pagoda.server.http.response import with_pauses
 from pagoda.server.http.state import ServerState
-from pagoda.server.http.stream import with_pauses
 
 TEXT = {"prompt": "a", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -285,8 +285,8 @@ def test_answers_in_the_log(caplog: pytest.LogCaptureFixture, deltas: bool) -> N
     with logged(caplog, "pagoda"), live_server("fake:slow", engine={"enable_log_requests": True}, **config) as server:
         server.post("/v1/completions", TEXT | {"max_tokens": 4})
         server.post("/v1/completions", TEXT | {"max_tokens": 4, "stream": True, "n": 2, "temperature": 1.0})
-    assert caplog.text.count("said 'bcde', finish reason length") == 3
-    assert ("goes on with" in caplog.text) is deltas
+    assert caplog.text.count("output 'bcde', finish reason length") == 3
+    assert (" delta " in caplog.text) is deltas
 
 
 @pytest.mark.setting("--log-error-stack")

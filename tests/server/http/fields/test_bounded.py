@@ -1,4 +1,4 @@
-"""Bodies of many wrong values: few errors are collected, and lists of objects have a greatest length."""
+"""Bodies with many invalid values: few errors are collected, and lists of objects have a maximum length."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.api_bodies import LEAST
 from pagoda.common.errors import RequestError
 from pagoda.server.anthropic.request import AnthropicMessagesRequest
 from pagoda.server.app import BODIES, bodies_of
-from pagoda.server.http.fields.base import MAX_OBJECTS, RequestBody, parse
-from pagoda.server.openai.chat_request import ChatCompletionRequest
+from pagoda.server.http.body import MAX_LIST_OBJECTS, RequestBody, parse
+from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.responses.request import ResponsesRequest
 
 MANY = 300
@@ -75,15 +75,15 @@ def test_lists_of_objects_have_a_greatest_length(body: type[RequestBody], name: 
     item: dict[str, Any] = {"role": "user", "content": "a"}
     if name == "tools":
         item = {"type": "function", "name": "f"} if body is ResponsesRequest else {"name": "f", "input_schema": {}}
-    given = LEAST[body.__name__] | {name: [item] * (MAX_OBJECTS + 1)}
-    with pytest.raises(RequestError, match=f"at most {MAX_OBJECTS} items") as error:
+    given = LEAST[body.__name__] | {name: [item] * (MAX_LIST_OBJECTS + 1)}
+    with pytest.raises(RequestError, match=f"at most {MAX_LIST_OBJECTS} items") as error:
         parse(body, json.dumps(given).encode())
     assert error.value.field == name
 
 
 def test_parts_of_a_message_are_as_many_at_most() -> None:
-    parts = [{"type": "text", "text": "a"}] * (MAX_OBJECTS + 1)
+    parts = [{"type": "text", "text": "a"}] * (MAX_LIST_OBJECTS + 1)
     given = {"messages": [{"role": "user", "content": parts}]}
-    with pytest.raises(RequestError, match=f"at most {MAX_OBJECTS}") as error:
+    with pytest.raises(RequestError, match=f"at most {MAX_LIST_OBJECTS}") as error:
         parse(ChatCompletionRequest, json.dumps(given).encode()).check()
     assert error.value.field == "messages[0].content"

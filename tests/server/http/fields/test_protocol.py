@@ -1,4 +1,4 @@
-"""Request bodies: what is refused names its field, what is taken arrives. tests/test_api_fields.py: none is ignored."""
+"""Request bodies: refusals name the field. tests/test_api_fields.py: no field is ignored."""
 
 import json
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 
 from pagoda.common.errors import RequestError
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest
-from pagoda.server.http.fields.base import parse
+from pagoda.server.http.body import parse
 from pagoda.server.http.fields.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
-from pagoda.server.http.fields.usage import StreamOptions
-from pagoda.server.openai.chat_request import ChatCompletionRequest
+from pagoda.server.http.fields.sampling import StreamOptions
+from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.outputs import Logprob
 

@@ -1,4 +1,4 @@
-"""Beam search over a server's engine: each step asks for one token of every live beam, whose prefix the cache holds."""
+"""Requests that generate more candidates than they return: beam search and best_of."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from msgspec.structs import replace
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.errors import RequestError
-from pagoda.server.http.answer import ResponseBuilder
-from pagoda.server.http.fields.usage import Usage
 from pagoda.server.http.generation import Generation
+from pagoda.server.http.response import ResponseBuilder, Usage
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.processing.beams import BeamText, candidates_of, check_engine, check_prompts, step_params
-from pagoda.server.processing.inputs import PromptType
+from pagoda.server.processing.inputs import Prompt, PromptType
 
 
 class BeamGeneration:
-    """The beam search of one HTTP request; runs as a Generation does, and ends in one output per prompt."""
+    """The beam search of one HTTP request, an OutputSource with one final output per prompt.
+
+    Each step generates one token for every live beam, whose prefix is in the prefix cache.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class BeamGeneration:
         self.request_id = request_id
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, its answers), all at the end. Leaving ends the search. Raises as Generation does."""
+        """Yield (prompt index, output with all beams) at the end. Raises as Generation.outputs does."""
         first = await self._step(self._prompts)
         ids = [output.prompt_token_ids or [] for output in first]
         llm = self._state.llm()
@@ -65,8 +67,8 @@ class BeamGeneration:
             output.outputs = self._text.completions(ids[index], search.best())
             yield index, output
 
-    def _prompt(self, prompt_token_ids: list[int], beam: Beam) -> dict[str, Any]:
-        return {"prompt_token_ids": [*prompt_token_ids, *beam.token_ids], "cache_salt": self._salt}
+    def _prompt(self, prompt_token_ids: list[int], beam: Beam) -> Prompt:
+        return Prompt(None, [*prompt_token_ids, *beam.token_ids], self._salt)
 
     async def _step(self, prompts: Sequence[PromptType]) -> list[RequestOutput]:
         generation = Generation(
@@ -77,51 +79,43 @@ class BeamGeneration:
             priority=self._priority,
             user=self._user,
         )
-        found: dict[int, RequestOutput] = {}
+        results: dict[int, RequestOutput] = {}
         async with aclosing(generation.outputs()) as outputs:
             async for index, output in outputs:
-                found[index] = output
-        if any(output.outputs[0].finish_reason == "abort" for output in found.values()):
-            raise RequestError("", "the search was aborted")
-        return [found[index] for index in range(len(prompts))]
-
-
-# The n best of more answers than were asked for.
-#
-# Knows outputs and their cumulative log-probabilities. Does not know the shape of an answer.
+                results[index] = output
+        if any(output.outputs[0].finish_reason == "abort" for output in results.values()):
+            raise RequestError("", "the beam search was aborted")
+        return [results[index] for index in range(len(prompts))]
 
 
 class BestOf:
-    """An answer that keeps the `n` best of each whole output. Implements server.answer.Answer, but for streams.
+    """A ResponseBuilder that keeps the `n` choices with the highest cumulative log-probability. Not for streams."""
 
-    What is dropped is counted in `usage`: it was generated.
-    """
-
-    def __init__(self, answer: ResponseBuilder, n: int, usage: Usage) -> None:
-        self._answer = answer
+    def __init__(self, builder: ResponseBuilder, n: int, usage: Usage) -> None:
+        self._builder = builder
         self._n = n
-        self._usage = usage
+        self._usage = usage  # counts the dropped choices, too
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """Nothing is known to be best before the end."""
+        """Raise: the best are only known at the end."""
         raise NotImplementedError("best_of is not streamed")
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """Of the answer itself."""
-        return self._answer.usage_chunk()
+        """Return the wrapped builder's."""
+        return self._builder.usage_chunk()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take an output in that holds all answers."""
-        ranked = sorted(output.outputs, key=_badness)
+        """Add the best choices of a final output."""
+        ranked = sorted(output.outputs, key=_negative_logprob)
         kept, dropped = ranked[: self._n], ranked[self._n :]
         self._usage.count_dropped(sum(len(each.token_ids) for each in dropped))
         outputs = [replace(each, index=index) for index, each in enumerate(kept)]
-        self._answer.add(prompt_index, replace(output, outputs=outputs))
+        self._builder.add(prompt_index, replace(output, outputs=outputs))
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
-        return self._answer.whole()
+        """Return the whole response."""
+        return self._builder.whole()
 
 
-def _badness(answer: CompletionOutput) -> float:
-    return -(answer.cumulative_logprob or 0.0)
+def _negative_logprob(choice: CompletionOutput) -> float:
+    return -(choice.cumulative_logprob or 0.0)

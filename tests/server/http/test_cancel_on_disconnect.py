@@ -1,4 +1,4 @@
-"""Work for a client: cut when the client leaves or the server stops, and by nothing that happens after its end."""
+"""Work for a client is cancelled when the client disconnects or the server stops, and not after its end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pagoda.server.http.fields.errors import UnavailableError
-from pagoda.server.http.stream import ClientLeftError, Stopping, until_left
+from pagoda.server.http.fields.errors import ClientDisconnectedError, UnavailableError
+from pagoda.server.http.response import cancel_on_disconnect
+from pagoda.server.http.state import StopSignal
 
 
 class Client:
@@ -45,20 +46,20 @@ async def soon(value: str) -> str:
 
 async def test_work_is_cut_when_the_client_leaves() -> None:
     client, work = Client(), Work()
-    task = asyncio.ensure_future(until_left(client.receive, Stopping(), work.run()))
+    task = asyncio.ensure_future(cancel_on_disconnect(client.receive, StopSignal(), work.run()))
     await work.began.wait()
     client.left.set()
-    with pytest.raises(ClientLeftError):
+    with pytest.raises(ClientDisconnectedError):
         await asyncio.wait_for(task, 5)
     assert work.ended == ["cancelled"]
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it began", "while it ran"])
 async def test_work_is_cut_when_the_server_stops(before: bool) -> None:
-    stopping, work = Stopping(), Work()
+    stopping, work = StopSignal(), Work()
     if before:
         stopping.set()
-    task = asyncio.ensure_future(until_left(Client().receive, stopping, work.run()))
+    task = asyncio.ensure_future(cancel_on_disconnect(Client().receive, stopping, work.run()))
     await asyncio.wait({task}, timeout=0)
     if not before:
         await work.began.wait()
@@ -69,7 +70,7 @@ async def test_work_is_cut_when_the_server_stops(before: bool) -> None:
 
 async def test_whoever_cancels_it_is_not_told_that_the_client_left() -> None:
     client, work = Client(), Work()
-    task = asyncio.ensure_future(until_left(client.receive, Stopping(), work.run()))
+    task = asyncio.ensure_future(cancel_on_disconnect(client.receive, StopSignal(), work.run()))
     await work.began.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -77,8 +78,8 @@ async def test_whoever_cancels_it_is_not_told_that_the_client_left() -> None:
 
 
 async def test_whoever_cancels_it_while_it_is_cut_is_heard() -> None:
-    stopping, work = Stopping(), Work()
-    task = asyncio.ensure_future(until_left(Client().receive, stopping, work.run()))
+    stopping, work = StopSignal(), Work()
+    task = asyncio.ensure_future(cancel_on_disconnect(Client().receive, stopping, work.run()))
     await work.began.wait()
     stopping.set()
     task.cancel()
@@ -87,7 +88,7 @@ async def test_whoever_cancels_it_while_it_is_cut_is_heard() -> None:
 
 
 async def test_the_end_of_cut_work_is_not_cut_again() -> None:
-    client, stopping, ended = Client(), Stopping(), []
+    client, stopping, ended = Client(), StopSignal(), []
     began, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
@@ -99,7 +100,7 @@ async def test_the_end_of_cut_work_is_not_cut_again() -> None:
             await may_end.wait()
             ended.append("in good order")
 
-    task = asyncio.ensure_future(until_left(client.receive, stopping, work()))
+    task = asyncio.ensure_future(cancel_on_disconnect(client.receive, stopping, work()))
     await began.wait()
     stopping.set()
     await ending.wait()
@@ -114,19 +115,19 @@ async def test_the_end_of_cut_work_is_not_cut_again() -> None:
 
 async def test_what_happens_later_does_not_reach_the_caller() -> None:
     """The caller goes on in the same task."""
-    client, stopping = Client(), Stopping()
-    assert await until_left(client.receive, stopping, soon("a")) == "a"
+    client, stopping = Client(), StopSignal()
+    assert await cancel_on_disconnect(client.receive, stopping, soon("a")) == "a"
     client.left.set()
     stopping.set()
     assert await soon("b") == "b"
-    assert await until_left(Client().receive, Stopping(), soon("c")) == "c"
+    assert await cancel_on_disconnect(Client().receive, StopSignal(), soon("c")) == "c"
 
 
 async def test_a_caller_whose_work_was_cut_goes_on() -> None:
     client, work = Client(), Work()
     client.left.set()
-    with pytest.raises(ClientLeftError):
-        await until_left(client.receive, Stopping(), work.run())
+    with pytest.raises(ClientDisconnectedError):
+        await cancel_on_disconnect(client.receive, StopSignal(), work.run())
     task = asyncio.current_task()
     assert task is not None
     assert not task.cancelling()
@@ -139,4 +140,4 @@ async def test_errors_of_the_work_are_its_own() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await until_left(Client().receive, Stopping(), fails())
+        await cancel_on_disconnect(Client().receive, StopSignal(), fails())

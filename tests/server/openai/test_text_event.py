@@ -1,4 +1,4 @@
-"""Events whose frame is encoded once: the same bytes as without that, whatever the text and the client's own id."""
+"""Stream events whose frame is encoded once: the same bytes as when encoded whole, for any text and id."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 from support.live_server import live_server
 
-from pagoda.server.http.fields.usage import TextEvent
-from pagoda.server.http.stream import event
+from pagoda.server.http.response import event
+from pagoda.server.openai.response import TextEvent
 
 TEXTS = ["a", "", '"', "\\", "\n", "\u2028", "é", "\U0001f600", "\ufdd0", '"\ufdd0"', "</script>", "\x00"]
 IDS = ["x", "\ufdd0", '"\ufdd0"', '\\"', "}{"]

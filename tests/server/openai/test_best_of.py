@@ -1,12 +1,12 @@
-"""The answers with the highest cumulative log-probability are the ones that are returned, best first."""
+"""best_of returns the choices with the highest cumulative log-probability, best first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from pagoda.server.http.candidates import BestOf
-from pagoda.server.http.fields.usage import Usage
+from pagoda.server.http.response import Usage
+from pagoda.server.openai.candidates import BestOf
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
 
