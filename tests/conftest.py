@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +35,21 @@ def usual_logging() -> Iterator[None]:
     for logger in map(logging.getLogger, ("pagoda", "uvicorn", "vllm")):
         logger.handlers[:], logger.propagate = [], True
         logger.setLevel(logging.NOTSET)
+
+
+MEMORY_LIMIT = 1 << 30  # bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """Return a large process's memory after each module: compiled programs, weights in reference cycles, freed heap."""
+    yield
+    pages = Path("/proc/self/statm")
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MEMORY_LIMIT:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session")
