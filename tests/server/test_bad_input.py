@@ -151,7 +151,7 @@ def test_files(command: str, text: str, message: str, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("PAGODA_MAX_NUM_SEQS", "many", "PAGODA_MAX_NUM_SEQS: --max-num-seqs: 'many' is not a whole number"),
+        ("PAGODA_MAX_NUM_SEQS", "many", "PAGODA_MAX_NUM_SEQS: --max-num-seqs: 'many' is not an integer"),
         ("PAGODA_HF_OVERRIDES", "{", "PAGODA_HF_OVERRIDES: --hf-overrides: "),
         ("PAGODA_ENFORCE_EAGER", "perhaps", "PAGODA_ENFORCE_EAGER: --enforce-eager: 'perhaps' is not true or false"),
     ],

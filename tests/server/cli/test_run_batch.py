@@ -610,8 +610,8 @@ def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "--input-file: is missing"),
-        (["-i", "x"], "--output-file: is missing"),
+        ([], "--input-file: is required"),
+        (["-i", "x"], "--output-file: is required"),
         (["-i", "x", "-o", "x"], "--output-file: is the input file"),
         (["-i", "/no/file", "-o", "x"], "--input-file: /no/file: No such file or directory"),
         (
