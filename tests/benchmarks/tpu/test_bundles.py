@@ -94,7 +94,7 @@ def test_popped_values_determine_the_passes(tmp_path: Path, most: int, popped: l
     assert dumped(tmp_path, SEARCH).run([np.array([most], np.int32)], values).cycles == 8 + 9 * turns + 1
 
 
-@pytest.mark.parametrize(("popped", "says"), [([1.0], "more popped"), ([1.0, -1.0, 0.0], "left 1")])
+@pytest.mark.parametrize(("popped", "says"), [([1.0], "pops more values"), ([1.0, -1.0, 0.0], "left 1")])
 def test_popped_values_that_do_not_fit_are_an_error(tmp_path: Path, popped: list[float], says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         dumped(tmp_path, SEARCH).run([np.array([9], np.int32)], np.array(popped, np.float32))
@@ -106,5 +106,5 @@ def test_a_missing_dump_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unparsable_bundle_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="20 bundles of 21"):
+    with pytest.raises(RuntimeError, match="20 of 21 bundles"):
         dumped(tmp_path, LISTING.replace("0x14 PF:", "0x14 XX:"))

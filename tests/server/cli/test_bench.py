@@ -306,7 +306,7 @@ class Measured:
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
         self.running -= 1
-        return Outcome(began=1.0, ended=2.0, first=0.25, gaps=[0.25, 0.5], prompt_tokens=4, output_tokens=3)
+        return Outcome(start=1.0, end=2.0, ttft=0.25, gaps=[0.25, 0.5], prompt_tokens=4, output_tokens=3)
 
 
 @pytest.fixture
@@ -386,9 +386,9 @@ def test_which_figures_are_reported(measured: Measured, capsys: pytest.CaptureFi
 def test_figures_follow_from_outcomes() -> None:
     config = ServeLoadConfig(percentile_metrics=("ttft", "tpot", "itl", "e2el"), metric_percentiles=(50.0,))
     outcomes = [
-        Outcome(began=10.0, ended=14.0, first=1.0, gaps=[1.0, 2.0], prompt_tokens=5, output_tokens=4),
-        Outcome(began=11.0, ended=13.0, first=2.0, prompt_tokens=7, output_tokens=1),
-        Outcome(began=11.0, prompt_tokens=100, error="no"),
+        Outcome(start=10.0, end=14.0, ttft=1.0, gaps=[1.0, 2.0], prompt_tokens=5, output_tokens=4),
+        Outcome(start=11.0, end=13.0, ttft=2.0, prompt_tokens=7, output_tokens=1),
+        Outcome(start=11.0, prompt_tokens=100, error="no"),
     ]
     found = figures(config, outcomes, 4.0)
     assert (found["completed"], found["failed"]) == (2, 1)
@@ -440,7 +440,7 @@ def test_a_request_is_timed_from_its_start_to_its_last_token(server: LiveServer)
     assert (told.prompt_tokens, told.output_tokens) == (1, 4)
     assert "404" in asyncio.run(ask("/v1/nothing")).error
     assert "max_tokens" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens="x")).error
-    assert "broke off" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
+    assert "ended early" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
 
 
 def test_a_server_that_dies_under_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "fail  port" in text
     assert "choose another --port" in text
-    assert "to fix" in text.splitlines()[-1]
+    assert "1 errors" in text.splitlines()[-1]
     assert one(network.port, host="host.invalid", port=0).level == "fail"
     with pytest.raises(ConfigError, match="--port"):
         DoctorConfig(port=70000)
@@ -137,7 +137,7 @@ def test_a_backend_that_cannot_run() -> None:
     [
         ([], ([], "nvidia-smi is not installed"), "ok", "none"),
         (["nvidia0"], (["H200, 143771 MiB, 570"], ""), "ok", "H200"),
-        (["nvidia0"], ([], "nvidia-smi: version mismatch"), "warn", "install the driver's tools"),
+        (["nvidia0"], ([], "nvidia-smi: version mismatch"), "warn", "install the matching driver"),
         ([], ([], "nvidia-smi: no devices"), "warn", "docker run --gpus all"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
         ("b", 1, []),
         ("reference", 2, [("fail", "--tensor-parallel-size: reference runs a model on one device; use 1, or --ba")]),
         ("jax_tpu", 2, [("ok", "2 of 2 chips")]),
-        ("jax_tpu", 4, [("warn", "4 devices are asked for, here are 2 chips")]),
+        ("jax_tpu", 4, [("warn", "4 devices are requested, 2 chips are present")]),
     ],
 )
 def test_a_model_on_several_chips(
@@ -209,7 +209,7 @@ def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
         (hardware.memory, {"memory": lambda: (2**34, 2**29)}, "warn", "--kv-cache-memory-bytes"),
         (hardware.limits, {"limit": lambda name: 256}, "warn", "ulimit -n 65536"),
         (hardware.limits, {"limit": lambda name: None}, "ok", "no limit"),
-        (folders.folders, {"free_bytes": lambda folder: 2**25}, "warn", "make room"),
+        (folders.folders, {"free_bytes": lambda folder: 2**25}, "warn", "free some space"),
     ],
 )
 def test_what_is_scarce(
@@ -271,7 +271,7 @@ def test_a_model_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     finding = one(model.model, model=str(tmp_path))
     assert finding.level == "fail"
     assert "NoSuchForCausalLM" in finding.text
-    assert "not here" in one(model.model, model="org/never-downloaded").text
+    assert "not on this machine" in one(model.model, model="org/never-downloaded").text
     assert found(model.model) == []
 
 

@@ -118,7 +118,7 @@ def test_an_answer_is_what_http_answers(batch: Batch) -> None:
 def test_a_bad_line_costs_the_others_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {
         "oops": (None, "line 2 is not a batch request"),
-        "[1]": (None, "line 3 is no batch request"),
+        "[1]": (None, "line 3 is not a batch request"),
         '{"custom_id": "no-body", "method": "POST", "url": "/v1/completions"}': ("no-body", "`body`"),
         line([1], custom_id="list"): ("list", "Expected `object`"),
         line(TEXT, custom_id="more", extra=1): ("more", "`extra`"),
@@ -557,7 +557,7 @@ def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
         interrupted()
     partial = batch.folder / "out.jsonl.partial"
     assert (batch.output.read_text(), partial.read_text()) == ("old", "new\n")
-    assert f"1 answers are in {partial}; the same command goes on from there" in lines
+    assert f"1 answers are in {partial}; run the same command to continue" in lines
     with BatchOutput(str(batch.output)) as output:
         assert list(output.answers()) == [b"new\n"]
         output.resume(1, 4)

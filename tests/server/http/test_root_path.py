@@ -114,5 +114,5 @@ def test_middleware_sees_one_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", ["x", "//host", "/a//b", "/a?b", "/a#b", "/a b", "http://host/a", "/\u00e4", "/a%20b"])
 def test_what_is_no_path_is_refused(bad: str) -> None:
-    with pytest.raises(ConfigError, match=r"--root-path: .* is not a path"):
+    with pytest.raises(ConfigError, match=r"--root-path: .* is not a URL path"):
         ServerConfig(root_path=bad)

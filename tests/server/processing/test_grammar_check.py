@@ -93,7 +93,7 @@ def test_what_compiles_passes(check, asked):
         (Grammar("start: " + "(" * 9000 + '"a"' + ")" * 9000), "too deeply nested"),
         (text(json=chain(20_000)), "too large or nested too deeply"),
         (Grammar("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(20_000)) + '\nr20000: "a"'), "too large"),
-        (Grammar('start: "\ud800"'), "no text"),
+        (Grammar('start: "\ud800"'), "invalid characters"),
     ],
 )
 def test_what_does_not_is_told_and_the_next_passes(check, grammar, words):

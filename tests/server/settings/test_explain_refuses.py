@@ -102,7 +102,7 @@ ENGINE = [
     ("--logits-processors json.dumps", "--logits-processors: json.dumps: its constructor failed"),
     ("--scheduler-cls no.such", "--scheduler-cls: no.such cannot be imported"),
     ("--scheduler-cls json.JSONDecoder", "--scheduler-cls: json.JSONDecoder is not a scheduler"),
-    ("--cpu-omp-threads-bind 7777", "--cpu-omp-threads-bind: core 7777 is not this process's"),
+    ("--cpu-omp-threads-bind 7777", "--cpu-omp-threads-bind: core 7777 is not available to this process"),
     ("--generation-config /no/such", "--generation-config: /no/such/generation_config.json"),
     ("--hf-config-path /no/such", "--hf-config-path: /no/such"),
     ('--hf-overrides {"hidden_act":"no"}', "hidden_act"),
@@ -111,9 +111,12 @@ ENGINE = [
     ("--max-model-len 4096", "--max-model-len: 4096 "),
     (
         "--max-model-len 128 --num-gpu-blocks-override 2",
-        "--max-model-len: a sequence of 128 tokens needs more KV",
+        "--max-model-len: a sequence of 128 tokens does not fit the KV",
     ),
-    ("--max-model-len 128 --kv-cache-memory-bytes 40000", "--max-model-len: a sequence of 128 tokens needs more KV"),
+    (
+        "--max-model-len 128 --kv-cache-memory-bytes 40000",
+        "--max-model-len: a sequence of 128 tokens does not fit the KV",
+    ),
     ("--kv-cache-memory-bytes 1000", "--kv-cache-memory-bytes: 0 KV blocks of"),
     ("--structured-outputs-config.backend outlines", "--structured-outputs-config: backend outlines is not supported"),
     ("--structured-outputs-config.backend lm-format-enforcer", "backend lm-format-enforcer is not supported"),

@@ -153,7 +153,7 @@ def test_bytes_of_kv_cache(folder: Path) -> None:
     engine = tiny(folder, "--kv-cache-memory-bytes", "1m")
     assert engine.stats.kv_blocks_total == 1_000_000 // TINY_BLOCK_BYTES - 1
     engine.shutdown()
-    with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: 0 KV blocks .* are too few for a request"):
+    with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: 0 KV blocks .* leave no room for a request"):
         tiny(folder, "--kv-cache-memory-bytes", "1k")
 
 

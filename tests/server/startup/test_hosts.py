@@ -159,12 +159,12 @@ def test_shared_settings_are_settings() -> None:
     ("words", "message"),
     [
         (["--nnodes", "0"], "--nnodes: 0 is not positive; use 1 or more"),
-        (["--nnodes", "2", "--node-rank", "2"], "--node-rank: 2 is none of 2 hosts; use 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank: 2 is out of range for 2 hosts; use 0 to 1"),
         (["--nnodes", "2", "--master-port", "65535"], "--master-port: 65535 or the following port is invalid"),
         (["--nnodes", "2", "--node-rank", "-1"], "--node-rank: -1 is negative; use 0"),
         (["--nnodes", "2", "--node-rank", "1"], "--node-rank: only host 0 serves HTTP; add --headless"),
-        (["--nnodes", "2", "--headless"], "--headless: host 0 takes the requests; drop it, or give"),
-        (["--headless"], "--headless: there is no host 0 to follow; give --nnodes and --node-rank, or drop it"),
+        (["--nnodes", "2", "--headless"], "--headless: host 0 serves the requests; drop it, or set"),
+        (["--headless"], "--headless: there is no host 0 to follow; set --nnodes and --node-rank, or drop it"),
         (["--nnodes", "2", "--backend", "reference"], "--nnodes: reference runs a model on one host; use 1, or --back"),
         (
             ["--nnodes", "2", "--backend", "jax_tpu", "--compiled-bundle", "x"],

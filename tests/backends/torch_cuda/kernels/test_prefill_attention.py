@@ -190,7 +190,7 @@ def test_settings(chip):
         ({"values": torch.zeros(3, 2, 8, 16)}, "differ"),
         ({"q": torch.zeros(1, 3, 16)}, "do not fit"),
         ({"q": torch.zeros(1, 4, 8)}, "do not fit"),
-        ({"q": torch.zeros(1, 16, 4).mT}, "next to each other"),
+        ({"q": torch.zeros(1, 16, 4).mT}, "must be contiguous"),
         ({"q": torch.zeros(1, 4, 16, dtype=torch.float16)}, "float16"),
         ({"k_scale": torch.ones(1)}, "have no k_scale"),
         ({"keys": torch.zeros(3, 2, 16, 16).to(E4M3), "values": torch.zeros(3, 2, 16, 16).to(E4M3)}, "need k_scale"),

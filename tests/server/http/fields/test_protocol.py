@@ -142,7 +142,7 @@ def test_keeping_everything_is_what_is_done_anyway(edits: list[Any], taken: bool
     if taken:
         parse(AnthropicCountTokensRequest, raw)
     else:
-        with pytest.raises(RequestError, match="nothing is taken out of a conversation"):
+        with pytest.raises(RequestError, match="conversations are never edited"):
             parse(AnthropicCountTokensRequest, raw)
 
 
