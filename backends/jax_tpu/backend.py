@@ -229,7 +229,7 @@ class JaxBackend:
     ) -> Iterable[JaxPromptScores]:
         """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
         shards, first = self.model.shards, shard * SCORED
-        for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
+        for index in np.flatnonzero(sampler.rows.columns["prompt_logprobs"][plan.rows]).tolist():
             state = sampler.rows[plan.rows[index]]
             best = state.rules.prompt_logprobs or 0
             begin, context = int(plan.query_start[index]), int(plan.context[index])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, StepBatch, make_batch
+from pagoda.backends.reference.execution import Embedded, make_batch
 from pagoda.backends.reference.memory import LayerCache, allocate, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import Numerics, numerics, thread_count
@@ -25,6 +25,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling_state import prompt_targets
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
@@ -71,7 +72,7 @@ class ReferenceBackend:
     ) -> None:
         self.spec, self.limits, self.layout, self.cache_config, self.numerics = spec, limits, layout, cache, numerics
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
-        self._sampler = Sampler(limits.max_num_seqs, sampling)
+        self._sampler = Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, sampling)
         self._decoder: Decoder | None = None
         self._caches: dict[int, LayerCache] = {}
 
@@ -139,19 +140,17 @@ class ReferenceBackend:
         batch = make_batch(plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches, embedded)
-        prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden)
         tokens = np.full(plan.num_seqs, -1, np.int32)
         sampling = np.flatnonzero(plan.samples)
         if not len(sampling):
             return StepResult(plan.step, tokens, {}, prompt_logprobs)
         newest = torch.from_numpy(plan.query_start[sampling + 1].astype(np.int64) - 1)
         logits = self._decoder.logits(hidden[newest])
-        masks = {} if plan.masks is None else dict(zip(plan.masks.sequences.tolist(), plan.masks.bits))
-        bits = [masks.get(index) for index in sampling.tolist()]
-        sampled, logprobs = self._sampler.sample(logits, plan.rows[sampling].tolist(), bits)
+        sampled, logprobs = self._sampler.sample(logits, plan)
         tokens[sampling] = sampled.numpy()
         return StepResult(
-            plan.step, tokens, {int(sampling[i]): found for i, found in logprobs.items()}, prompt_logprobs
+            plan.step, tokens, {int(sampling[i]): block for i, block in logprobs.items()}, prompt_logprobs
         )
 
     def _token_ids(self, plan: StepPlan) -> Tensor:
@@ -165,19 +164,16 @@ class ReferenceBackend:
             ]
         return token_ids
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> dict[int, TokenLogprobs]:
-        """For rows that asked: the logprob of each prompt token after a scheduled one."""
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, TokenLogprobs]:
+        """Return the logprobs of prompt tokens by sequence, for those with prompt logprobs."""
         assert self._decoder is not None
-        found = {}
-        for index, (row, sequence) in enumerate(zip(plan.rows.tolist(), batch.sequences)):
-            best = self._sampler.rules(row).prompt_logprobs
-            if best is None:
-                continue
-            following = self._sampler.prompt_after(row, sequence.context, sequence.end - sequence.begin)
-            if len(following):
-                logits = self._decoder.logits(hidden[sequence.begin : sequence.begin + len(following)])
-                found[index] = token_logprobs(logits, following, best, self._sampler.options.logprobs_mode)
-        return found
+        logprobs = {}
+        for scored in prompt_targets(plan, self._sampler.rows):
+            logits = self._decoder.logits(hidden[scored.begin : scored.begin + len(scored.targets)])
+            targets = torch.from_numpy(scored.targets.astype(np.int64))
+            mode = self._sampler.options.logprobs_mode
+            logprobs[scored.index] = token_logprobs(logits, targets, scored.best, mode)
+        return logprobs
 
 
 def prepare_thread() -> None:

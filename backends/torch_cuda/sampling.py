@@ -8,20 +8,20 @@ go to the host and back, and the step after waits for that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagoda.backends.reference.sampling import RowRules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, remember
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
-from pagoda.common.engine.logit_edits import additions, allowed, banned_words, penalties
+from pagoda.common.engine.logit_edits import additions, allowed, banned_words, grammar_masks, penalties
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.sampling_state import RowTable, SampledRows
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
@@ -29,26 +29,10 @@ from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
 # Edited logits -> tokens, on the device and without a sort: top-k, top-p and min-p are one threshold per row.
 
 
-@dataclass(frozen=True, slots=True)
-class CudaSamplingRules:
-    """Per row of logits, cut from what `Chosen.pack` makes. `rows`, `positions`: where in the history the token goes.
+class CudaRowRules(RowRules):
+    """Sampling parameters per row of logits, and the filters they mean."""
 
-    Each [R]; `temperature` 0 is greedy, `keys` are bits of uint32.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    keys: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> CudaSamplingRules:
-        """The rows of int32 [7, R], not copied."""
-        real = packed.view(torch.float32)
-        return cls(packed[0], packed[1], packed[2], real[3], packed[4], real[5], real[6])
+    __slots__ = ()
 
     def lowest_kept(self, logits: Tensor, *, use_kernel: bool) -> Tensor:
         """float32 [R]: the smallest of the logits [R, V] inside top-k, top-p and min-p; -inf for greedy rows."""
@@ -64,9 +48,9 @@ class CudaSamplingRules:
 def choose(logits: Tensor, packed: Tensor, last: Tensor, history: Tensor, *, use_kernel: bool) -> Tensor:
     """Logits float32 [R, V] -> tokens int32 [R], also written to `last` and `history`. Nothing waits for the device.
 
-    packed int32 [7, R] of `Chosen.pack`; last int32 [rows + 1]; history int32 [rows + 1, length].
+    packed int32 [7, R] of `SampledRows.pack`; last int32 [rows + 1]; history int32 [rows + 1, length].
     """
-    rules = CudaSamplingRules.unpack(packed)
+    rules = CudaRowRules.unpack(packed)
     floor = rules.lowest_kept(logits, use_kernel=use_kernel)
     tokens = gumbel_max(logits, rules.keys, rules.temperature, floor, use_kernel=use_kernel)
     remember(tokens, rules.rows, rules.positions, last, history, use_kernel=use_kernel)
@@ -92,7 +76,7 @@ class CudaSampler:
         """A row begins anew. Its tokens go to the device only if somebody looks at them there."""
         self.rows.start(start, self.vocab)
         rules = start.rules
-        if rules.has_penalties or any(len(word) > 1 for word in rules.bad_words) or self.options.processors:
+        if rules.reads_history or self.options.processors:
             self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
@@ -108,16 +92,16 @@ class CudaSampler:
 
         Returns the logits [n, V] that logprobs are taken of, one row for each sequence that asked; None if none did.
         """
-        asks = self.rows.columns["asks"][plan.rows].any() or plan.masks is not None
-        if not (self.options.processors or asks):
+        needs_edit = self.rows.columns["needs_edit"][plan.rows].any() or plan.masks is not None
+        if not (self.options.processors or needs_edit):
             return None
         chosen = self._chosen(plan)
-        asked = [place.index for place in chosen.where("shown")]
+        asked = [place.index for place in chosen.where("logprobs")]
         processed = self.options.logprobs_mode.startswith("processed")
         shown = logits[self._send(asked)] if asked and not processed else None
         self._edit(logits, chosen, plan)
         if asked and processed:
-            rules = CudaSamplingRules.unpack(self._send(chosen.pack(len(logits), len(self.rows))[:, asked]))
+            rules = CudaRowRules.unpack(self._send(chosen.pack(len(logits), len(self.rows))[:, asked]))
             shown = rules.drawn_from(logits[self._send(asked)], use_kernel=self.device.use_kernels)
         return shown
 
@@ -130,7 +114,7 @@ class CudaSampler:
         """
         if shown is None:
             return dict
-        places = self._chosen(plan).where("shown")
+        places = self._chosen(plan).where("logprobs")
         wanted = [(place.index, self._best(place.state.rules.logprobs)) for place in places]
         own = tokens[self._send([index for index, _ in wanted])]
         fetch = self._fetch(shown, own, max(best for _, best in wanted), stream)
@@ -176,7 +160,7 @@ class CudaSampler:
             for words, heads in banned_words(edited, seqs):
                 sent = self._send(words), self._send(heads)
                 edit_logits.ban_words(logits, self.history, *sent, use_kernel=use_kernel)
-        if masks := allowed(chosen.where("masked"), {0: plan}, seqs, self.vocab):
+        if masks := allowed(chosen.where("masked"), grammar_masks({0: plan}, seqs), self.vocab):
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)

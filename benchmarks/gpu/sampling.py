@@ -16,7 +16,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
-from pagoda.backends.torch_cuda.sampling import CudaSamplingRules, choose
+from pagoda.backends.torch_cuda.sampling import CudaRowRules, choose
 from pagoda.benchmarks.gpu.measure import Bench, Number
 from pagoda.common.engine.sampling import gumbel, noise_keys
 
@@ -74,7 +74,7 @@ def right_choice(bench: Bench, spread: str, rows: int, vocab: int) -> bool:
     """Every kind of row: thresholds keep what a sort keeps, but for rounding; tokens are the reference's."""
     device, kernel = bench.device, bench.use_kernel
     logits, packed = make_logits(spread, rows, vocab, device), make_rules(rows, list(KINDS), device)
-    rules = CudaSamplingRules.unpack(packed)
+    rules = CudaRowRules.unpack(packed)
     floor, want = (rules.lowest_kept(logits, use_kernel=use_kernel) for use_kernel in (kernel, False))
     floor = floor + bench.spoil
     scaled = logits.double() / rules.temperature.clamp(min=1e-3)[:, None]
@@ -137,7 +137,7 @@ def right_edits(bench: Bench, vocab: int) -> bool:
     return bool(torch.allclose(*found, rtol=1e-5, atol=1e-5)) and bool(torch.isneginf(found[0][2, 60]))
 
 
-def by_sort(logits: Tensor, rules: CudaSamplingRules) -> Tensor:
+def by_sort(logits: Tensor, rules: CudaRowRules) -> Tensor:
     """Sampling with top-k and top-p as it is usually written: int64 [R]."""
     values, ids = (logits / rules.temperature.clamp(min=1e-5)[:, None]).sort(-1, descending=True)
     places = torch.arange(logits.shape[1], device=logits.device)
@@ -169,5 +169,5 @@ def speed(bench: Bench, rows: int, spread: str, kind: str) -> dict[str, float]:
 
 def sort_speed(bench: Bench, rows: int) -> dict[str, float]:
     logits = make_logits("peaked", rows, bench.choose(VOCAB, 600), bench.device)
-    rules = CudaSamplingRules.unpack(make_rules(rows, ["filtered"], bench.device))
+    rules = CudaRowRules.unpack(make_rules(rows, ["filtered"], bench.device))
     return {"us": 1e3 * bench.median_ms(lambda _: by_sort(logits, rules))}

@@ -65,6 +65,11 @@ class SamplingRules:
         """True when the history of the request changes its logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
+    @property
+    def reads_history(self) -> bool:
+        """True when earlier tokens change the logits: penalties, or banned words of several tokens."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
 
 class LogitsProcessor(Protocol):
     """Code of the operator's that edits logits. One object serves all requests, so it keeps no state of any.

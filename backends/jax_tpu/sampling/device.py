@@ -117,7 +117,7 @@ def gumbel(keys: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class JaxSamplingRules:
-    """Per sequence, cut from what `Chosen.pack` makes. `rows`, `positions`: where in the history the token goes."""
+    """Per sequence, as `SampledRows.pack` makes them. `rows`, `positions`: where in the history the token goes."""
 
     rows: jax.Array
     positions: jax.Array

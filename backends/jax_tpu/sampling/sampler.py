@@ -16,7 +16,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Ke
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling.device import BEST, sorted_logprobs
-from pagoda.common.engine.logit_edits import additions, allowed, allowed_bits, banned_words, penalties
+from pagoda.common.engine.logit_edits import additions, allowed, allowed_bits, banned_words, grammar_masks, penalties
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import RowTable, SampledRows
 from pagoda.common.engine.step import RowStart, TokenLogprobs
@@ -59,7 +59,7 @@ class JaxSampler:
     def start(self, start: RowStart) -> None:
         """A row begins anew. Its tokens go to the device only if its rules look at them there."""
         self.rows.start(start, self.vocab)
-        if start.rules.has_penalties or any(len(word) > 1 for word in start.rules.bad_words):
+        if start.rules.reads_history:
             tokens = np.zeros(self.history.shape[1], np.int32)
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[Remember()](self.history, np.int32(start.row), tokens)
@@ -75,7 +75,7 @@ class JaxSampler:
         rules = chosen.pack(logits.shape[0], len(self.rows))
         tokens, self.history, drawn = self._programs[Choose(seqs, chosen.kind)](edited, self.history, rules)
         tokens.copy_to_host_async()
-        wanted = {place.index: place.state.rules.logprobs or 0 for place in chosen.where("shown")}
+        wanted = {place.index: place.state.rules.logprobs or 0 for place in chosen.where("logprobs")}
         if not wanted:
             return Sampled(tokens, self.mode, wanted)
         shown = logits if drawn is None else drawn
@@ -94,7 +94,7 @@ class JaxSampler:
                 logits = programs[OnLogits("adjust", seqs)](logits, entries)
             for words, heads in banned_words(edited, total):
                 logits = programs[OnLogits("ban_words", seqs)](logits, self.history, words, heads)
-        if masks := allowed(chosen.where("masked"), plans, seqs, logits.shape[1]):
+        if masks := allowed(chosen.where("masked"), grammar_masks(plans, seqs), logits.shape[1]):
             bits = allowed_bits({}, total, logits.shape[1])
             bits[list(masks)] = np.stack(list(masks.values()))
             logits = programs[OnLogits("mask", seqs)](logits, bits)

@@ -169,12 +169,12 @@ class Runner:
         return Embedded.of(plan, table.dtype, table.device)
 
     def _wants_scores(self, plan: StepPlan) -> bool:
-        return bool(self.programs.parts.sampler.rows.columns["scored"][plan.rows].any())
+        return bool(self.programs.parts.sampler.rows.columns["prompt_logprobs"][plan.rows].any())
 
     def _scores(self, plan: StepPlan, hidden: Tensor) -> Iterator[CudaPromptScores]:
         """For rows that asked: the logprob of each prompt token after a scheduled one."""
         parts = self.programs.parts
-        for index in np.flatnonzero(parts.sampler.rows.columns["scored"][plan.rows]).tolist():
+        for index in np.flatnonzero(parts.sampler.rows.columns["prompt_logprobs"][plan.rows]).tolist():
             state = parts.sampler.rows[plan.rows[index]]
             begin, context = int(plan.query_start[index]), int(plan.context[index])
             count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
