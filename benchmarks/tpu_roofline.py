@@ -42,14 +42,13 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.report import Compiled, estimated_cycles, key_name
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, need
 from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.budget import plan_blocks
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -141,7 +140,7 @@ def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str,
         yield r
 
 
-def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
+def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
     """Shapes with the short page tables: 1024 tokens each."""
     short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
     if everything:
@@ -149,7 +148,7 @@ def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
     return [s for s in short if (s.decode_only and s.seqs == 64) or (s.tokens == 2048 and s.seqs == 8)]
 
 
-def batch_of(shape: JaxStepShape, context: int) -> Batch:
+def batch_of(shape: StepShape, context: int) -> Batch:
     """A batch that fills the shape."""
     if shape.decode_only:
         return Batch.decode(shape.seqs, context)
@@ -196,7 +195,7 @@ def row(program: Compiled, model: Model, chip: ChipInfo, batch: Batch, call: Fig
     }
 
 
-def exchange_seconds(model: Model, shape: JaxStepShape) -> float:
+def exchange_seconds(model: Model, shape: StepShape) -> float:
     """Two sums of hidden states per layer and one of the embedding; the logits of every device gathered once."""
     devices, spec = model.tensor, model.spec
     part = (devices - 1) / devices

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,9 @@ import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.execution.pending import JaxPendingStep, JaxPromptScores, PendingOne, PendingSteps
-from pagoda.backends.jax_tpu.execution.program_keys import SCORED, Catalogue, Forward, ForwardRows, Key, OnLogits, Score
+from pagoda.backends.jax_tpu.execution.program_keys import SCORED, Catalogue, Forward, ForwardRows, Key, Score
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
-from pagoda.backends.jax_tpu.execution.shapes import (
-    StepShapes,
-    check_tables,
-    in_shard,
-    make_batch,
-    make_rows,
-    writers_first,
-)
+from pagoda.backends.jax_tpu.execution.shapes import check_tables, in_shard, make_batch, make_rows, writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
@@ -37,7 +30,6 @@ from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel.platform import platform
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
-from pagoda.backends.jax_tpu.sampling.device import BEST
 from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.loading import load
@@ -47,8 +39,10 @@ from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.pending import FetchLogprobs, PendingShardSteps, PendingStep, PromptScores, score_prompts
 from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -183,11 +177,13 @@ class JaxBackend:
             return self._programs.adopt(self._bundle.load(self._programs.catalogue))
         return self._programs.prepare()
 
-    def execute(self, plan: StepPlan) -> PendingOne:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue a step of the only shard."""
-        return PendingOne(self.execute_shards((plan,)))
+        (step,) = self.execute_shards((plan,)).steps
+        assert step is not None, "it has a plan"
+        return step
 
-    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingSteps:
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShardSteps:
         """Enqueue a step of every shard."""
         programs, sampler = self._programs, self._sampler
         assert programs is not None, "init_cache comes before execute"
@@ -208,39 +204,40 @@ class JaxBackend:
             self._caches, hidden, logits = programs[ForwardRows(shape)](*inputs, rows)
         else:
             self._caches, hidden, logits = programs[Forward(shape)](*inputs)
-        scores = {shard: tuple(self._scores(shard, plan, hidden, programs, sampler)) for shard, plan in ready.items()}
+        scores = {shard: self._score_prompts(shard, plan, hidden, programs, sampler) for shard, plan in ready.items()}
         sampled = sampler.sample(logits, ready) if any(plan.samples.any() for plan in ready.values()) else None
-        steps: list[JaxPendingStep | None] = [None] * shards
+        late = programs.recompiles - before
+        steps: list[PendingStep | None] = [None] * shards
         for shard, (plan, order) in parts.items():
-            steps[shard] = JaxPendingStep(plan, order, shard * shape.seqs, sampled, scores[shard])
-        return PendingSteps(tuple(steps), programs.recompiles - before)
+            step = PendingStep(plan, prompt_scores=scores[shard], order=order, recompiles=late)
+            late = 0  # counted once
+            if sampled is not None:
+                span = shard * shape.seqs, plan.num_seqs
+                fetch, logprobs = partial(sampled.fetch, *span), partial(sampled.logprobs, *span)
+                step = replace(step, tokens=fetch, logprobs=logprobs)
+            steps[shard] = step
+        return PendingShardSteps(tuple(steps))
 
     def close(self) -> None:
         """Let go of the device's memory."""
         self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
 
-    def _scores(
+    def _score_prompts(
         self,
         shard: int,
         plan: StepPlan,
         hidden: jax.Array,
         programs: CompiledPrograms[Catalogue, Key],
         sampler: JaxSampler,
-    ) -> Iterable[JaxPromptScores]:
-        """For rows that asked: the logprob of each prompt token after a scheduled one, a piece at a time."""
+    ) -> tuple[PromptScores, ...]:
+        """Enqueue the logprobs of a shard's prompt tokens."""
         shards, first = self.model.shards, shard * SCORED
-        for index in np.flatnonzero(sampler.rows.columns["prompt_logprobs"][plan.rows]).tolist():
-            state = sampler.rows[plan.rows[index]]
-            best = state.rules.prompt_logprobs or 0
-            begin, context = int(plan.query_start[index]), int(plan.context[index])
-            count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
-            for at in range(0, count, SCORED):
-                size = min(SCORED, count - at)
-                wanted, targets = np.zeros((2, shards * SCORED), np.int32)
-                rows = slice(first, first + size)
-                wanted[rows] = begin + at + np.arange(size)
-                targets[rows] = state.prompt[context + at + 1 : context + at + 1 + size]
-                logits = programs[Score(hidden.shape[0] // shards)](self._leaves, hidden, wanted)
-                found = programs[OnLogits("logprobs", SCORED)](logits, targets)
-                many = logits if not 0 <= best <= BEST else None
-                yield JaxPromptScores(index, best, self.mode, rows, targets[rows], found, many)
+
+        def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
+            wanted, tokens = np.zeros((2, shards * SCORED), np.int32)
+            rows = slice(first, first + len(targets))
+            wanted[rows], tokens[rows] = begin + np.arange(len(targets)), targets
+            logits = programs[Score(hidden.shape[0] // shards)](self._leaves, hidden, wanted)
+            return partial(sampler.score(logits, tokens, SCORED, (best,)).fetch, rows, best)
+
+        return score_prompts(plan, sampler.rows, SCORED, score)

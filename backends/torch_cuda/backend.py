@@ -18,8 +18,7 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
 from pagoda.backends.torch_cuda.attention_backends.registry import find as find_prefill
 from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
-from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep
-from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms, make_ladder
+from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.runner import Runner
 from pagoda.backends.torch_cuda.execution.stream import CpuStream, DeviceStream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCount, Plans
@@ -41,7 +40,9 @@ from pagoda.common.config.groups.attention import AUTO
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.pending import PendingStep
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
+from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
@@ -132,7 +133,7 @@ def _setup(
         dtype=DTYPES[dtype],
         stored=stored,
         sampling=sampling,
-        ladder=make_ladder(compilation, limits.max_num_seqs),
+        ladder=GraphSizes.of(compilation, limits.max_num_seqs),
         pack=packing(quantization),
         prefill=find_prefill(attention, Needs(mixers, DTYPES[dtype], stored, layout.block_size, found)),
         device=found,
@@ -227,7 +228,7 @@ class TorchCudaBackend:
         logger.info("%d kernels compiled, warm in %.1f s", self._compiles.count, time.perf_counter() - begin)
         self._compiles.loud = True
 
-    def execute(self, plan: StepPlan) -> CudaPendingStep:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Queue a step."""
         assert self._runner is not None, "init_cache comes before execute"
         before = self._compiles.count + self._stream.captures

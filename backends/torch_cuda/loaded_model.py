@@ -11,7 +11,6 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.attention_backends.protocol import Prefill
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.buffers import Buffers
-from pagoda.backends.torch_cuda.execution.programs import GraphSizes
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
 from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
@@ -27,6 +26,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.models.spec import ModelSpec
 
 # Everything that is settled about a rank's engine before it reads a weight.

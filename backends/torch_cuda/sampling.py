@@ -22,6 +22,7 @@ from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, remember
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
 from pagoda.common.engine.logit_edits import additions, allowed, banned_words, grammar_masks, penalties
+from pagoda.common.engine.pending import FetchLogprobs
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.sampling_state import RowTable, SampledRows
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
@@ -132,11 +133,11 @@ class CudaSampler:
 
         return found
 
-    def score(self, logits: Tensor, targets: Int32, best: int, stream: DeviceStream) -> Callable[[], TokenLogprobs]:
+    def score(self, logits: Tensor, targets: Int32, best: int, stream: DeviceStream) -> FetchLogprobs:
         """Logprobs of given tokens int32 [n], those of a prompt: logits float32 [n, V]; `best` -1: all."""
         return self._fetch(logits, self._send(targets), self._best(best), stream)
 
-    def _fetch(self, logits: Tensor, tokens: Tensor, best: int, stream: DeviceStream) -> Callable[[], TokenLogprobs]:
+    def _fetch(self, logits: Tensor, tokens: Tensor, best: int, stream: DeviceStream) -> FetchLogprobs:
         normalise = not self.options.logprobs_mode.endswith("logits")
         found = logprobs(logits, tokens, best, normalise=normalise, use_kernel=self.device.use_kernels)
         ids, values, ranks = map(stream.fetch, found)

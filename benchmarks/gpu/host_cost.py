@@ -83,7 +83,7 @@ def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan)
     """Of `plan`, which goes on where `first` began. The machine may be busy: load is told too."""
     runner = backend._runner
     backend.execute(first).result()
-    size = backend.setup.ladder.fit(plan.num_seqs)
+    size = backend.setup.ladder.bucket_for(plan.num_seqs)
     runner.programs._forward[size] = runner.programs._choose[size] = lambda: None
 
     def pack() -> None:

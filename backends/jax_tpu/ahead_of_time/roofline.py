@@ -13,10 +13,10 @@ from typing import Final, TypeAlias
 from pagoda.backends.jax_tpu.execution import program_keys
 from pagoda.backends.jax_tpu.execution.packed_input import TILE, PackedShape
 from pagoda.backends.jax_tpu.execution.program_keys import Choose, Forward, ForwardRows, OnLogits, Remember, Score
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import Moe
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -71,7 +71,7 @@ def load_of(model: Model, key: Key, num_blocks: int) -> Load:
             return Load(0, 0)
 
 
-def full_load(shape: JaxStepShape, page_size: int, num_blocks: int) -> Load:
+def full_load(shape: StepShape, page_size: int, num_blocks: int) -> Load:
     """A batch that fills the shape: contexts as long as tables and cache allow, or new prompts without any."""
     longest = shape.pages * page_size
     if shape.decode_only:
@@ -107,7 +107,7 @@ def need(model: Model, key: Key, load: Load) -> Need:
             return Need(2 * (model.max_len + 1) * 4, 0)
 
 
-def _forward(model: Model, shape: JaxStepShape, load: Load) -> Need:
+def _forward(model: Model, shape: StepShape, load: Load) -> Need:
     moved, flops = _layers(model, shape.tokens)
     head = _head_size(model)
     moved += head * model.dtype.itemsize + shape.seqs * padded(model.spec.vocab, model.tensor) * 4
@@ -141,7 +141,7 @@ def _layers(model: Model, tokens: int) -> tuple[int, int]:
     return moved, flops
 
 
-def _attention(model: Model, shape: JaxStepShape | PackedShape, load: Load) -> tuple[int, int]:
+def _attention(model: Model, shape: StepShape | PackedShape, load: Load) -> tuple[int, int]:
     """Bytes and FLOP of all layers' attention; a window shortens what is read."""
     moved = flops = 0
     for layer in model.spec.layers:

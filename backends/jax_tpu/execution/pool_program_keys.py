@@ -15,6 +15,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import compiler_options
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel.sharding import partition, whole
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.shapes import ShapeLadder
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class PoolCatalogue:
         """The largest first: they take longest to compile."""
         assert self.model.spec.pooler is not None, "the model pools"
         whole_prompts = () if self.model.spec.pooler.kind == "all" else (False,)
-        for tokens in sorted(sizes(self.limits), reverse=True):
+        for tokens in reversed(token_ladder(self.limits).sizes):
             yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *whole_prompts))
 
     def shape_for(self, tokens: int, of_tokens: bool) -> PackedShape:
         """The smallest shape that holds such a step."""
-        size = next(size for size in sizes(self.limits) if size >= tokens)
+        size = token_ladder(self.limits).bucket_for(tokens)
         pages = -(-min(self.limits.max_model_len, size) // self.limits.block_size)
         return PackedShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
 
@@ -67,11 +68,7 @@ class PoolCatalogue:
         return mapped(leaves, packed)
 
 
-def sizes(limits: Limits) -> tuple[int, ...]:
-    """The ladder of tokens, smallest first: doubled up to the longest step."""
+def token_ladder(limits: Limits) -> ShapeLadder:
+    """Return the padded numbers of tokens, doubled up to the longest step."""
     longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // SMALLEST) * SMALLEST
-    found, size = [], SMALLEST
-    while size < longest:
-        found.append(size)
-        size *= 2
-    return (*found, longest)
+    return ShapeLadder.between(SMALLEST, longest)

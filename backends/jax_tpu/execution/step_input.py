@@ -9,29 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import PREVIOUS, Int32
 from pagoda.common.models.spec import Attention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class JaxStepShape:
-    """The padded shape of a step: T tokens, S sequences, P pages of the longest sequence, G block tables.
-
-    `decode_only`: every sequence has one token, so T equals S.
-    """
-
-    tokens: int
-    seqs: int
-    pages: int
-    groups: int
-    decode_only: bool
-
-    @property
-    def size(self) -> int:
-        """Length of the packed array."""
-        return self.tokens + 3 * self.seqs + 1 + 2 + self.groups * self.seqs * self.pages
+def packed_size(shape: StepShape) -> int:
+    """Return the length of a step's packed array."""
+    return shape.tokens + 3 * shape.seqs + 1 + 2 + shape.groups * shape.seqs * shape.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +60,8 @@ class StepInput:
     decode_only: bool
 
     @classmethod
-    def unpack(cls, packed: jax.Array, shape: JaxStepShape, kernel: KernelChoice) -> StepInput:
-        """Slice int32 [shape.size]; the order is that of `pack`."""
+    def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
+        """Slice int32 [packed_size(shape)]; the order is that of `pack`."""
         sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2)
         token_ids, query_start, kv_len, rows, counts, tables = jnp.split(packed, np.cumsum(sizes))
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
@@ -140,7 +127,7 @@ class StepInput:
 
 
 def pack(
-    shape: JaxStepShape,
+    shape: StepShape,
     token_ids: Int32,
     query_start: Int32,
     kv_len: Int32,
@@ -150,7 +137,7 @@ def pack(
     empty_row: int,
 ) -> Int32:
     """One array for the device. Padding sequences have no tokens, hold `empty_row` and see the null block."""
-    packed = np.zeros(shape.size, np.int32)
+    packed = np.zeros(packed_size(shape), np.int32)
     seqs, at = len(rows), 0
     packed[: len(token_ids)] = token_ids
     at = shape.tokens

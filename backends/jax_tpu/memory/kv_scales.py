@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, pack
+from pagoda.backends.jax_tpu.execution.step_input import pack
 from pagoda.backends.jax_tpu.model.decoder import Caches
 from pagoda.backends.jax_tpu.model.layout import segments
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel.sharding import whole
+from pagoda.common.engine.shapes import StepShape
 
 KV_SCALE: Final = "kv_scale"
 """The name of the parameter: float32 [repeats, 2] per layer of a block, of K and of V."""
@@ -52,7 +53,7 @@ def _largest(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     held = dict(zip(model.paths, leaves))
     tokens, groups = min(TOKENS, model.max_len), len(model.layout.groups)
     pages = -(-tokens // exact.page_size)
-    shape = JaxStepShape(tokens, 1, pages, groups, decode_only=False)
+    shape = StepShape(tokens, 1, pages, groups, decode_only=False)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, 1, pages)
     caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in plain.caches(1 + groups * pages))
     packed = pack(
@@ -79,7 +80,7 @@ def _largest(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     )
 
 
-def _by_block(model: Model, shape: JaxStepShape, leaves: Leaves, caches: Caches, packed: jax.Array) -> list[jax.Array]:
+def _by_block(model: Model, shape: StepShape, leaves: Leaves, caches: Caches, packed: jax.Array) -> list[jax.Array]:
     """The largest K and V that one step stores, float32 [L, P, 2] for each stack of caches; all shards do the same."""
     history = jnp.zeros((2, 1), jnp.int32)
     caches, _, _ = model.forward(shape, leaves, caches, history, packed)

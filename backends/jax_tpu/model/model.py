@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, KernelChoice, StepInput
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import Caches, JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import JaxBuildContext
 from pagoda.backends.jax_tpu.model.layout import CachePlaces, cache_places
 from pagoda.backends.jax_tpu.parallel.sharding import DATA, MODEL, partition, placed
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout as KvPages
 
@@ -96,7 +97,7 @@ class Model:
 
     def forward(
         self,
-        shape: JaxStepShape,
+        shape: StepShape,
         leaves: Leaves,
         caches: Caches,
         history: jax.Array,
@@ -105,7 +106,7 @@ class Model:
     ) -> tuple[Caches, jax.Array, jax.Array]:
         """The step as a function: caches with the new K and V, hidden [T, D], float32 logits [S, V] of the newest.
 
-        `packed` int32 [shards, shape.size]; T and S count the shape's once per shard, in the order of the shards.
+        `packed` int32 [shards, packed_size(shape)]; T and S: the shape's once per shard, in the order of the shards.
         `rows`: [T, D], the embeddings of tokens that are EMBEDDED, in steps that may have such.
         """
         specs = tuple(map(partition, self.axes))
@@ -122,7 +123,7 @@ class Model:
 
     def _forward(
         self,
-        shape: JaxStepShape,
+        shape: StepShape,
         leaves: Leaves,
         caches: Caches,
         history: jax.Array,

@@ -6,6 +6,7 @@ rules cost one argmax. Never waits for the device; `Sampled` does, when somebody
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -19,30 +20,49 @@ from pagoda.backends.jax_tpu.sampling.device import BEST, sorted_logprobs
 from pagoda.common.engine.logit_edits import additions, allowed, allowed_bits, banned_words, grammar_masks, penalties
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import RowTable, SampledRows
-from pagoda.common.engine.step import RowStart, TokenLogprobs
+from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLogprobs:
+    """Logprobs of tokens int32 [R] on their way to the host."""
+
+    mode: LogprobsMode
+    tokens: jax.Array | Int32
+    scored: tuple[jax.Array, jax.Array, jax.Array]  # of `device.logprobs`
+    logits: jax.Array | None  # float32 [R, V], where a request wants more tokens than the device reports
+
+    def fetch(self, rows: slice, best: int) -> TokenLogprobs:
+        """Wait for some rows: each token and the `best` best (-1: all)."""
+        if self.logits is not None and not 0 <= best <= BEST:
+            return sorted_logprobs(self.mode, np.asarray(self.logits)[rows], np.asarray(self.tokens)[rows], best)
+        ids, values, ranks = (np.asarray(part)[rows] for part in self.scored)
+        return TokenLogprobs(ids[:, : 1 + best], values[:, : 1 + best], ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's tokens on their way to the host, int32 [R], and what is needed for logprobs."""
+    """The tokens of a step on their way to the host."""
 
-    tokens: jax.Array
-    mode: LogprobsMode
-    wanted: dict[int, int]  # how many logprobs, by sequence
-    scored: tuple[jax.Array, jax.Array, jax.Array] | None = None  # of `logprobs`
-    logits: jax.Array | None = None  # what was scored, when somebody wants more than the device finds
+    tokens: jax.Array  # int32 [R]
+    best: dict[int, int]  # logprobs to report, by row of logits
+    device_logprobs: DeviceLogprobs | None = None
 
-    def logprobs(self, among: range) -> dict[int, TokenLogprobs]:
-        """Of every sequence among these that asked: its token and the best few (-1: all)."""
-        return {index: self._logprobs(index, best) for index, best in self.wanted.items() if index in among}
+    def fetch(self, first: int, seqs: int) -> Int32:
+        """Wait for the tokens of `seqs` rows from `first` on."""
+        return np.asarray(self.tokens)[first : first + seqs]
 
-    def _logprobs(self, index: int, best: int) -> TokenLogprobs:
-        assert self.scored is not None
-        one = slice(index, index + 1)
-        if self.logits is not None and not 0 <= best <= BEST:
-            return sorted_logprobs(self.mode, np.asarray(self.logits)[one], np.asarray(self.tokens)[one], best)
-        ids, values, ranks = (np.asarray(part)[one] for part in self.scored)
-        return TokenLogprobs(ids[:, : 1 + best], values[:, : 1 + best], ranks)
+    def logprobs(self, first: int, seqs: int) -> dict[int, TokenLogprobs]:
+        """Wait for the logprobs of `seqs` rows from `first` on, numbered from 0."""
+        scored = self.device_logprobs
+        if scored is None:
+            return {}
+        rows = range(first, first + seqs)
+        return {
+            index - first: scored.fetch(slice(index, index + 1), best)
+            for index, best in self.best.items()
+            if index in rows
+        }
 
 
 class JaxSampler:
@@ -75,13 +95,19 @@ class JaxSampler:
         rules = chosen.pack(logits.shape[0], len(self.rows))
         tokens, self.history, drawn = self._programs[Choose(seqs, chosen.kind)](edited, self.history, rules)
         tokens.copy_to_host_async()
-        wanted = {place.index: place.state.rules.logprobs or 0 for place in chosen.where("logprobs")}
-        if not wanted:
-            return Sampled(tokens, self.mode, wanted)
-        shown = logits if drawn is None else drawn
-        scored = self._programs[OnLogits("logprobs", seqs)](shown, tokens)
-        many = any(not 0 <= best <= BEST for best in wanted.values())
-        return Sampled(tokens, self.mode, wanted, scored, shown if many else None)
+        best = {row.index: row.state.rules.logprobs or 0 for row in chosen.where("logprobs")}
+        if not best:
+            return Sampled(tokens, best)
+        return Sampled(tokens, best, self.score(logits if drawn is None else drawn, tokens, seqs, best.values()))
+
+    def score(self, logits: jax.Array, tokens: jax.Array | Int32, seqs: int, best: Iterable[int]) -> DeviceLogprobs:
+        """Enqueue the logprobs of tokens int32 [R] in logits float32 [R, V], of which each shard has `seqs` rows.
+
+        `best`: how many best tokens will be fetched of any row (-1: all).
+        """
+        scored = self._programs[OnLogits("logprobs", seqs)](logits, tokens)
+        many = any(not 0 <= count <= BEST for count in best)
+        return DeviceLogprobs(self.mode, tokens, scored, logits if many else None)
 
     def _edit(self, logits: jax.Array, chosen: SampledRows, plans: Plans) -> jax.Array:
         """Logits after penalties, bias and bans."""

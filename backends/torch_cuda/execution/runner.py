@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.execution.buffers import decode_shape, make_batch, tables
-from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep, CudaPromptScores
 from pagoda.backends.torch_cuda.execution.programs import StepPrograms
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepShape, pack, up, width_of
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PromptScores, score_prompts
 from pagoda.common.engine.step import Int32, StepPlan
 
 # A ring of pinned buffers through which each step's array reaches the device, none written while it is in flight.
@@ -97,7 +96,7 @@ class Runner:
         self._block_size, self._tile = block_size, tile
         self._staging = Staging(stream)
 
-    def run(self, plan: StepPlan) -> CudaPendingStep:
+    def run(self, plan: StepPlan) -> PendingStep:
         """Queue a step; within `stream.running`."""
         parts = self.programs.parts
         for start in plan.starts:
@@ -105,17 +104,17 @@ class Runner:
         step = self._padded(plan)
         sent = self._send(step)
         hidden = self._forward(step, sent)
-        scored = tuple(self._scores(plan, hidden)) if hidden is not None else ()
+        scores = self._score_prompts(plan, hidden) if hidden is not None else ()
         self._staging.was_read()
         if not plan.samples.any():
-            return CudaPendingStep(plan, None, dict, scored)
+            return PendingStep(plan, prompt_scores=scores)
         raw = parts.sampler.edit(parts.buffers.logits[: step.shape.rows], plan)
         tokens = self.programs.choose(step.shape.rows)
         logprobs = parts.sampler.logprobs(raw, tokens, plan, self.stream)
-        return CudaPendingStep(plan, self.stream.fetch(tokens), logprobs, scored)
+        return PendingStep(plan, self.stream.fetch(tokens).array, logprobs, scores)
 
     def _padded(self, plan: StepPlan) -> QueuedStep:
-        groups, width, size = len(plan.block_tables), width_of(plan), self.programs.ladder.fit(plan.num_seqs)
+        groups, width, size = len(plan.block_tables), width_of(plan), self.programs.ladder.bucket_for(plan.num_seqs)
         lengths = np.diff(plan.query_start)
         if plan.num_tokens == plan.num_seqs:
             return QueuedStep(plan, decode_shape(size, groups, width), size, None)
@@ -152,7 +151,7 @@ class Runner:
             tables(shape, sent),
             programs.parts.sampler.last,
             num_decodes=step.num_decodes,
-            splits=programs.splits[programs.ladder.fit(max(step.num_decodes, 1))],
+            splits=programs.splits[programs.ladder.bucket_for(max(step.num_decodes, 1))],
             tile=self._tile,
         )
         if plan.embeds is not None:
@@ -171,25 +170,12 @@ class Runner:
     def _wants_scores(self, plan: StepPlan) -> bool:
         return bool(self.programs.parts.sampler.rows.columns["prompt_logprobs"][plan.rows].any())
 
-    def _scores(self, plan: StepPlan, hidden: Tensor) -> Iterator[CudaPromptScores]:
-        """For rows that asked: the logprob of each prompt token after a scheduled one."""
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptScores, ...]:
+        """Enqueue the logprobs of prompt tokens. hidden: [T, D]."""
         parts = self.programs.parts
-        for index in np.flatnonzero(parts.sampler.rows.columns["prompt_logprobs"][plan.rows]).tolist():
-            state = parts.sampler.rows[plan.rows[index]]
-            begin, context = int(plan.query_start[index]), int(plan.context[index])
-            count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
-            if count < 1:
-                continue
-            targets = state.prompt[context + 1 : context + 1 + count]
-            yield CudaPromptScores(
-                index,
-                tuple(
-                    parts.sampler.score(
-                        parts.decoder.logits(hidden[begin + at : begin + min(at + PIECE, count)]),
-                        targets[at : at + PIECE],
-                        state.rules.prompt_logprobs or 0,
-                        self.stream,
-                    )
-                    for at in range(0, count, PIECE)
-                ),
-            )
+
+        def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
+            logits = parts.decoder.logits(hidden[begin : begin + len(targets)])
+            return parts.sampler.score(logits, targets, best, self.stream)
+
+        return score_prompts(plan, parts.sampler.rows, PIECE, score)

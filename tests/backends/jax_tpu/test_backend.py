@@ -124,7 +124,7 @@ def test_a_short_reader_comes_after_who_fills_its_page() -> None:
     assert result.token_ids[0] == alone.token_ids[0]
     np.testing.assert_array_equal(result.logprobs[0].token_ids, alone.logprobs[0].token_ids)
     pending = d.backend.execute(plan := shared_page_plan(d))
-    assert pending.steps.steps[0].plan.rows.tolist() == [0, 1]
+    assert pending.plan.rows.tolist() == [0, 1]
     assert pending.result().token_ids.tolist() == result.token_ids.tolist()
     assert plan.rows.tolist() == [1, 0]
 

@@ -20,14 +20,14 @@ from pagoda.backends.jax_tpu.ahead_of_time.roofline import Load, full_load, need
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Forward
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes, check_tables
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
+from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.memory.budget import Budget, plan_blocks, with_devices
 from pagoda.backends.jax_tpu.memory.plan import GIB, weight_bytes
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
@@ -73,7 +73,7 @@ QWEN_32B = {
 }
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
 BLOCKS = 600  # per device that shares the model: 10 GiB of cache on each
-DECODE, MIXED = JaxStepShape(8, 8, 8, 1, True), JaxStepShape(128, 8, 8, 1, False)
+DECODE, MIXED = StepShape(8, 8, 8, 1, True), StepShape(128, 8, 8, 1, False)
 
 
 def model_on(target: Target, config: dict, tensor: int) -> Model:
@@ -82,7 +82,7 @@ def model_on(target: Target, config: dict, tensor: int) -> Model:
 
 
 @cache
-def compiled(topology: str, tensor: int, shape: JaxStepShape) -> tuple[Target, Catalogue, Compiled]:
+def compiled(topology: str, tensor: int, shape: StepShape) -> tuple[Target, Catalogue, Compiled]:
     target = find_target(topology)
     model = model_on(target, LLAMA_8B, tensor)
     catalogue = Catalogue(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
@@ -93,11 +93,11 @@ SHORT = [("v6e:1x1", 1, DECODE), ("v5e:2x2", 4, DECODE), ("v5p:2x2x1", 1, DECODE
 MATRIX = [
     (name, tensor, shape)
     for name, tensor in (("v6e:1x1", 1), ("v6e:2x4", 8), ("v5e:2x2", 4), ("v5p:2x2x1", 1), ("v5p:2x2x1", 4))
-    for shape in (DECODE, MIXED, JaxStepShape(64, 64, 8, 1, True), JaxStepShape(2048, 256, 64, 1, False))
+    for shape in (DECODE, MIXED, StepShape(64, 64, 8, 1, True), StepShape(2048, 256, 64, 1, False))
 ]
 
 
-def check_step(topology: str, tensor: int, shape: JaxStepShape) -> None:
+def check_step(topology: str, tensor: int, shape: StepShape) -> None:
     target, catalogue, program = compiled(topology, tensor, shape)
     cache_bytes, layers = catalogue.num_blocks * catalogue.model.block_bytes, len(catalogue.model.spec.layers)
     memory = program.executable.memory_analysis()
@@ -115,7 +115,7 @@ def check_step(topology: str, tensor: int, shape: JaxStepShape) -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize(("topology", "tensor", "shape"), SHORT)
-def test_a_step_updates_the_cache_in_place(topology: str, tensor: int, shape: JaxStepShape) -> None:
+def test_a_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:
     check_step(topology, tensor, shape)
 
 
@@ -130,7 +130,7 @@ def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
 @needs_libtpu
 @pytest.mark.tpu_matrix
 @pytest.mark.parametrize(("topology", "tensor", "shape"), MATRIX)
-def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: JaxStepShape) -> None:
+def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:
     check_step(topology, tensor, shape)
 
 
@@ -211,7 +211,7 @@ def test_one_chip_is_a_host_of_its_own(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_step_needs() -> None:
     model = model_on(find_target("cpu"), LLAMA_8B, 1)
-    shape = JaxStepShape(64, 64, 8, 1, True)
+    shape = StepShape(64, 64, 8, 1, True)
     needed = need(model, Forward(shape), Load(64 * 1024, 64 * 1024))
     chip = CHIPS["v6e"]
     layers = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
@@ -226,9 +226,9 @@ def test_what_a_step_needs() -> None:
 
 
 def test_a_load_fills_its_shape() -> None:
-    assert full_load(JaxStepShape(8, 8, 4, 1, True), 16, 1000) == Load(512, 512)
-    assert full_load(JaxStepShape(8, 8, 4, 1, True), 16, 10) == Load(160, 160)
-    assert full_load(JaxStepShape(100, 8, 4, 1, False), 16, 1000) == Load(100, 64 * 65 // 2 + 36 * 37 // 2)
+    assert full_load(StepShape(8, 8, 4, 1, True), 16, 1000) == Load(512, 512)
+    assert full_load(StepShape(8, 8, 4, 1, True), 16, 10) == Load(160, 160)
+    assert full_load(StepShape(100, 8, 4, 1, False), 16, 1000) == Load(100, 64 * 65 // 2 + 36 * 37 // 2)
 
 
 def test_what_fits_beside_the_rest() -> None:

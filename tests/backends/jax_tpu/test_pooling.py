@@ -18,7 +18,7 @@ import support.jax_devices  # noqa: F401
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue, sizes
+from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolCatalogue, token_ladder
 from pagoda.backends.jax_tpu.execution.programs import RecompileError
 from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create
@@ -155,8 +155,8 @@ def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str
 
 
 def test_a_ladder_holds_every_step() -> None:
-    assert sizes(LIMITS) == (64, 128, 256, 320)
-    assert sizes(replace(LIMITS, max_num_batched_tokens=16)) == (64, 128, 192)
+    assert token_ladder(LIMITS).sizes == (64, 128, 256, 320)
+    assert token_ladder(replace(LIMITS, max_num_batched_tokens=16)).sizes == (64, 128, 192)
     assert len(list(PoolCatalogue(loaded(SPECS["all tokens"]).model, LIMITS))) == 4, "each token's answers only"
 
 

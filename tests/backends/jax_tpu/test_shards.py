@@ -15,13 +15,13 @@ from support.reference_driver import random_weights, tiny_spec
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
 from pagoda.backends.jax_tpu.execution.program_keys import Catalogue, Choose, Forward, OnLogits
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.data_parallel import Engine, ShardedCore
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput
+from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
 

@@ -14,11 +14,11 @@ import torch
 
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
-from pagoda.backends.torch_cuda.execution.programs import usual_sizes
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.memory.profile import check_weights, measure
 from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.engine.shapes import usual_sizes
 from pagoda.common.errors import ConfigError
 
 LADDER = tuple(usual_sizes(128))
