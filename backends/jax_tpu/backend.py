@@ -7,7 +7,7 @@ asks for the result, by when the next step is queued behind it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,17 +34,12 @@ from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
-from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
-from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pending import FetchLogprobs, PendingShardSteps, PendingStep, PromptScores, score_prompts
-from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
 from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
@@ -55,74 +50,47 @@ ON_TPU = PLATFORM == "tpu"
 CAPABILITIES = Capabilities(name="jax_tpu", device=PLATFORM, block_size=BLOCK_SIZES["jax_tpu"], prefers_extents=False)
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-    tensor: int = 1,
-    data: int = 1,
-    devices: Sequence[jax.Device] | None = None,
-    strict: bool = False,
-    bundle: Path | None = None,
-    compile_cache: Path | None = None,
-    quantization: str | None = None,
-    prompt_embeds: bool = False,
-) -> JaxBackend:
-    """A backend for `data` copies of a model, each on `tensor` devices (of `devices`, default: all there are).
-
-    `limits`: of each copy. `dtype`: resolved, not `auto`.
-    `strict`: a compile after warm-up is an error instead of a count. `bundle`: the folder of programs compiled before.
-    `compile_cache`: the folder that programs are kept in. `quantization`: how the layers' matrices are made 8
-    bits wide, None to leave them. `prompt_embeds`: steps may have embeddings in place of tokens.
-    Raises ConfigError.
-    """
-    if sampling.processors:
+def create(options: BackendOptions) -> JaxBackend:
+    """Return a backend for the copies of a model, without weights. Raises ConfigError."""
+    if options.sampling.processors:
         raise ConfigError(
             "--logits-processors", "logits stay on the device here; use --backend reference, or logit_bias in requests"
         )
-    if prompt_embeds and bundle is not None:
+    if options.prompt_embeds and options.programs.bundle is not None:
         raise ConfigError(
             "--compiled-bundle", "holds no programs that take embeddings; drop it, or drop --enable-prompt-embeds"
         )
-    compiled = None if bundle is None else open_bundle(bundle)
+    bundle = None if options.programs.bundle is None else open_bundle(options.programs.bundle)
+    return JaxBackend(options, _model(options), bundle)
+
+
+def _model(options: BackendOptions) -> Model:
+    limits = options.limits
     if ON_TPU:
         check_tables(limits)
-    mesh = make_mesh(tensor, data, devices)
-    number = dtype_of(dtype)
+    mesh = make_mesh(options.parallel.tensor, options.parallel.data)
+    number = dtype_of(options.dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
-    stored = cache_dtype(cache, number, chip if ON_TPU else None)
+    stored = cache_dtype(options.cache, number, chip if ON_TPU else None)
     kernel = KernelChoice(limits.block_size, stored, use_kernel=ON_TPU, chip=chip)
-    matrices = matrix_dtype(quantization, spec, chip)
-    model = build_model(spec, layout, mesh, number, limits.max_model_len, kernel, matrices)
-    kept = None if compile_cache is None else CompileCache(compile_cache)
-    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, compiled, kept, prompt_embeds)
+    matrices = matrix_dtype(options.quantization, options.spec, chip)
+    return build_model(options.spec, options.layout, mesh, number, limits.max_model_len, kernel, matrices)
 
 
-def check(spec: ModelSpec, **options: Any) -> None:
-    """None, for the KV blocks depend on the device's memory. Raises ConfigError where `create` would."""
-    create(spec, **options).close()
+def check(options: BackendOptions) -> None:
+    """Raise ConfigError where `create` would. The KV blocks depend on the device's memory."""
+    create(options).close()
 
 
 class JaxBackend:
     """Implements common.backend.ShardedBackend, a shard being a copy of the model, and CheckpointBackend."""
 
-    def __init__(
-        self,
-        model: Model,
-        limits: Limits,
-        cache: CacheConfig,
-        mode: LogprobsMode,
-        strict: bool,
-        bundle: Bundle | None = None,
-        compile_cache: CompileCache | None = None,
-        prompt_embeds: bool = False,
-    ) -> None:
-        self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
-        self._bundle, self._compile_cache, self._prompt_embeds = bundle, compile_cache, prompt_embeds
+    def __init__(self, options: BackendOptions, model: Model, bundle: Bundle | None = None) -> None:
+        programs, limits, cache = options.programs, options.limits, options.cache
+        self.model, self.limits, self.cache_config = model, limits, cache
+        self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
+        self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
+        self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
         if bundle is not None:
             bundle.check(self._catalogue(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
@@ -145,9 +113,9 @@ class JaxBackend:
         """Take every parameter, each straight to its devices. Raises WeightError."""
         self._leaves = self._scaled(load(self.model, weights))
 
-    def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
-        """Take the arrays of `convert`, each device its piece. Raises ConfigError, or WeightError naming an array."""
-        self._leaves = self._scaled(checkpoints.load(self.model, checkpoint))
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read the arrays of `convert`, each device its piece. Raises ConfigError, or WeightError naming an array."""
+        self._leaves = self._scaled(checkpoints.load(self.model, ShardedCheckpoint(folder)))
 
     def _scaled(self, leaves: Leaves) -> Leaves:
         return with_kv_scales(self.model, leaves) if self.cache_config.calculate_kv_scales else leaves

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,44 +15,32 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, make_batch
 from pagoda.backends.reference.memory import LayerCache, allocate, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
-from pagoda.backends.reference.model.numerics import Numerics, numerics, thread_count
+from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.weights import Packer
-from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
-from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.sampling_state import prompt_targets
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 
 CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-) -> ReferenceBackend:
-    """A backend for a model. `dtype`: resolved, not `auto`. Raises ConfigError for a cache in other numbers."""
-    cache.check_scales()
-    if cache.cache_dtype != "auto":
+def create(options: BackendOptions) -> ReferenceBackend:
+    """Return a backend without weights. Raises ConfigError for a KV cache of another dtype than the activations."""
+    options.cache.check_scales()
+    if options.cache.cache_dtype != "auto":
         raise ConfigError(
             "--kv-cache-dtype", "the reference backend's cache holds the activations' numbers; use auto, or jax_tpu"
         )
-    return ReferenceBackend(spec, limits, layout, cache, numerics(dtype), sampling)
+    return ReferenceBackend(options)
 
 
-def check(spec: ModelSpec, **options: Any) -> int | None:
-    """The number of KV blocks, None unless settings state it. Raises ConfigError where `create` would, or for none."""
-    backend = create(spec, **options)
+def check(options: BackendOptions) -> int | None:
+    """Return the number of KV blocks, None unless settings state it. Raises ConfigError where `create` would."""
+    backend = create(options)
     backend.close()
     return backend.plan_memory(weights=0).num_blocks if backend.cache_config.is_size_stated else None
 
@@ -61,18 +48,13 @@ def check(spec: ModelSpec, **options: Any) -> int | None:
 class ReferenceBackend:
     """Implements common.backend.Backend."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        limits: Limits,
-        layout: KvLayout,
-        cache: CacheConfig,
-        numerics: Numerics,
-        sampling: SamplerOptions = USUAL,
-    ) -> None:
-        self.spec, self.limits, self.layout, self.cache_config, self.numerics = spec, limits, layout, cache, numerics
+    def __init__(self, options: BackendOptions) -> None:
+        self.spec, self.limits, self.layout = options.spec, options.limits, options.layout
+        self.cache_config, self.numerics = options.cache, numerics(options.dtype)
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
-        self._sampler = Sampler(spec.vocab, limits.max_num_seqs, limits.max_model_len, sampling)
+        self._sampler = Sampler(
+            options.spec.vocab, options.limits.max_num_seqs, options.limits.max_model_len, options.sampling
+        )
         self._decoder: Decoder | None = None
         self._caches: dict[int, LayerCache] = {}
 

@@ -14,15 +14,15 @@ from pagoda.backends.reference.model.encoder import Encoder
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
 from pagoda.backends.reference.weights import Packer
-from pagoda.common.backend import Capabilities, Weight
+from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import Float32, PoolingRules, PoolPlan
 from pagoda.common.models.spec import ModelSpec
 
 
-def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> ReferencePooling:
-    """A backend for a model that pools. `dtype`: resolved, not `auto`."""
-    return ReferencePooling(spec, limits, numerics(dtype))
+def create(options: PoolingOptions) -> ReferencePooling:
+    """Return a backend without weights."""
+    return ReferencePooling(options.spec, options.limits, numerics(options.dtype))
 
 
 class ReferencePooling:

@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import Needs
 from pagoda.backends.torch_cuda.attention_backends.registry import find as find_prefill
-from pagoda.backends.torch_cuda.device import Device, find_device
+from pagoda.backends.torch_cuda.device import Device, find_device, use_device
 from pagoda.backends.torch_cuda.execution.gpu_stream import GpuStream
 from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.runner import Runner
@@ -30,22 +30,15 @@ from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, cpu_usage, 
 from pagoda.backends.torch_cuda.memory.profile import measure
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import sharding
-from pagoda.backends.torch_cuda.parallel.comm import ALONE, Comm
+from pagoda.backends.torch_cuda.parallel.comm import ALONE, comm_of
 from pagoda.backends.torch_cuda.weights import packing
-from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
-from pagoda.common.config.engine import Limits
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
-from pagoda.common.config.groups.attention import AUTO
-from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.config.groups.compilation import CompilationConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pending import PendingStep
-from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,84 +53,39 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 """Those that --dtype may name."""
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-    compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
-    quantization: str | None = None,
-    attention: str = AUTO,
-    sleep_mode: bool = False,
-    tensor: int = 1,
-    comm: Comm = ALONE,
-    device: Device | None = None,
-) -> TorchCudaBackend:
-    """A backend for one rank of `tensor`, on `device` or on the GPU of the rank's number.
-
-    `dtype`: resolved, not `auto`. `quantization`: how the layers' matrices are packed, a value of --quantization.
-    `sleep_mode`: `sleep` will be called. `attention`: the kernel of prefill and mixed steps, by its name in
-    AttentionConfig. Raises ConfigError.
-    """
-    assert comm.size == tensor, "there is a line to every rank"
-    setup = _setup(
-        spec,
-        limits=limits,
-        layout=layout,
-        cache=cache,
-        dtype=dtype,
-        sampling=sampling,
-        compilation=compilation,
-        quantization=quantization,
-        attention=attention,
-        tensor=tensor,
-        comm=comm,
-        device=device,
-    )
-    return TorchCudaBackend(setup, sleep_mode=sleep_mode)
+def create(options: BackendOptions, device: Device | None = None) -> TorchCudaBackend:
+    """Return a backend for one rank, without weights. `device`: instead of the rank's GPU. Raises ConfigError."""
+    return TorchCudaBackend(_rank_config(options, device), sleep_mode=options.sleep_mode)
 
 
-def check(spec: ModelSpec, *, sleep_mode: bool = False, **options: Any) -> None:
-    """None, for the KV blocks depend on the device's memory. Raises ConfigError where `create` on rank 0 would."""
-    _setup(spec, **options)
+def check(options: BackendOptions) -> None:
+    """Raise ConfigError where `create` on rank 0 would. The KV blocks depend on the device's memory."""
+    _rank_config(options)
 
 
-def _setup(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-    compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
-    quantization: str | None = None,
-    attention: str = AUTO,
-    tensor: int = 1,
-    comm: Comm = ALONE,
-    device: Device | None = None,
-) -> RankConfig:
-    if dtype not in DTYPES:
-        raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
-    sharding.check(spec, tensor)
-    stored, found = cache_dtype(cache, DTYPES[dtype]), find_device(comm.rank) if device is None else device
+def _rank_config(options: BackendOptions, device: Device | None = None) -> RankConfig:
+    spec, layout = options.spec, options.layout
+    if options.dtype not in DTYPES:
+        raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
+    sharding.check(spec, options.parallel.tensor)
+    dtype = DTYPES[options.dtype]
+    stored = cache_dtype(options.cache, dtype)
+    if device is None:
+        device = find_device() if options.rank is None else use_device(options.rank.device)
     mixers = tuple({layer.mixer for layer in spec.layers})
     return RankConfig(
         spec=spec,
-        limits=limits,
+        limits=options.limits,
         layout=layout,
-        cache=cache,
-        dtype=DTYPES[dtype],
+        cache=options.cache,
+        dtype=dtype,
         stored=stored,
-        sampling=sampling,
-        ladder=GraphSizes.of(compilation, limits.max_num_seqs),
-        pack=packing(quantization),
-        prefill=find_prefill(attention, Needs(mixers, DTYPES[dtype], stored, layout.block_size, found)),
-        device=found,
-        comm=comm,
+        sampling=options.sampling,
+        ladder=GraphSizes.of(options.compilation, options.limits.max_num_seqs),
+        pack=packing(options.quantization),
+        prefill=find_prefill(options.attention, Needs(mixers, dtype, stored, layout.block_size, device)),
+        device=device,
+        comm=ALONE if options.rank is None else comm_of(options.rank),
     )
 
 

@@ -82,3 +82,11 @@ def _visible() -> int:
             "--backend", f"torch_cuda: CUDA_VISIBLE_DEVICES={chosen} leaves no GPU visible; unset it, {ELSEWHERE}"
         )
     raise ConfigError("--backend", f"torch_cuda: no GPU or no NVIDIA driver found; install the driver, {ELSEWHERE}")
+
+
+def use_device(index: int) -> Device:
+    """Return the GPU with that index and make it this thread's current one. Raises ConfigError."""
+    device = find_device(index)
+    if device.use_kernels:
+        torch.cuda.set_device(device.torch)  # else pinned memory would belong to GPU 0, and create a context there
+    return device

@@ -54,7 +54,7 @@ class GrammarQueue:
             return
         if self._structured is None:
             raise no_tokenizer()
-        self._coming[request.request_id] = request, self._structured.begin(request)
+        self._coming[request.request_id] = request, self._structured.submit(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown ids are skipped."""
@@ -219,7 +219,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; running requests keep their blocks. True: this engine can always do it."""
-        self._kv.pool.forget_all()
+        self._kv.pool.clear_cache()
         return True
 
     def check_integrity(self) -> None:

@@ -130,7 +130,7 @@ class ShardedCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; running requests keep their blocks. True: this engine can always do it."""
         for shard in self._shards:
-            shard.kv.pool.forget_all()
+            shard.kv.pool.clear_cache()
         return True
 
     def check_integrity(self) -> None:

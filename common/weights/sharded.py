@@ -51,6 +51,13 @@ class Manifest:
     tensor_parallel_size: int
     leaves: Mapping[str, Leaf]
 
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        numbers = sum(leaf.size for leaf in self.leaves.values())
+        devices = "1 device" if self.tensor_parallel_size == 1 else f"{self.tensor_parallel_size} devices"
+        return f"{numbers:,} {self.dtype} numbers in {len(self.leaves)} arrays, laid out for {devices}"
+
     def write(self, folder: Path) -> None:
         """Write it into a folder. Raises OSError."""
         (folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))

@@ -5,32 +5,38 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
+from pagoda.common.backend import BackendOptions, ProgramOptions
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.config.groups.attention import AttentionConfig
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.machine import moves_of
 from pagoda.server.settings.resolve import Resolved
 
 logger = logging.getLogger(__name__)
 
 
-def backend_options(resolved: Resolved) -> dict[str, Any]:
-    """Keywords of the backend's `create`. Raises ConfigError for what it cannot do."""
+def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOptions:
+    """Return what the backend is created with. Raises ConfigError for what it does not support."""
     config, backend = resolved.config, resolved.backend
-    made = config.model.quantized_here
     _warn_of_memory_share(config, backend)
-    return {
-        **resolved.spread,
-        **_programs(config.compilation, backend, resolved.limits.max_num_seqs),
-        **_attention(config.attention, backend),
-        **moves_of(config, backend),
-        **({} if made is None else {"quantization": made}),
-        **({"prompt_embeds": True} if config.model.enable_prompt_embeds and backend == "jax_tpu" else {}),
-    }
+    _warn_of_graphs(config.compilation, backend, resolved.limits.max_num_seqs)
+    return BackendOptions(
+        spec=resolved.spec,
+        limits=resolved.limits,
+        layout=resolved.layout,
+        cache=config.cache,
+        dtype=resolved.dtype,
+        sampling=sampling,
+        parallel=resolved.spread,
+        programs=program_options(config.compilation, backend),
+        compilation=config.compilation,
+        quantization=config.model.quantized_here,
+        attention=config.attention.kernel(backend),
+        sleep_mode=config.model.enable_sleep_mode,
+        prompt_embeds=config.model.enable_prompt_embeds,
+    )
 
 
 def _warn_of_memory_share(config: EngineConfig, backend: str) -> None:
@@ -40,8 +46,8 @@ def _warn_of_memory_share(config: EngineConfig, backend: str) -> None:
         logger.warning("--gpu-memory-utilization: %s takes no share of memory; see --kv-cache-memory-bytes", backend)
 
 
-def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dict[str, Any]:
-    """Where compiled programs come from and go to, or which steps are captured, for the backend that has such."""
+def _warn_of_graphs(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:
+    """Warn of compilation settings without effect."""
     for key in config.without_effect:
         logger.warning("--compilation-config: %s has no effect: nothing goes through torch.compile", key)
     if backend != "torch_cuda" and config.about_graphs:
@@ -49,11 +55,10 @@ def _programs(config: CompilationConfig, backend: str, max_num_seqs: int) -> dic
     if backend == "torch_cuda" and (beyond := [size for size in config.capture_sizes if size > max_num_seqs]):
         sizes = " and ".join(map(str, beyond))
         logger.warning("--cudagraph-capture-sizes: no step has %s sequences; --max-num-seqs is %d", sizes, max_num_seqs)
-    return kept_programs(config, backend) | ({"compilation": config} if backend == "torch_cuda" else {})
 
 
-def kept_programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
-    """Where compiled programs come from and go to, for the backend that has such. Raises ConfigError."""
+def program_options(config: CompilationConfig, backend: str) -> ProgramOptions:
+    """Return where compiled programs come from and go to. Raises ConfigError if the backend reads no bundle."""
     bundle, kept = config.compiled_bundle, config.xla_cache_path
     if backend != "jax_tpu":
         if bundle is not None:
@@ -62,19 +67,9 @@ def kept_programs(config: CompilationConfig, backend: str) -> dict[str, Any]:
             )
         if kept or config.xla_check_recompilation:
             logger.warning("--xla-cache-path and --xla-check-recompilation: %s compiles nothing for XLA", backend)
-        return {}
+        return ProgramOptions()
     folder = _user_cache() / "xla" if kept is None else Path(kept).expanduser() if kept else None
-    return {
-        "bundle": None if bundle is None else Path(bundle),
-        "compile_cache": folder,
-        "strict": config.xla_check_recompilation,
-    }
-
-
-def _attention(config: AttentionConfig, backend: str) -> dict[str, str]:
-    """The attention kernel, for the backend that has several."""
-    kernel = config.kernel(backend)
-    return {"attention": kernel} if backend == "torch_cuda" else {}
+    return ProgramOptions(None if bundle is None else Path(bundle), folder, config.xla_check_recompilation)
 
 
 def _user_cache() -> Path:

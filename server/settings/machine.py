@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.registry import check_moves, choose_backend, spread
+from pagoda.backends.registry import check_moves, choose_backend, parallel_sizes
+from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
@@ -16,18 +17,13 @@ from pagoda.common.errors import ConfigError
 _GRAMMARS: Final = "--structured-outputs-config"
 
 
-def check_machine(config: EngineConfig) -> tuple[str, dict[str, int]]:
-    """Return the backend and the device arguments of its `create`. Raises ConfigError for what this machine lacks."""
+def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
+    """Return the backend and how it distributes a model. Raises ConfigError for what this machine lacks."""
     backend = choose_backend(config.model.backend)
-    spread_over = spread(backend, config.parallel)
-    moves_of(config, backend)
+    spread_over = parallel_sizes(backend, config.parallel)
+    check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
     _check_grammars(config.structured_outputs)
     return backend, spread_over
-
-
-def moves_of(config: EngineConfig, backend: str) -> dict[str, bool]:
-    """Return the backend's arguments for sleep mode and offloading. Raises ConfigError if it supports neither."""
-    return check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
 
 
 def _check_grammars(config: StructuredOutputsConfig) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pagoda.backends.registry import check_checkpoints, load_rank_runtime, pooling_spread, runs_ranks
+from pagoda.backends.registry import check_checkpoints, load_rank_runtime, pooling_parallel_sizes, runs_ranks
+from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.defaults import (
     BLOCK_SIZES,
     KINDS,
@@ -66,7 +67,7 @@ class Resolved:
     generation: GenerationDefaults
     purpose: Purpose | None
     pooling: PoolingInfo | None
-    spread: Mapping[str, int]
+    spread: ParallelSizes
     derived: tuple[ResolvedRow, ...]
 
     @property
@@ -98,7 +99,7 @@ def resolve(
     hf_config = _hf_config(config, checkpoint)
     purpose, spec, family = _architecture(config, checkpoint, hf_config)
     if purpose is not None:
-        spread_over = pooling_spread(backend, config.parallel)
+        spread_over = pooling_parallel_sizes(backend, config.parallel)
         check_pooling(config, checkpoint, backend)
     if runs_ranks(backend, config.parallel):
         load_rank_runtime(backend).check(spec, config.parallel.tensor_parallel_size)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from pagoda.backends.modules import BackendModule
 from pagoda.backends.registry import load_pooling
-from pagoda.common.backend import Backend, CheckpointBackend, PoolingBackend, ShardedBackend, SleepingBackend, Weight
+from pagoda.common.backend import (
+    Backend,
+    BackendOptions,
+    CheckpointBackend,
+    PoolingBackend,
+    PoolingOptions,
+    ShardedBackend,
+    SleepingBackend,
+    Weight,
+)
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler
@@ -24,7 +33,7 @@ from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.plugins import sampler_options, scheduler_of
 from pagoda.server.processing.grammar_check import structured_of
-from pagoda.server.settings.backend_options import backend_options, kept_programs
+from pagoda.server.settings.backend_options import backend_options, program_options
 from pagoda.server.settings.resolve import Resolved, open_model
 from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.worker_group import BuiltEngine, Phases, Prefetch, WorkerGroup
@@ -43,14 +52,14 @@ def assemble_generation(
     make_scheduler, options = _chosen(resolved)
     if company is not None:
         with phases("meet the others"):
-            options |= company.arrive(checkpoint)
-    own = module.create(resolved.spec, **options)
+            options = replace(options, rank=company.arrive(checkpoint))
+    own = module.create(options)
     together = None if company is None else company.joined(own)
     backend: Backend = together or own
     try:
         with phases("load weights"):
             if isinstance(checkpoint, ShardedCheckpoint):
-                cast(CheckpointBackend, own).load_checkpoint(checkpoint)
+                cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
             else:
                 backend.load(weights)
         with phases("allocate KV cache"):
@@ -77,26 +86,19 @@ def check_generation(resolved: Resolved, module: BackendModule) -> None:
     _, options = _chosen(resolved)
     if resolved.config.parallel.nnodes > 1:
         return  # its devices are there once the hosts have met
-    blocks = module.check(resolved.spec, **options)
+    blocks = module.check(options)
     if blocks is not None:
         _fit(resolved.config, resolved.limits, resolved.layout, blocks)
 
 
-def _chosen(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
-    """The scheduler, and the keywords of the backend's `create`. Raises ConfigError for what cannot be had."""
+def _chosen(resolved: Resolved) -> tuple[MakeScheduler, BackendOptions]:
+    """Return the scheduler and the backend's options. Raises ConfigError for what is not supported."""
     config = resolved.config
     make_scheduler = scheduler_of(config)
-    sampling, options = sampler_options(config), backend_options(resolved)
+    options = backend_options(resolved, sampler_options(config))
     if config.cache.num_gpu_blocks_override is not None:
         _fit(config, resolved.limits, resolved.layout, config.cache.num_gpu_blocks_override)
-    return make_scheduler, {
-        "limits": resolved.limits,
-        "layout": resolved.layout,
-        "cache": config.cache,
-        "dtype": resolved.dtype,
-        "sampling": sampling,
-        **options,
-    }
+    return make_scheduler, options
 
 
 def _info(
@@ -189,24 +191,18 @@ def check_pooling_engine(resolved: Resolved) -> None:
 
 
 def _create(resolved: Resolved) -> PoolingBackend:
-    """The backend, without weights."""
-    return load_pooling(resolved.backend).create(
-        resolved.spec,
+    """Return the backend, without weights."""
+    config = resolved.config
+    options = PoolingOptions(
+        spec=resolved.spec,
         limits=resolved.limits,
         dtype=resolved.dtype,
-        **resolved.spread,
-        **kept_programs(resolved.config.compilation, resolved.backend),
-        **_memory(resolved),
+        parallel=resolved.spread,
+        programs=program_options(config.compilation, resolved.backend),
+        memory_share=config.cache.gpu_memory_utilization,
+        batch_stated=config.scheduler.max_num_batched_tokens is not None,
     )
-
-
-def _memory(resolved: Resolved) -> dict[str, Any]:
-    """What the backend that plans its memory is told of it."""
-    if resolved.backend != "jax_tpu":
-        return {}
-    config = resolved.config
-    stated = config.scheduler.max_num_batched_tokens is not None
-    return {"memory_share": config.cache.gpu_memory_utilization, "stated": stated}
+    return load_pooling(resolved.backend).create(options)
 
 
 def pooling_engine_info(

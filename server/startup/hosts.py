@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from pagoda import __version__
 from pagoda.backends.modules import HostRuntime
 from pagoda.backends.registry import load_host_runtime
-from pagoda.common.backend import Backend
+from pagoda.common.backend import Backend, ParallelSizes
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.handshake import meet
 from pagoda.common.distributed.leader import LeadingBackend, failure_in_hand
@@ -42,9 +41,8 @@ class Hosts:
     peers: tuple[Peer, ...]
     runtime: HostRuntime
 
-    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Nothing: the backend's devices have met already, and `create` finds those of all hosts."""
-        return {}
+    def arrive(self, checkpoint: Checkpoint) -> None:
+        """The backend's devices have met already, and `create` finds those of all hosts."""
 
     def joined(self, backend: Backend) -> LeadingBackend | FollowingBackend:
         """This host's backend, in step with the others'."""
@@ -101,10 +99,10 @@ def facts_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
     )
 
 
-def check_devices(hosts: Sequence[Host], spread: Mapping[str, int]) -> str:
+def check_devices(hosts: Sequence[Host], spread: ParallelSizes) -> str:
     """Why the mesh does not take all devices of all hosts; empty when it does, or when nobody knows yet."""
     counts = [int(host.facts.devices[_COUNT]) for host in hosts]
-    wanted, there = math.prod(spread.values()), sum(counts)
+    wanted, there = spread.devices, sum(counts)
     if wanted == there or 0 in counts:
         return ""
     each = ", ".join(f"{host} has {count}" for host, count in zip(hosts, counts))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from pagoda.common.backend import Backend, PoolingBackend, Weight
+from pagoda.common.backend import Backend, PoolingBackend, RankLink, Weight
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.data_parallel import Engine
@@ -42,8 +42,8 @@ class BuiltEngine:
 class WorkerGroup(Protocol):
     """The others, met or started."""
 
-    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Once the weights are on disk and the backend is imported; what `create` is told about the others.
+    def arrive(self, checkpoint: Checkpoint) -> RankLink | None:
+        """Once the weights are on disk and the backend is imported; the rank that `create` gets, if there are ranks.
 
         Raises ConfigError or EngineDeadError.
         """

@@ -12,7 +12,6 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from pagoda.backends.torch_cuda.device import Device
     from pagoda.backends.torch_cuda.parallel.distributed import TorchComm
 
 
@@ -25,7 +24,9 @@ def check_devices(size: int) -> None:
     """Raises ConfigError when this process sees fewer GPUs, or none that serves."""
     import torch
 
-    if device(0).torch.type == "cpu":
+    from pagoda.backends.torch_cuda.device import use_device
+
+    if use_device(0).torch.type == "cpu":
         return
     count = torch.cuda.device_count()
     if count < size:
@@ -36,18 +37,6 @@ def check_devices(size: int) -> None:
         )
 
 
-def device(index: int) -> Device:
-    """The GPU of that number among those that this process sees, from now on this thread's own. Raises ConfigError."""
-    import torch
-
-    from pagoda.backends.torch_cuda.device import find_device
-
-    found = find_device(index)
-    if found.use_kernels:
-        torch.cuda.set_device(found.torch)  # else pinned memory would belong to GPU 0, and take a context there
-    return found
-
-
 def needs_gpu() -> bool:
     """Whether each rank has a GPU for itself; False where CPUs stand for them, in tests."""
     return TORCH_CUDA_DEVICE.read() != "cpu"
@@ -55,6 +44,7 @@ def needs_gpu() -> bool:
 
 def join(place: RankInfo, listener: socket.socket | None) -> TorchComm:
     """Meet the other ranks. Raises ConfigError or EngineDeadError."""
+    from pagoda.backends.torch_cuda.device import use_device
     from pagoda.backends.torch_cuda.parallel.distributed import join as meet
 
-    return meet(place, listener, device(place.device).torch)
+    return meet(place, listener, use_device(place.device).torch)

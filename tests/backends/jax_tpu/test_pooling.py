@@ -15,6 +15,7 @@ pytest.importorskip("flax")
 
 import jax
 import support.jax_devices  # noqa: F401
+from support.backend_options import make_pooling_options
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
@@ -61,13 +62,13 @@ def requests(lengths: Sequence[int], *, only_tokens: bool = False) -> tuple[Engi
 
 
 def loaded(spec: ModelSpec, **more: Any) -> JaxPooling:
-    backend = create(spec, limits=LIMITS, dtype="float32", **more)
+    backend = create(make_pooling_options(spec, limits=LIMITS, **more))
     backend.load(random_weights(spec))
     return backend
 
 
 def expected(spec: ModelSpec, plan: PoolPlan) -> tuple[np.ndarray, ...]:
-    backend = reference.create(spec, limits=LIMITS, dtype="float32")
+    backend = reference.create(make_pooling_options(spec, limits=LIMITS))
     backend.load(random_weights(spec))
     found = backend.pool(plan).result()
     backend.close()
@@ -194,7 +195,7 @@ def test_what_cannot_fit_is_said_in_a_line_with_a_remedy_that_holds() -> None:
 def test_a_device_without_room_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.backends.jax_tpu.pooling.pooling_room", lambda model, share: 1 << 20)
     with pytest.raises(ConfigError, match="GiB per device: weights take"):
-        create(SPECS["causal"], limits=LIMITS, dtype="float32")
+        create(make_pooling_options(SPECS["causal"], limits=LIMITS))
 
 
 MINILM = {

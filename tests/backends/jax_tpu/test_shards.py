@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("flax")
 
 import support.jax_devices  # noqa: F401
+from support.backend_options import make_options
 from support.jax_requests import requests
 from support.reference_driver import random_weights, tiny_spec
 
@@ -33,9 +34,7 @@ BLOCKS = 9
 
 def make(data: int, tensor: int = 1) -> JaxBackend:
     cache = CacheConfig()
-    return create(
-        SPEC, limits=LIMITS, layout=LAYOUT, cache=cache, dtype="float32", tensor=tensor, data=data, strict=True
-    )
+    return create(make_options(SPEC, limits=LIMITS, layout=LAYOUT, cache=cache, tensor=tensor, data=data, strict=True))
 
 
 def engine(data: int, tensor: int = 1) -> tuple[Engine, JaxBackend]:
