@@ -354,7 +354,7 @@ def _words(maximum: int) -> Check:
             raise RequestError(name, f"{name} has {len(words)} entries; at most {maximum} are allowed")
         for word in words:
             if not isinstance(word, str):
-                raise RequestError(name, f"{name} must hold strings, not {_shown(word)}")
+                raise RequestError(name, f"{name} must contain strings, not {_shown(word)}")
             if not 0 < len(word) <= MAX_WORD_CHARS:
                 raise RequestError(name, f"each entry of {name} must have 1 to {MAX_WORD_CHARS} characters")
 
@@ -411,20 +411,20 @@ def _json_object(name: str, value: object) -> None:
     try:
         msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(name, f"{name} must hold JSON values only: {error}") from None
+        raise RequestError(name, f"{name} must contain JSON values only: {error}") from None
 
 
 def _need_id(name: str, token: object) -> None:
     if not isinstance(token, int) or isinstance(token, bool):
-        raise RequestError(name, f"{name} must hold integer token ids, not {_shown(token)}")
+        raise RequestError(name, f"{name} must contain integer token ids, not {_shown(token)}")
     if token < 0:
-        raise RequestError(name, f"{name} holds {_shown(token)}; token ids start at 0")
+        raise RequestError(name, f"{name} contains {_shown(token)}; token ids start at 0")
 
 
 def _need_in_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise RequestError(name, f"{name} holds token id {_shown(token)}; the vocabulary has {vocab_size} entries")
+            raise RequestError(name, f"{name} has token id {_shown(token)}; the vocabulary has {vocab_size} entries")
 
 
 def _id_of(key: object) -> object:

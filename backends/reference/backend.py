@@ -1,7 +1,4 @@
-"""The CPU backend: plain PyTorch, the readable definition made fast enough to serve.
-
-One worker thread runs the steps in order, so the engine plans the next step meanwhile.
-"""
+"""The CPU backend in plain PyTorch. One worker thread runs the steps in order while the engine plans the next one."""
 
 from __future__ import annotations
 
@@ -33,7 +30,8 @@ def create(options: BackendOptions) -> ReferenceBackend:
     options.cache.check_scales()
     if options.cache.cache_dtype != "auto":
         raise ConfigError(
-            "--kv-cache-dtype", "the reference backend's cache holds the activations' numbers; use auto, or jax_tpu"
+            "--kv-cache-dtype",
+            "the reference backend's cache has the activations' dtype; use auto, or --backend jax_tpu",
         )
     return ReferenceBackend(options)
 
@@ -60,11 +58,10 @@ class ReferenceBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take and prepack every parameter. Raises WeightError."""
+        """Load and prepack every parameter. Raises WeightError."""
         self._worker.submit(self._load, weights).result()
 
     @torch.inference_mode()
@@ -73,18 +70,17 @@ class ReferenceBackend:
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
     def plan_memory(self, weights: int | None = None) -> MemoryPlan:
-        """How many KV blocks fit. `weights`: their bytes before load. Raises ConfigError saying how much is missing."""
+        """Return the KV blocks that fit. `weights`: bytes, before load. Raises ConfigError with the missing bytes."""
         if weights is None:
             assert self._decoder is not None, "load comes before plan_memory"
             weights = self._decoder.params.num_bytes
         return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks."""
         self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
 
     def warmup(self) -> None:
-        """Run a short prefill and a decode step through the null block, so that first-call costs are paid."""
+        """Run a short prefill and a decode step on the null block, so that first-call costs are paid."""
         start = RowStart(0, np.zeros(1, np.int32), 1, SamplingRules())
         tables = tuple(np.zeros((1, 1), np.int32) for _ in self.layout.groups)
         for tokens in (min(8, self.layout.block_size, self.limits.max_model_len), 1):
@@ -102,16 +98,14 @@ class ReferenceBackend:
             ).result()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Queue a step."""
-        return self._worker.submit(self._quick_run, plan)
+        return self._worker.submit(self._run_step, plan)
 
     def close(self) -> None:
-        """Stop the worker."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _quick_run(self, plan: StepPlan) -> StepResult:
-        """Torch looks for `__torch_function__` on every packed weight, by an exception: 17 us per linear map."""
+    def _run_step(self, plan: StepPlan) -> StepResult:
+        # torch looks up `__torch_function__` on every packed weight by an exception: 17 us per linear layer
         with torch._C.DisableTorchFunctionSubclass():
             return self._run(plan)
 
@@ -136,12 +130,12 @@ class ReferenceBackend:
         )
 
     def _token_ids(self, plan: StepPlan) -> Tensor:
-        """int64 [T], with the tokens that only this device knows yet."""
+        """Return the token ids int64 [T], PREVIOUS replaced by the last sampled token."""
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        unknown = np.flatnonzero(plan.token_ids == PREVIOUS)
-        if len(unknown):
-            owners = np.searchsorted(plan.query_start, unknown, side="right") - 1
-            token_ids[torch.from_numpy(unknown)] = self._sampler.last[
+        pending = np.flatnonzero(plan.token_ids == PREVIOUS)
+        if len(pending):
+            owners = np.searchsorted(plan.query_start, pending, side="right") - 1
+            token_ids[torch.from_numpy(pending)] = self._sampler.last[
                 torch.from_numpy(plan.rows[owners].astype(np.int64))
             ]
         return token_ids
@@ -159,5 +153,5 @@ class ReferenceBackend:
 
 
 def prepare_thread() -> None:
-    """Of a worker thread, before its first step."""
+    """Initialise a worker thread."""
     torch.set_num_threads(thread_count())

@@ -1,4 +1,4 @@
-"""Pooling models on a CPU. One worker thread runs the steps in order, so the engine plans the next one meanwhile."""
+"""Pooling models on a CPU. One worker thread runs the steps in order while the engine plans the next one."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ class ReferencePooling:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take and prepack every parameter. Raises WeightError."""
         self._worker.submit(self._load, weights).result()
 
     @torch.inference_mode()
@@ -61,11 +59,9 @@ class ReferencePooling:
         self.pool(plan).result()
 
     def pool(self, plan: PoolPlan) -> Future[tuple[Float32, ...]]:
-        """Queue a step."""
         return self._worker.submit(self._pool, plan)
 
     def close(self) -> None:
-        """Stop the worker."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()

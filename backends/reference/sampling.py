@@ -125,8 +125,8 @@ def penalise(logits: Tensor, history: Tensor, packed: Tensor) -> None:
 
     history int32 [rows, length]; packed int32 [8, n] of `penalties`, every column in use.
     """
-    places, factors = packed[:4].T.tolist(), packed[4:7].view(torch.float32).T.tolist()
-    for (index, row, prompt, known), (repetition, frequency, presence) in zip(places, factors):
+    columns, factors = packed[:4].T.tolist(), packed[4:7].view(torch.float32).T.tolist()
+    for (index, row, prompt, known), (repetition, frequency, presence) in zip(columns, factors):
         if repetition != 1.0:
             seen = history[row, :known].unique().long()
             seen = seen[seen != EMBEDDED]

@@ -113,14 +113,14 @@ class BlockPool:
 
     # --- extents ---
 
-    def reserve(self, pages: int, least: int) -> range:
+    def reserve(self, pages: int, min_size: int) -> range:
         """Reserve a run of free blocks for a sequence of `pages` pages. Empty if there is none or extents are off.
 
         The run has a power-of-two size E and starts at a multiple of E, so that sequences of one size start at equal
-        distances. Sizes below `pages` are tried down to `least`. Among runs the least recently used is chosen.
+        distances. Sizes below `pages` are tried down to `min_size`. Among runs the least recently used is chosen.
         """
         size = 1 << (pages - 1).bit_length()
-        while self.extents and size >= least:
+        while self.extents and size >= min_size:
             start = self._find_run(size)
             if start is not None:
                 return self._reserve(range(start, start + size))

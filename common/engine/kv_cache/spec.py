@@ -141,6 +141,6 @@ def _one_group(spec: ModelSpec, kinds: list[CacheSpec]) -> KvGroup:
     if len(whole) != 1 or not all(isinstance(kind, FullCache | WindowCache) for kind in kinds):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",
-            "the layers of this model keep K and V of different shapes, which one group cannot hold; drop the flag",
+            "the layers of this model keep K and V of different shapes, which one group cannot store; drop the flag",
         )
     return KvGroup(whole.pop(), tuple(range(len(spec.layers))), tuple(layer.mixer.window for layer in spec.layers))

@@ -141,5 +141,5 @@ def test_refusals_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype: v7x has no int8; use fp8"):
         cache_dtype(int8, jnp.dtype("bfloat16"), CHIPS["v7x"])
     assert cache_dtype(int8, jnp.dtype("bfloat16"), CHIPS["v6e"]) == "int8"
-    with pytest.raises(ConfigError, match="--kv-cache-dtype: the reference backend's cache holds the activations'"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: the reference backend's cache has the activations' dtype"):
         Driver(SPEC, cache=CacheConfig(cache_dtype="fp8"))
