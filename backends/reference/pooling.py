@@ -1,4 +1,4 @@
-"""Pooling models on a CPU. One worker thread runs the steps in order, so the engine plans the next one meanwhile."""
+"""Pooling models on a CPU. One worker thread runs the steps in order while the engine plans the next one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pagoda.backends.reference.model.encoder import Encoder
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
 from pagoda.backends.reference.weights import Packer
-from pagoda.common.backend import Capabilities, Weight
+from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.models.spec import ModelSpec
 
 
-def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> ReferencePooling:
-    """A backend for a model that pools. `dtype`: resolved, not `auto`."""
-    return ReferencePooling(spec, limits, numerics(dtype))
+def create(options: PoolingOptions) -> ReferencePooling:
+    """Return a backend without weights."""
+    return ReferencePooling(options.spec, options.limits, numerics(options.dtype))
 
 
 class ReferencePooling:
@@ -37,11 +37,9 @@ class ReferencePooling:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take and prepack every parameter. Raises WeightError."""
         self._worker.submit(self._load, weights).result()
 
     @torch.inference_mode()
@@ -60,11 +58,9 @@ class ReferencePooling:
         self.execute(plan).result()
 
     def execute(self, plan: PoolPlan) -> Future[PoolResult]:
-        """Queue a step."""
         return self._worker.submit(self._execute, plan)
 
     def close(self) -> None:
-        """Stop the worker."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import PrefillAttention
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.execution.programs import GraphSizes
 from pagoda.backends.torch_cuda.execution.step_input import DecodeBuffers
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits
 from pagoda.backends.torch_cuda.kernels.prefill_attention import query_tile
@@ -27,6 +26,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.models.spec import ModelSpec
 
 

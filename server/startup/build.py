@@ -11,7 +11,16 @@ from typing import Any, cast
 
 from pagoda.backends.modules import BackendModule
 from pagoda.backends.registry import load_pooling
-from pagoda.common.backend import Backend, CheckpointBackend, PoolingBackend, ShardedBackend, SleepingBackend, Weight
+from pagoda.common.backend import (
+    Backend,
+    BackendOptions,
+    CheckpointBackend,
+    PoolingBackend,
+    PoolingOptions,
+    ShardedBackend,
+    SleepingBackend,
+    Weight,
+)
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, generation_core
@@ -47,14 +56,14 @@ def assemble(
     make_scheduler, options = _generation_options(resolved)
     if workers is not None:
         with phases("meet the others"):
-            options |= workers.arrive(checkpoint)
-    own = module.create(resolved.spec, **options)
+            options = replace(options, rank=workers.arrive(checkpoint))
+    own = module.create(options)
     together = None if workers is None else workers.joined(own)
     backend: Backend = together or own
     try:
         with phases("load weights"):
             if isinstance(checkpoint, ShardedCheckpoint):
-                cast(CheckpointBackend, own).load_checkpoint(checkpoint)
+                cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
             else:
                 backend.load(weights)
         with phases("allocate KV cache"):
@@ -109,43 +118,34 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> None:
     _, options = _generation_options(resolved)
     if resolved.config.parallel.nnodes > 1:
         return  # the devices are known once the hosts have met
-    num_blocks = module.check(resolved.spec, **options)
+    num_blocks = module.check(options)
     if num_blocks is not None:
         _fit(resolved.config, resolved.limits, resolved.layout, num_blocks)
 
 
-def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
-    """Return the scheduler class and the keywords of the backend's `create`. Raises ConfigError."""
+def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, BackendOptions]:
+    """Return the scheduler class and the backend's options. Raises ConfigError."""
     config = resolved.config
     make_scheduler = scheduler_of(config)
-    sampling, options = sampler_options(config), backend_options(resolved)
+    options = backend_options(resolved, sampler_options(config))
     if config.cache.num_gpu_blocks_override is not None:
         _fit(config, resolved.limits, resolved.layout, config.cache.num_gpu_blocks_override)
-    return make_scheduler, {
-        "limits": resolved.limits,
-        "layout": resolved.layout,
-        "cache": config.cache,
-        "dtype": resolved.dtype,
-        "sampling": sampling,
-        **options,
-    }
+    return make_scheduler, options
 
 
 def _create_pooling(resolved: Resolved) -> PoolingBackend:
     """Return the backend, without weights."""
-    options: dict[str, Any] = {}
-    if resolved.backend == "jax_tpu":  # plans its memory
-        config = resolved.config
-        stated = config.scheduler.max_num_batched_tokens is not None
-        options = {"memory_share": config.cache.gpu_memory_utilization, "stated": stated}
-    return load_pooling(resolved.backend).create(
-        resolved.spec,
+    config = resolved.config
+    options = PoolingOptions(
+        spec=resolved.spec,
         limits=resolved.limits,
         dtype=resolved.dtype,
-        **resolved.parallel_sizes,
-        **program_options(resolved.config.compilation, resolved.backend),
-        **options,
+        parallel=resolved.parallel_sizes,
+        programs=program_options(config.compilation, resolved.backend),
+        memory_share=config.cache.gpu_memory_utilization,
+        batch_stated=config.scheduler.max_num_batched_tokens is not None,
     )
+    return load_pooling(resolved.backend).create(options)
 
 
 def _info(

@@ -1,4 +1,4 @@
-"""The layers of a model that pools: whole prompts at once, no cache. Causal or not, as the spec says."""
+"""The layers of a pooling model, causal or not: whole prompts at once, without a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda.common.models.spec import Attention, ModelSpec
 
 
 class Encoder:
-    """A batch of prompts in, hidden states out."""
+    """Maps a batch of prompts to hidden states."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.params = params
@@ -27,7 +27,7 @@ class Encoder:
         self.rotary = RotaryTables(spec, max_len, numerics.compute)
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
-        """Hidden states [T, D] after the last norm, as a head or a pooler reads them."""
+        """Return hidden states [T, D] after the last norm, the input of a head or a pooler."""
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         for layer in self.layers:

@@ -19,14 +19,13 @@ from support.tiny_folder import write_model
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
@@ -102,7 +101,7 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
 }
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
-DECODE = Forward(JaxStepShape(64, 64, 8, 1, True))
+DECODE = Forward(StepShape(64, 64, 8, 1, True))
 
 
 def model_on(topology: str, method: str | None, **config):
