@@ -133,7 +133,7 @@ def lead(kind: str, size: int = 3) -> BuiltEngine:
 @contextmanager
 def fake_backend() -> Iterator[None]:
     """Let the registry know this module as the ranks of the backend `fake`, and executors this program."""
-    entry = registry.Entry("fake", "fakes", (), "", "", spreads=("tensor",), ranks="support.fake_ranks")
+    entry = registry.Entry("fake", "fakes", (), "", "", parallel=("tensor",), ranks="support.fake_ranks")
     backends, program = registry.BACKENDS, executors.RANK_PROGRAM
     registry.BACKENDS = (entry,)  # type: ignore[misc]
     executors.RANK_PROGRAM = PROGRAM  # type: ignore[misc]

@@ -151,5 +151,5 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
         matrix_dtype("fp8", tiny_spec(moe=True), CHIPS["v6e"])
     with pytest.raises(ConfigError, match="--quantization: tpu_int8: v7x has no int8; use fp8"):
         matrix_dtype("tpu_int8", SPEC, CHIPS["v7x"])
-    with pytest.raises(ConfigError, match="--quantization: reference cannot make weights fp8; drop it, or use --back"):
+    with pytest.raises(ConfigError, match="--quantization: fp8 is not supported by reference; drop it, or use --back"):
         LLM(str(write_model(tmp_path / "tiny")), quantization="fp8", backend="reference")

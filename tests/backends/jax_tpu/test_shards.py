@@ -80,7 +80,7 @@ def test_two_shards_equal_one(tensor: int) -> None:
     assert backend.recompiles == 0
     assert {shard.sharding.spec[1] for shard in backend._caches} == {"data"}
     assert isinstance(together._scheduler, ShardedScheduler)
-    assert all(shard.scheduler.stats().steps > 10 for shard in together._shards)
+    assert all(shard.scheduler.stats().steps > 10 for shard in together._scheduler.shards)
 
 
 def test_shards_exchange_their_tokens_and_nothing_else() -> None:

@@ -253,17 +253,17 @@ def test_dimensions_are_those_that_the_model_offers(tmp_path: Path) -> None:
     info = offered(folder, pooler_config={"dimensions": 8})
     assert info is not None
     assert (info.is_matryoshka, info.dimensions, info.default_dimensions) == (True, (4, 8), 8)
-    with pytest.raises(ConfigError, match="dimensions is 6; the model offers 4 or 8"):
+    with pytest.raises(ConfigError, match="dimensions is 6; the model supports 4 or 8"):
         offered(folder, pooler_config={"dimensions": 6})
 
 
 @pytest.mark.parametrize(
     ("more", "setting", "words"),
     [
-        ({"runner": "generate"}, "--runner", "BertModel only pools, it generates no text"),
-        ({"runner": "draft"}, "--runner", "speculation"),
+        ({"runner": "generate"}, "--runner", "BertModel is a pooling model and cannot generate"),
+        ({"runner": "draft"}, "--runner", "speculative decoding"),
         ({"runner": "generate", "convert": "embed"}, "--convert", "embed needs --runner pooling"),
-        ({"quantization": "fp8", "backend": "reference"}, "--quantization", "reference cannot make weights"),
+        ({"quantization": "fp8", "backend": "reference"}, "--quantization", "fp8 is not supported by reference"),
         ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb", "reference"),
     ],
 )

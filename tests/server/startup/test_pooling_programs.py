@@ -101,7 +101,7 @@ def test_devices_share_a_model_that_pools(model: Path) -> None:
     [
         ({"tensor_parallel_size": 2, "backend": "reference"}, "--tensor-parallel-size", "one device"),
         ({"data_parallel_size": 2}, "--data-parallel-size", "jax_tpu runs a pooling model in one copy; use 1"),
-        ({"compiled_bundle": "x", "backend": "reference"}, "--compiled-bundle", "reference compiles nothing ahead"),
+        ({"compiled_bundle": "x", "backend": "reference"}, "--compiled-bundle", "not supported by reference"),
     ],
 )
 def test_what_is_not_spread_or_compiled_is_refused(model: Path, more: dict[str, Any], setting: str, words: str) -> None:
