@@ -21,10 +21,9 @@ from pagoda.backends.torch_cuda.execution.programs import StepParts, StepProgram
 from pagoda.backends.torch_cuda.execution.runner import Runner
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
-from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, load_model
+from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, calibrate_kv_scales, load_model
 from pagoda.backends.torch_cuda.memory.arena import Storage
 from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
-from pagoda.backends.torch_cuda.memory.kv_scales import calibrate_kv_scales
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import sharding

@@ -17,9 +17,9 @@ from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.settings.args import EngineArgs
-from pagoda.server.settings.backend_options import backend_options
 from pagoda.server.settings.flags import FlagParser
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.startup.build import backend_options
 
 TEXT = byte_tokenizer()
 TINY = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
