@@ -1,4 +1,4 @@
-"""What the modules of a backend offer, by the kind of module: all that the server knows of them."""
+"""The interfaces of a backend's modules, which are all that the server knows of a backend."""
 
 from __future__ import annotations
 
@@ -7,164 +7,137 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagoda.common.backend import Backend, Capabilities, PoolingBackend, Weight
+from pagoda.common.backend import (
+    Backend,
+    BackendOptions,
+    Capabilities,
+    PoolingBackend,
+    PoolingOptions,
+    RankComm,
+    Weight,
+)
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
+from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.sharded import Manifest
 
 
 class BackendModule(Protocol):
-    """What a backend's `backend.py` offers."""
+    """Interface of a backend's `backend.py`."""
 
     CAPABILITIES: Capabilities
 
     @staticmethod
-    def create(
-        spec: ModelSpec,
-        *,
-        limits: Limits,
-        layout: KvLayout,
-        cache: CacheConfig,
-        dtype: str,
-        sampling: SamplerOptions = USUAL,
-    ) -> Backend:
-        """A backend for one model. `dtype`: resolved, not `auto`. Raises ConfigError for what it cannot do."""
+    def create(options: BackendOptions) -> Backend:
+        """Return a backend without weights. Raises ConfigError for options it does not support."""
         ...
 
     @staticmethod
-    def check(spec: ModelSpec, **options: Any) -> int | None:
-        """The number of KV blocks, None where it depends on the weights and on the device's memory.
+    def check(options: BackendOptions) -> int | None:
+        """Return the number of KV blocks, None where it depends on the weights or on the device's memory.
 
-        Raises ConfigError where `create` with the same keywords would; keeps no device and meets no other rank.
+        Raises ConfigError where `create` would. Keeps no device and joins no other rank.
         """
         ...
 
 
 class PoolingModule(Protocol):
-    """What a backend's `pooling.py` offers."""
+    """Interface of a backend's `pooling.py`."""
 
     @staticmethod
-    def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> PoolingBackend:
-        """A backend for one model that pools. `dtype`: resolved, not `auto`. Raises ConfigError.
-
-        Backends with compiled programs take where those are kept, and what memory they may use.
-        """
+    def create(options: PoolingOptions) -> PoolingBackend:
+        """Return a backend without weights. Raises ConfigError for options it does not support."""
         ...
 
 
 class HostRuntime(Protocol):
-    """What a backend knows of several hosts. Nothing here touches a device before `start`."""
+    """Multi-host support of a backend. No device is initialised before `start`."""
 
     @staticmethod
     def versions() -> dict[str, str]:
-        """Package -> version, of what makes programs."""
+        """Return package -> version of the packages that compiled programs depend on."""
         ...
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """Variable -> value, of those that change what a program compiles to."""
+        """Return the environment variables that change compiled programs, with their values."""
         ...
 
     @staticmethod
     def devices() -> tuple[int, str]:
-        """How many devices this host has (0: it does not show yet), and their kind."""
+        """Return the number of devices of this host (0: not known yet) and their kind."""
         ...
 
     @staticmethod
     def start(parallel: ParallelConfig) -> None:
-        """Join the devices of all hosts, which all do together. Raises ConfigError or EngineDeadError."""
+        """Connect the devices of all hosts (collective). Raises ConfigError or EngineDeadError."""
         ...
 
     @staticmethod
     def stop() -> None:
-        """Leave the other hosts, which all do together."""
+        """Disconnect from the other hosts (collective)."""
         ...
 
 
 class RankRuntime(Protocol):
-    """What a backend knows of its ranks: processes on one machine that share a model, a device each.
+    """Support for ranks: processes on one machine that share a model, one device each.
 
-    Importing it is cheap; only `check_devices`, `device` and `join` may import a framework.
+    Importing it is cheap; only `check_devices` and `join` may import a framework.
     """
 
     @staticmethod
     def check(spec: ModelSpec, size: int) -> None:
-        """Raises ConfigError when so many ranks cannot share the model, naming how many can."""
+        """Raise ConfigError if `size` ranks cannot share the model, naming a size that can."""
         ...
 
     @staticmethod
     def check_devices(size: int) -> None:
-        """Raises ConfigError when this process sees fewer devices."""
-        ...
-
-    @staticmethod
-    def device(index: int) -> Any:
-        """The device of that number among those that this process sees, for `create`. Raises ConfigError."""
+        """Raise ConfigError if this process sees fewer devices."""
         ...
 
     @staticmethod
     def needs_gpu() -> bool:
-        """Whether each rank has a GPU for itself; False where CPUs stand for them."""
+        """Return whether each rank has its own GPU; False where CPUs replace them in tests."""
         ...
 
     @staticmethod
-    def join(place: RankInfo, listener: socket.socket | None) -> RankComm:
-        """Meet the other ranks, which all do together. `listener`: rank 0's, bound to the place's address.
+    def join(info: RankInfo, listener: socket.socket | None) -> RankComm:
+        """Connect to the other ranks (collective). `listener`: of rank 0, bound to the address in `info`.
 
         Raises ConfigError or EngineDeadError.
         """
         ...
 
 
-class RankComm(Protocol):
-    """A rank's line to the others, which `create` gets as `comm`."""
-
-    def leave(self) -> None:
-        """End it in good order, which all ranks do together."""
-        ...
-
-    def abandon(self) -> None:
-        """From any thread: another rank is dead; what waits for it here shall fail."""
-        ...
-
-    def release(self) -> None:
-        """Last, when the other ranks' processes are gone. Idempotent."""
-        ...
-
-
 class CompileTarget(Protocol):
-    """Devices to compile for, described without one being there."""
+    """A description of devices to compile for; none need be present."""
 
     devices: tuple[Any, ...]
-    hbm_bytes: int
-    """What programs may use of each device."""
-    device_name: str
-    """V6E and the like; empty for a CPU."""
+    hbm_bytes: int  # usable by programs, per device
+    device_name: str  # such as V6E; empty for a CPU
 
 
 class CompileReport(Protocol):
-    """What compiling for a target found; as text, what a person should see of it."""
+    """The result of compiling for a target; str() is a summary for people."""
 
     def as_json(self) -> dict[str, Any]:
-        """The same as data."""
+        """Return the report as JSON data."""
         ...
 
     def save(self, folder: Path) -> str:
-        """Write the programs as a bundle; one line about it. Raises ConfigError when that cannot be written."""
+        """Write the programs as a bundle and return a one-line summary. Raises ConfigError if it cannot be written."""
         ...
 
 
 class CompilerModule(Protocol):
-    """What compiles programs for a machine that is not here."""
+    """Ahead-of-time compilation for devices that are not present."""
 
     @staticmethod
     def find_target(name: str) -> CompileTarget:
-        """The devices that a topology's name stands for. Raises ConfigError."""
+        """Return the devices of a topology. Raises ConfigError."""
         ...
 
     @staticmethod
@@ -183,12 +156,25 @@ class CompilerModule(Protocol):
         stated: bool,
         quantization: str | None,
     ) -> CompileReport:
-        """Compile a model's programs. Raises ConfigError when it does not fit."""
+        """Compile a model's programs. Raises ConfigError if it does not fit."""
+        ...
+
+
+class ConvertedArrays(Protocol):
+    """The manifest of arrays that were written."""
+
+    @property
+    def summary(self) -> str:
+        """One line: how many elements in how many arrays, for how many devices."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a folder. Raises OSError."""
         ...
 
 
 class ConverterModule(Protocol):
-    """What writes a backend's own arrays."""
+    """Conversion of checkpoints to a backend's arrays."""
 
     @staticmethod
     def convert(
@@ -199,6 +185,6 @@ class ConverterModule(Protocol):
         tensor: int,
         folder: Path,
         architectures: Sequence[str],
-    ) -> Manifest:
-        """Write the arrays of a model, laid out for `tensor` devices. Raises ConfigError, WeightError, OSError."""
+    ) -> ConvertedArrays:
+        """Write a model's arrays, sharded for `tensor` devices. Raises ConfigError, WeightError or OSError."""
         ...

@@ -1,46 +1,131 @@
-"""The whole hardware boundary: what the engine asks of a device backend.
+"""The hardware boundary: the interface of a device backend.
 
-A backend gets a model spec, a stream of named weights and step plans. It never sees a request, text or a socket.
+A backend gets a model spec, a stream of named weights and step plans; never a request, text or a socket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.attention import AUTO
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.pooling import PoolPlan, PoolResult
+from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult
-from pagoda.common.weights.sharded import ShardedCheckpoint
+from pagoda.common.models.spec import ModelSpec
 
 Weight = tuple[str, npt.NDArray[np.generic]]
-"""A canonical parameter name (see common.models.shapes) and its values; bfloat16 tagged as in common.weights.narrow."""
+"""A canonical parameter name (see common.models.shapes) and its values; bfloat16 as in common.weights.dtypes."""
+
+
+# What a backend is created with.
+
+
+class RankComm(Protocol):
+    """A rank's connection to the other ranks."""
+
+    def leave(self) -> None:
+        """Close it in order; all ranks do so together."""
+        ...
+
+    def abandon(self) -> None:
+        """From any thread, after another rank died: make the calls that wait for it fail."""
+        ...
+
+    def release(self) -> None:
+        """Free what is left once the other ranks' processes have ended. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankLink:
+    """This process's rank among several that share a model."""
+
+    comm: RankComm
+    device: int  # index among the devices that this process sees
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How a model is distributed over devices."""
+
+    tensor: int = 1  # devices each layer is sharded over
+    data: int = 1  # copies of the model
+
+    @property
+    def devices(self) -> int:
+        """Devices in total."""
+        return self.tensor * self.data
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOptions:
+    """Where compiled programs come from and go to, for backends that compile ahead of time."""
+
+    bundle: Path | None = None  # folder of programs that were compiled before
+    compile_cache: Path | None = None  # folder that compiled programs are kept in
+    strict: bool = False  # a compilation after warm-up is an error instead of a count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """What a backend for one model is created with. `backends.registry` refuses options that a backend lacks."""
+
+    spec: ModelSpec
+    limits: Limits  # of each copy of the model
+    layout: KvLayout
+    cache: CacheConfig
+    dtype: str  # resolved, not `auto`
+    sampling: SamplerOptions = USUAL
+    parallel: ParallelSizes = ParallelSizes()
+    rank: RankLink | None = None  # where each device has its own process
+    programs: ProgramOptions = ProgramOptions()
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    quantization: str | None = None  # of the layers' matrices when they are loaded, a value of --quantization
+    attention: str = AUTO  # kernel of prefill and mixed steps, by its name in AttentionConfig
+    sleep_mode: bool = False  # `sleep` will be called
+    prompt_embeds: bool = False  # steps may have embeddings in place of tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingOptions:
+    """What a backend for one pooling model is created with."""
+
+    spec: ModelSpec
+    limits: Limits
+    dtype: str  # resolved, not `auto`
+    parallel: ParallelSizes = ParallelSizes()
+    programs: ProgramOptions = ProgramOptions()
+    memory_share: float = 1.0  # fraction of each device's memory that may be used
+    batch_stated: bool = True  # False: the batch may be reduced to fit the memory
 
 
 class PendingResult(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises what the step raised."""
+        """Wait for the step. Raises what it raised."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the device can hold, in bytes, and how many KV blocks that makes (block 0, the null block, included).
-
-    `graphs`: captured steps.
-    """
+    """Device memory in bytes, and the KV blocks that fit."""
 
     weights: int
     activations: int
     kv_cache: int
-    num_blocks: int
-    graphs: int = 0
+    num_blocks: int  # including block 0, the null block
+    graphs: int = 0  # captured CUDA graphs
 
     def __str__(self) -> str:
         gib = 1 << 30
@@ -53,15 +138,12 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Facts about a backend that the engine's defaults depend on.
-
-    `block_size`: default tokens per KV block. `prefers_extents`: consecutive blocks per sequence are faster.
-    """
+    """Properties of a backend that the engine's defaults depend on."""
 
     name: str
     device: str
-    block_size: int
-    prefers_extents: bool
+    block_size: int  # default tokens per KV block
+    prefers_extents: bool  # consecutive blocks per sequence are faster
 
 
 class Backend(Protocol):
@@ -72,27 +154,27 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
+        """Properties that do not depend on the model."""
         ...
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter of the spec, each once. Raises WeightError naming what is missing or left over."""
+        """Load every parameter of the spec, each once. Raises WeightError naming a missing or unexpected one."""
         ...
 
     def plan_memory(self) -> MemoryPlan:
-        """How much KV cache fits beside the loaded weights. Raises MemoryError saying how much is missing."""
+        """Return the KV cache that fits beside the loaded weights. Raises ConfigError with the missing bytes."""
         ...
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache for `num_blocks` blocks per group pool."""
+        """Allocate the KV cache for `num_blocks` blocks."""
         ...
 
     def warmup(self) -> None:
-        """Run whatever would otherwise run slow in the first request."""
+        """Compile, capture and run everything that would be slow in the first request."""
         ...
 
     def execute(self, plan: StepPlan) -> PendingResult:
-        """Start a step and return at once. Steps run in the order they are given."""
+        """Start a step and return at once. Steps run in order."""
         ...
 
     def close(self) -> None:
@@ -101,57 +183,57 @@ class Backend(Protocol):
 
 
 class PendingShards(Protocol):
-    """A step of every shard under way."""
+    """A step of every shard in flight."""
 
     def result(self) -> tuple[StepResult | None, ...]:
-        """Wait for the step; None where a shard had no plan. Raises what the step raised."""
+        """Wait for the step; None for shards without a plan. Raises what it raised."""
         ...
 
 
 class ShardedBackend(Backend, Protocol):
-    """Several copies of one model that step together: shards, each with rows and KV blocks of its own.
+    """Several copies of one model that step together (shards), each with separate rows and KV blocks.
 
-    Limits, the memory plan and `num_blocks` are those of each shard, and every shard counts rows and blocks from 0.
+    Limits, the memory plan and `num_blocks` are per shard; every shard numbers rows and blocks from 0.
     """
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
-        """Start a step of every shard and return at once; None: nothing to compute, but not for all of them."""
+        """Start a step of every shard and return at once. None: the shard has no plan; at least one has."""
         ...
 
 
 class SleepingBackend(Backend, Protocol):
-    """A backend that gives its device's memory back while there is no work; `backends.registry` says which do.
+    """A backend that can release device memory while idle (see `backends.registry`).
 
-    Nothing is executed from `sleep` until weights and KV cache are both awake. Captured programs stay: memory comes
-    back at the addresses it had.
+    Nothing is executed from `sleep` until weights and KV cache are both awake. Captured programs stay valid: memory is
+    mapped again at its former addresses.
     """
 
     def sleep(self, level: int) -> None:
-        """Give weights and KV cache back, where they are not away yet. Level 1 keeps the weights in host memory.
+        """Release the memory of weights and KV cache if still mapped. Level 1 keeps the weights in host memory.
 
-        Raises MemoryError, and nothing is away, when the host has no room for them.
+        Raises MemoryError, without a change, if they do not fit host memory.
         """
         ...
 
     def wake_weights(self, read: Callable[[], Iterable[Weight]]) -> None:
-        """Have the weights again; after level 2 from `read`, as in `load`. Raises MemoryError, or WeightError."""
+        """Restore the weights; after level 2 from `read`, as in `load`. Raises MemoryError or WeightError."""
         ...
 
     def wake_kv_cache(self) -> None:
-        """Have the memory of the KV cache again, holding nothing of use. Raises MemoryError."""
+        """Map the memory of the KV cache again, with undefined content. Raises MemoryError."""
         ...
 
 
 class CheckpointBackend(Backend, Protocol):
-    """A backend that reads what `convert` writes; `backends.registry` says which do."""
+    """A backend that reads the arrays of `convert` (see `backends.registry`)."""
 
-    def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
-        """In place of `load`: take arrays as they are stored. Raises ConfigError, or WeightError naming an array."""
+    def load_checkpoint(self, folder: Path) -> None:
+        """In place of `load`: read the arrays of a converted folder. Raises ConfigError, or WeightError."""
         ...
 
 
 class PendingPooling(Protocol):
-    """A pooling step under way."""
+    """A pooling step in flight."""
 
     def result(self) -> PoolResult:
         """Wait for the step and return its vectors. Raises what the step raised."""
@@ -159,16 +241,16 @@ class PendingPooling(Protocol):
 
 
 class PoolingBackend(Protocol):
-    """One model that pools, on one kind of device. Calls come in this order: load, warmup, execute..., close."""
+    """One pooling model on one kind of device. Calls come in this order: load, warmup, execute..., close."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
+        """Properties that do not depend on the model."""
         ...
 
     @property
     def limits(self) -> Limits:
-        """Those it was made with, or a smaller batch where the memory does not hold one so large."""
+        """The limits it was created with, with a smaller batch if the memory requires it."""
         ...
 
     @property
@@ -177,15 +259,15 @@ class PoolingBackend(Protocol):
         ...
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take every parameter of the spec, each once. Raises WeightError naming what is missing or left over."""
+        """Load every parameter of the spec, each once. Raises WeightError naming a missing or unexpected one."""
         ...
 
     def warmup(self) -> None:
-        """Run whatever would otherwise run slow in the first request."""
+        """Compile, capture and run everything that would be slow in the first request."""
         ...
 
     def execute(self, plan: PoolPlan) -> PendingPooling:
-        """Start a step and return at once. Steps run in the order they are given."""
+        """Start a step and return at once. Steps run in order."""
         ...
 
     def close(self) -> None:

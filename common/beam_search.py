@@ -1,7 +1,6 @@
-"""Beam search: at each step the likeliest continuations of all beams go on.
+"""Beam search over token ids and log-probabilities: each step keeps the likeliest continuations of all beams.
 
-Knows token ids and log-probabilities. Does not know engines, texts or prompts: whoever drives it asks the engine for
-the best next tokens of each live beam and hands them in.
+The caller gets the best next tokens of each live beam from the engine and passes them to `take`.
 """
 
 from __future__ import annotations
@@ -20,51 +19,50 @@ MAX_LENGTH_PENALTY: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """`beam_width` answers of at most `max_tokens` tokens. `length_penalty`: the power of the length that divides sums.
+    """Options of a beam search."""
 
-    `temperature` is 0 or 1: nothing is drawn, so that no other would have an effect. `early_stopping`: end once
-    `beam_width` answers are complete; otherwise once no live beam is better than the worst of them.
-    """
-
-    beam_width: int
+    beam_width: int  # answers
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
+    temperature: float = 0.0  # 0 or 1: nothing is sampled, so no other value has an effect
+    length_penalty: float = 1.0  # exponent of the length that divides a beam's logprob
     include_stop_str_in_output: bool = False
-    early_stopping: bool = False
+    early_stopping: bool = False  # end once `beam_width` answers are complete, even if a live beam is better
 
     def __post_init__(self) -> None:
-        for name, value, most in (("beam_width", self.beam_width, MAX_WIDTH), ("max_tokens", self.max_tokens, 2**31)):
-            if type(value) is not int or not 1 <= value <= most:
-                raise RequestError(name, f"{name} must be an integer between 1 and {most}")
+        for name, value, maximum in (
+            ("beam_width", self.beam_width, MAX_WIDTH),
+            ("max_tokens", self.max_tokens, 2**31),
+        ):
+            if type(value) is not int or not 1 <= value <= maximum:
+                raise RequestError(name, f"{name} must be an integer between 1 and {maximum}")
         if self.temperature not in (0, 1):
-            raise RequestError("temperature", "temperature must be 0 or 1 in a beam search: nothing is drawn")
+            raise RequestError("temperature", "temperature must be 0 or 1 in a beam search: nothing is sampled")
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             raise RequestError("length_penalty", f"length_penalty must be between -{MAX_LENGTH_PENALTY} and 100.0")
 
     @property
     def candidates(self) -> int:
-        """How many best next tokens each live beam needs: as many again as may end an answer."""
+        """Best next tokens needed per live beam: twice the width, because some may end an answer."""
         return 2 * self.beam_width
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation. `logprob`: the sum over its tokens; `ended`: its last token ends it."""
+    """A continuation of the prompt."""
 
     token_ids: tuple[int, ...] = ()
-    logprob: float = 0.0
-    ended: bool = False
+    logprob: float = 0.0  # sum over its tokens
+    ended: bool = False  # its last token ends it
 
     def score(self, length_penalty: float) -> float:
-        """What beams are compared by; the token that ends one does not make it longer."""
+        """Return the length-normalised logprob; the ending token does not count as length."""
         length = max(1, len(self.token_ids) - self.ended)
         return float(self.logprob / length**length_penalty)
 
 
 class BeamSearch:
-    """The search for one prompt. `ends`: tokens that end an answer; `room`: tokens that fit behind the prompt."""
+    """The search for one prompt. `ends`: tokens that end an answer; `room`: tokens left in the context."""
 
     def __init__(self, params: BeamSearchParams, ends: Collection[int], room: int) -> None:
         self._params = params
@@ -75,11 +73,11 @@ class BeamSearch:
 
     @property
     def finished(self) -> bool:
-        """True when nothing better is looked for."""
+        """True when the search is over."""
         return not self.live or not self._steps_left or self._is_complete
 
     def take(self, candidates: Sequence[Mapping[int, float]]) -> None:
-        """The best next tokens of each live beam, as token id -> log-probability: one step."""
+        """Advance by one step. `candidates`: token id -> log-probability for each live beam."""
         width = self._params.beam_width
         best = heapq.nlargest(2 * width, self._continued(candidates), key=lambda beam: beam.logprob)
         self._done += [beam for beam in best[:width] if beam.ended]
@@ -88,7 +86,7 @@ class BeamSearch:
         self._steps_left -= 1
 
     def best(self) -> list[Beam]:
-        """The answers, best first; where there are not enough in time, live beams are cut off where they stand."""
+        """Return the answers, best first, including unfinished beams if too few have ended."""
         beams = self._done if self._is_complete else [*self._done, *self.live]
         return sorted(beams, key=self._score, reverse=True)[: self._params.beam_width]
 

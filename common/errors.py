@@ -1,14 +1,14 @@
-"""The errors a person may see. Everything else is a bug and keeps its traceback."""
+"""Errors that are shown to users. Any other exception is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
 
 class PagodaError(Exception):
-    """Base of all errors that pagoda raises on purpose."""
+    """Base class of pagoda's errors."""
 
 
 class RequestError(PagodaError, ValueError):
-    """A request that cannot be served as asked: HTTP 400. `field` names the offending request field."""
+    """An invalid request: HTTP 400. `field` names the request field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -16,11 +16,11 @@ class RequestError(PagodaError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt of surely more tokens than the context has, which was not tokenised whole."""
+    """A prompt that exceeds the context; it was not tokenised completely."""
 
 
 class ConfigError(PagodaError, ValueError):
-    """A setting that cannot be used. `setting` names the flag or config field."""
+    """An invalid setting. `setting` names the flag or config field."""
 
     def __init__(self, setting: str, message: str) -> None:
         super().__init__(f"{setting}: {message}")
@@ -32,19 +32,19 @@ class ModelError(PagodaError, ValueError):
 
 
 class WeightError(ModelError):
-    """A checkpoint that is truncated, corrupt, incomplete or has tensors nobody asked for."""
+    """A checkpoint that is truncated, corrupt, incomplete or has unexpected tensors."""
 
 
 class QueueFullError(PagodaError):
-    """More work than the engine may have in hand: HTTP 429. The same request may be taken later."""
+    """Too many requests in flight: HTTP 429. The same request may be accepted later."""
 
 
 class AbortedError(PagodaError):
-    """A request that the server ended before its answer was there: HTTP 503. The same request may be taken later."""
+    """A request that the server aborted: HTTP 503. The same request may be accepted later."""
 
 
 class SleepError(PagodaError):
-    """The engine sleeps, or cannot fall asleep or wake up: HTTP 503. It goes on as it is; the message has a remedy."""
+    """The engine sleeps, or cannot sleep or wake up: HTTP 503. Its state is unchanged; the message has a remedy."""
 
 
 class EngineDeadError(PagodaError, RuntimeError):

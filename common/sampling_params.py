@@ -1,7 +1,7 @@
-"""SamplingParams: what a caller asks of one generation, with vLLM's field names, order and defaults.
+"""SamplingParams: the options of one generation, with vLLM's field names, order and defaults.
 
-Knows bounds and words; knows neither models nor devices. `verify` refuses every value outside its bounds, naming the
-field; `rules` resolves the words into the frozen, id-only SamplingRules that the engine samples by.
+`verify` refuses every value outside its bounds, naming the field; `rules` resolves the options into the frozen
+SamplingRules, token ids only, that the engine samples by.
 """
 
 from __future__ import annotations
@@ -18,35 +18,28 @@ import msgspec
 from pagoda.common.engine.sampling import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
 
-# When an answer repeats itself: its end is the same few tokens again and again.
-#
-# Knows token ids. Does not know what becomes of the answer.
-
 MAX_PATTERN: Final = 1_024
 MAX_COUNT: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetectionParams:
-    """End an answer of which some `min_pattern_size` to `max_pattern_size` last tokens stand there `min_count` times.
+    """End an answer whose last tokens repeat one pattern `min_count` times."""
 
-    `max_pattern_size` 0: look for nothing. `min_pattern_size` 0 stands for 1.
-    """
-
-    max_pattern_size: int = 0
-    min_pattern_size: int = 0
+    max_pattern_size: int = 0  # tokens; 0 disables the detection
+    min_pattern_size: int = 0  # tokens; 0 means 1
     min_count: int = 0
 
     def verify(self) -> None:
-        """Raises RequestError for sizes that make no sense."""
-        for name, value, most in (
+        """Raise RequestError for inconsistent sizes."""
+        for name, value, maximum in (
             ("max_pattern_size", self.max_pattern_size, MAX_PATTERN),
             ("min_pattern_size", self.min_pattern_size, MAX_PATTERN),
             ("min_count", self.min_count, MAX_COUNT),
         ):
-            if type(value) is not int or not 0 <= value <= most:
+            if type(value) is not int or not 0 <= value <= maximum:
                 raise RequestError(
-                    "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {most}"
+                    "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {maximum}"
                 )
         if self.min_pattern_size > self.max_pattern_size:
             raise RequestError(
@@ -58,7 +51,7 @@ class RepetitionDetectionParams:
             )
 
     def ends(self, token_ids: Sequence[int]) -> bool:
-        """Whether the newest token completes a repetition."""
+        """Return whether the newest token completes a repetition."""
         for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
             span = size * self.min_count
             if span > len(token_ids):
@@ -70,40 +63,33 @@ class RepetitionDetectionParams:
         return False
 
 
-# What an answer must look like: a JSON schema, a regular expression, choices, a grammar or structural tags.
-#
-# Knows the shape of the question, not how answers are held to it (common.engine.structured).
-
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Exactly one of them is set."""
+"""Constraints, of which exactly one is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form of an answer. `json`: a JSON schema, as text or object; `grammar`: Lark or EBNF (GBNF) text.
+    """The constraint on an answer's format."""
 
-    `structural_tag`: JSON text or object of tags that switch schemas on. `whitespace_pattern`: a regular expression for
-    what may stand between the parts of JSON.
-    """
-
-    json: str | Mapping[str, Any] | bool | None = None
+    json: str | Mapping[str, Any] | bool | None = None  # JSON schema, as text or object
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
-    grammar: str | None = None
+    grammar: str | None = None  # Lark or EBNF (GBNF)
     json_object: bool | None = None
-    structural_tag: str | Mapping[str, Any] | None = None
+    structural_tag: str | Mapping[str, Any] | None = None  # tags that enable schemas, as JSON text or object
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    whitespace_pattern: str | None = None  # regular expression of the whitespace between JSON tokens
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
         given = [name for name in KINDS if getattr(self, name) is not None and (name == "json" or getattr(self, name))]
         if len(given) != 1:
-            told = ", ".join(given) or "none"
+            kinds = ", ".join(given) or "none"
             raise RequestError(
-                "structured_outputs", f"structured_outputs must set exactly one of {', '.join(KINDS)}; set here: {told}"
+                "structured_outputs",
+                f"structured_outputs must set exactly one of {', '.join(KINDS)}; set here: {kinds}",
             )
 
 
@@ -114,9 +100,9 @@ MAX_STOP_STRINGS: Final = 64
 MAX_BAD_WORDS: Final = 1_024
 MAX_WORD_CHARS: Final = 1_024
 MAX_IDS: Final = 1 << 20
-"""Longest list of token ids in one field: more than any vocabulary in use."""
+"""Maximum length of a list of token ids: more than any vocabulary in use."""
 MAX_LOGPROB_IDS: Final = 256
-"""Most tokens that a request may follow by id."""
+"""Maximum length of logprob_token_ids."""
 
 NOT_YET: Final = (
     "watermarking",
@@ -127,11 +113,11 @@ NOT_YET: Final = (
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 )
-"""Fields of the interface that this version refuses when they are set to anything but their default."""
+"""Fields of vLLM's interface that this version refuses unless they have their default."""
 
 
 class RequestOutputKind(Enum):
-    """What each streamed output holds: everything so far, what is new, or one output at the end."""
+    """Content of each streamed output: everything so far, what is new, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -142,14 +128,13 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties.
 
-    `top_k` 0 or -1 keeps all tokens. `max_tokens` None fills up the model's context. `logprobs` and `prompt_logprobs`:
-    how many best tokens to report, -1 for the vocabulary. `logprob_token_ids`: report these in place of the best.
-    `seed` None or -1: the server's choice; with n > 1, answer i samples with seed + i. `truncate_prompt_tokens`: keep
-    that many last prompt tokens, with `truncation_side` "right" the first, -1 for the model's context.
-    `stream_interval`: tokens between two outputs, in place of the engine's. `structured_outputs`: the form of the
-    answer. `thinking_token_budget`: most tokens of thinking before it.
-    `skip_clone` promises that the caller will not change the object: `clone` then shares its lists (the engine itself
-    never needs a clone, since `rules` freezes what it uses).
+    `top_k` 0 or -1 keeps all tokens. `max_tokens` None: up to the model's context. `logprobs` and `prompt_logprobs`:
+    number of best tokens to report, -1 for the vocabulary. `logprob_token_ids`: report these instead of the best.
+    `seed` None or -1: the server chooses; with n > 1, answer i samples with seed + i. `truncate_prompt_tokens`: keep
+    the last N prompt tokens, the first with `truncation_side` "right"; -1: the model's context. `stream_interval`:
+    tokens between two outputs, instead of the engine's. `thinking_token_budget`: maximum reasoning tokens.
+    `skip_clone` promises that the caller will not change the object: `clone` then shares its lists (the engine
+    never needs a clone, because `rules` freezes what it uses).
     """
 
     n: int = 1
@@ -209,9 +194,9 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Params from values of which None means "the default" (but stays None for `max_tokens`).
+        """Return params from values of which None means "the default" (except for `max_tokens`).
 
-        `logit_bias` may have its ids as strings, as JSON has them.
+        `logit_bias` may have its ids as strings, as in JSON.
         """
         given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
         if isinstance(bias := given.get("logit_bias"), dict):
@@ -219,7 +204,7 @@ class SamplingParams:
         return cls(**given)
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with this one; with `skip_clone`, one that shares its lists."""
+        """Return a deep copy; with `skip_clone`, a shallow one."""
         return copy.copy(self) if self.skip_clone else copy.deepcopy(self)
 
     @property
@@ -238,7 +223,7 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
     def verify(self) -> None:
-        """Raises RequestError naming the first field whose value is refused. Call it again after changing fields."""
+        """Raise RequestError naming the first field with an invalid value. Call it again after changing fields."""
         for name in NOT_YET:
             if not _is_default(getattr(self, name), _DEFAULTS[name]):
                 raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it unset")
@@ -261,11 +246,10 @@ class SamplingParams:
         index: int = 0,
         verify: bool = True,
     ) -> SamplingRules:
-        """The engine's rules for answer `index` of n.
+        """Return the engine's rules for answer `index` of n. Raises RequestError for ids outside the vocabulary.
 
-        `vocab_size`: the model's; ids outside it raise RequestError. `bad_words_token_ids`: `bad_words` tokenised
-        (server/processing/inputs.py). `default_seed`: for a request without one; None draws 63 random bits.
-        `verify`: False if the fields have not changed since they were verified.
+        `bad_words_token_ids`: `bad_words`, tokenised (server/processing/inputs.py). `default_seed`: for a request
+        without one; None draws 63 random bits. `verify`: False if the fields have not changed since they were verified.
         """
         if verify:
             self.verify()
@@ -298,11 +282,11 @@ class SamplingParams:
         )
 
     def rules_of(self, index: int, first: SamplingRules) -> SamplingRules:
-        """What `rules` gives for answer `index` of n, made of those of the first."""
+        """Return the rules of answer `index` of n, given those of the first."""
         return first if self.is_greedy else replace(first, seed=_wrapped(first.seed + index))
 
     def _seed(self, default_seed: int | None, index: int) -> int:
-        """int64 seed of answer `index`; sums wrap around."""
+        """Return the int64 seed of answer `index`; sums wrap around."""
         seed = self.seed if self.seed is not None else default_seed
         if seed is None:
             return secrets.randbits(63)
@@ -310,7 +294,6 @@ class SamplingParams:
 
 
 def _wrapped(seed: int) -> int:
-    """As an int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -362,25 +345,25 @@ def _output_kind(name: str, value: object) -> None:
         raise RequestError(name, f"{name} must be a RequestOutputKind, not {_shown(value)}")
 
 
-def _words(most: int) -> Check:
+def _words(maximum: int) -> Check:
     def check(name: str, value: object) -> None:
         if value is None:
             return
         words = [value] if isinstance(value, str) else value
         if not isinstance(words, list | tuple):
             raise RequestError(name, f"{name} must be a list of strings, not {_shown(value)}")
-        if len(words) > most:
-            raise RequestError(name, f"{name} has {len(words)} entries; at most {most} are allowed")
+        if len(words) > maximum:
+            raise RequestError(name, f"{name} has {len(words)} entries; at most {maximum} are allowed")
         for word in words:
             if not isinstance(word, str):
-                raise RequestError(name, f"{name} must hold strings, not {_shown(word)}")
+                raise RequestError(name, f"{name} must contain strings, not {_shown(word)}")
             if not 0 < len(word) <= MAX_WORD_CHARS:
                 raise RequestError(name, f"each entry of {name} must have 1 to {MAX_WORD_CHARS} characters")
 
     return check
 
 
-def _ids(*, may_be_empty: bool, most: int = MAX_IDS) -> Check:
+def _ids(*, may_be_empty: bool, maximum: int = MAX_IDS) -> Check:
     def check(name: str, value: object) -> None:
         if value is None:
             return
@@ -388,8 +371,8 @@ def _ids(*, may_be_empty: bool, most: int = MAX_IDS) -> Check:
             raise RequestError(name, f"{name} must be a list of token ids, not {_shown(value)}")
         if not value and not may_be_empty:
             raise RequestError(name, f"{name} is empty: no token could be chosen; leave it unset to allow all")
-        if len(value) > most:
-            raise RequestError(name, f"{name} has {len(value)} entries; at most {most} are allowed")
+        if len(value) > maximum:
+            raise RequestError(name, f"{name} has {len(value)} entries; at most {maximum} are allowed")
         for token in value:
             _need_id(name, token)
 
@@ -430,24 +413,24 @@ def _json_object(name: str, value: object) -> None:
     try:
         msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(name, f"{name} must hold JSON values only: {error}") from None
+        raise RequestError(name, f"{name} must contain JSON values only: {error}") from None
 
 
 def _need_id(name: str, token: object) -> None:
     if not isinstance(token, int) or isinstance(token, bool):
-        raise RequestError(name, f"{name} must hold integer token ids, not {_shown(token)}")
+        raise RequestError(name, f"{name} must contain integer token ids, not {_shown(token)}")
     if token < 0:
-        raise RequestError(name, f"{name} holds {_shown(token)}; token ids start at 0")
+        raise RequestError(name, f"{name} contains {_shown(token)}; token ids start at 0")
 
 
 def _need_in_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise RequestError(name, f"{name} holds token id {_shown(token)}; the vocabulary has {vocab_size} entries")
+            raise RequestError(name, f"{name} has token id {_shown(token)}; the vocabulary has {vocab_size} entries")
 
 
 def _id_of(key: object) -> object:
-    """A JSON object's key as a token id, where it is one."""
+    """Convert a JSON object's key to a token id if it is one."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
 
 
@@ -456,7 +439,7 @@ def _is_default(value: object, default: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A short form of a value for a message: never the whole of a huge one."""
+    """Return a value for a message, shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a huge integer"
     text = repr(value)
@@ -480,7 +463,7 @@ _CHECKS: Final[dict[str, Check]] = {
     "min_tokens": _int(0),
     "logprobs": _int(-1, optional=True),
     "prompt_logprobs": _int(-1, optional=True),
-    "logprob_token_ids": _ids(may_be_empty=True, most=MAX_LOGPROB_IDS),
+    "logprob_token_ids": _ids(may_be_empty=True, maximum=MAX_LOGPROB_IDS),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
@@ -499,6 +482,6 @@ _CHECKS: Final[dict[str, Check]] = {
     "truncate_prompt_tokens": _int(-1, optional=True),
     "truncation_side": _side,
 }
-"""Field -> its check. Together with NOT_YET this covers every field."""
+"""Check of each field. Together with NOT_YET this covers every field."""
 
 _DEFAULTS: Final[dict[str, Any]] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}

@@ -90,7 +90,7 @@ class LLMEngine:
         if self.is_sleeping():
             raise SleepError(ASLEEP)
         if self._built.structured is not None and prepared.children[0].grammar is not None:
-            self._built.structured.guide(prepared.children[0])
+            self._built.structured.mask_state(prepared.children[0])
         self._outputs.add(prepared, kind)
         added: list[str] = []
         try:

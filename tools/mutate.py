@@ -80,8 +80,8 @@ TARGETS: Final = (
         ("tests/common/engine/kv_cache", "tests/common/engine/test_scheduler.py"),
     ),
     Target(
-        "block pool and hashing",
-        ("common/engine/kv_cache/block_pool.py", "common/engine/kv_cache/hashing.py"),
+        "block pool",
+        ("common/engine/kv_cache/block_pool.py",),
         ("tests/common/engine/kv_cache",),
     ),
     Target(

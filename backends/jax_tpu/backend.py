@@ -7,8 +7,9 @@ host waits only in `result()`, by which time the next step is queued.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,16 @@ import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.execution.pending import JaxPendingStep, JaxPromptScores, PendingOne, PendingSteps
 from pagoda.backends.jax_tpu.execution.program_keys import (
     SCORE_TOKENS,
     Forward,
     ForwardEmbeds,
     Key,
-    LogitsProgram,
     ScorePrompt,
     StepProgramSet,
 )
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import (
-    StepShapes,
     check_tables,
     make_batch,
     make_embeds,
@@ -45,20 +43,16 @@ from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel.platform import platform
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
-from pagoda.backends.jax_tpu.sampling.device import MAX_LOGPROBS
 from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
-from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
-from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, LogprobsMode, SamplerOptions
-from pagoda.common.engine.step import StepPlan
+from pagoda.common.engine.pending import FetchLogprobs, PendingShardSteps, PendingStep, PromptScores, score_prompts
+from pagoda.common.engine.shapes import StepShapes
+from pagoda.common.engine.step import Int32, StepPlan
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
@@ -69,75 +63,48 @@ ON_TPU = PLATFORM == "tpu"
 CAPABILITIES = Capabilities(name="jax_tpu", device=PLATFORM, block_size=BLOCK_SIZES["jax_tpu"], prefers_extents=False)
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-    tensor: int = 1,
-    data: int = 1,
-    devices: Sequence[jax.Device] | None = None,
-    strict: bool = False,
-    bundle: Path | None = None,
-    compile_cache: Path | None = None,
-    quantization: str | None = None,
-    prompt_embeds: bool = False,
-) -> JaxBackend:
-    """Create a backend for `data` model replicas (shards), each on `tensor` devices of `devices` (default: all).
-
-    `limits`: per replica. `dtype`: resolved, not `auto`. `strict`: compiling after warm-up is an error. `bundle`:
-    folder of programs compiled ahead of time. `compile_cache`: folder of the persistent compile cache. `quantization`:
-    8-bit method for the layers' matrices. `prompt_embeds`: steps may take embeddings in place of tokens.
-
-    Raise ConfigError if the configuration is not supported.
-    """
-    if sampling.processors:
+def create(options: BackendOptions) -> JaxBackend:
+    """Return a backend for the model replicas (shards), without weights. Raise ConfigError."""
+    if options.sampling.processors:
         raise ConfigError(
             "--logits-processors",
             "jax_tpu keeps logits on the device; use --backend reference, or logit_bias in requests",
         )
-    if prompt_embeds and bundle is not None:
+    if options.prompt_embeds and options.programs.bundle is not None:
         raise ConfigError(
             "--compiled-bundle", "bundles have no programs for embeddings; drop it, or drop --enable-prompt-embeds"
         )
-    opened = None if bundle is None else open_bundle(bundle)
+    bundle = None if options.programs.bundle is None else open_bundle(options.programs.bundle)
+    return JaxBackend(options, _model(options), bundle)
+
+
+def _model(options: BackendOptions) -> Model:
+    limits = options.limits
     if ON_TPU:
         check_tables(limits)
-    mesh = make_mesh(tensor, data, devices)
-    model_dtype = dtype_of(dtype)
+    mesh = make_mesh(options.parallel.tensor, options.parallel.data)
+    model_dtype = dtype_of(options.dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
-    kv_dtype = cache_dtype(cache, model_dtype, chip if ON_TPU else None)
+    kv_dtype = cache_dtype(options.cache, model_dtype, chip if ON_TPU else None)
     kernel = KernelChoice(limits.block_size, kv_dtype, use_kernel=ON_TPU, chip=chip)
-    quantized = matrix_dtype(quantization, spec, chip)
-    model = build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
-    programs = None if compile_cache is None else CompileCache(compile_cache)
-    return JaxBackend(model, limits, cache, sampling.logprobs_mode, strict, opened, programs, prompt_embeds)
+    quantized = matrix_dtype(options.quantization, options.spec, chip)
+    return build_model(options.spec, options.layout, mesh, model_dtype, limits.max_model_len, kernel, quantized)
 
 
-def check(spec: ModelSpec, **options: Any) -> None:
-    """Raise ConfigError if `create` would. Returns None: the number of KV blocks depends on the device's memory."""
-    create(spec, **options).close()
+def check(options: BackendOptions) -> None:
+    """Raise ConfigError where `create` would. The number of KV blocks depends on the device's memory."""
+    create(options).close()
 
 
 class JaxBackend:
     """Implements common.backend.ShardedBackend (a shard is a model replica) and CheckpointBackend."""
 
-    def __init__(
-        self,
-        model: Model,
-        limits: Limits,
-        cache: CacheConfig,
-        mode: LogprobsMode,
-        strict: bool,
-        bundle: Bundle | None = None,
-        compile_cache: CompileCache | None = None,
-        prompt_embeds: bool = False,
-    ) -> None:
-        self.model, self.limits, self.cache_config, self.mode, self.strict = model, limits, cache, mode, strict
-        self._bundle, self._compile_cache, self._prompt_embeds = bundle, compile_cache, prompt_embeds
+    def __init__(self, options: BackendOptions, model: Model, bundle: Bundle | None = None) -> None:
+        programs, limits, cache = options.programs, options.limits, options.cache
+        self.model, self.limits, self.cache_config = model, limits, cache
+        self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
+        self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
+        self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
         if bundle is not None:
             bundle.check(self._program_set(cache.num_gpu_blocks_override or bundle.num_blocks), limits)
             self.cache_config = replace(cache, num_gpu_blocks_override=bundle.num_blocks)
@@ -160,9 +127,9 @@ class JaxBackend:
         """Load every parameter directly to its devices. Raise WeightError."""
         self._leaves = self._calibrated(load(self.model, weights))
 
-    def load_checkpoint(self, checkpoint: ShardedCheckpoint) -> None:
-        """Load a pre-sharded checkpoint; each device reads its piece. Raise ConfigError or WeightError."""
-        self._leaves = self._calibrated(checkpoints.load(self.model, checkpoint))
+    def load_checkpoint(self, folder: Path) -> None:
+        """Load the arrays of `convert`; each device reads its piece. Raise ConfigError or WeightError."""
+        self._leaves = self._calibrated(checkpoints.load(self.model, ShardedCheckpoint(folder)))
 
     def _calibrated(self, leaves: Leaves) -> Leaves:
         return with_kv_scales(self.model, leaves) if self.cache_config.calculate_kv_scales else leaves
@@ -192,11 +159,13 @@ class JaxBackend:
             return self._programs.adopt(self._bundle.load(self._programs.program_set))
         return self._programs.prepare()
 
-    def execute(self, plan: StepPlan) -> PendingOne:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue a step of the only shard."""
-        return PendingOne(self.execute_shards((plan,)))
+        (step,) = self.execute_shards((plan,)).steps
+        assert step is not None, "it has a plan"
+        return step
 
-    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingSteps:
+    def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShardSteps:
         """Enqueue a step of every shard."""
         programs, sampler = self._programs, self._sampler
         assert programs is not None, "init_cache comes before execute"
@@ -219,14 +188,19 @@ class JaxBackend:
             self._caches, hidden, logits = programs[ForwardEmbeds(shape)](*inputs, embeds)
         else:
             self._caches, hidden, logits = programs[Forward(shape)](*inputs)
-        scores = {
-            shard: tuple(self._score_prompts(shard, plan, hidden, programs, sampler)) for shard, plan in active.items()
-        }
+        scores = {shard: self._score_prompts(shard, plan, hidden, programs, sampler) for shard, plan in active.items()}
         sampled = sampler.sample(logits, active) if any(plan.samples.any() for plan in active.values()) else None
-        steps: list[JaxPendingStep | None] = [None] * shards
+        recompiles = programs.recompiles - before
+        steps: list[PendingStep | None] = [None] * shards
         for shard, (plan, order) in parts.items():
-            steps[shard] = JaxPendingStep(plan, order, shard * shape.seqs, sampled, scores[shard])
-        return PendingSteps(tuple(steps), programs.recompiles - before)
+            step = PendingStep(plan, prompt_scores=scores[shard], order=order, recompiles=recompiles)
+            recompiles = 0  # counted once
+            if sampled is not None:
+                span = shard * shape.seqs, plan.num_seqs
+                fetch, logprobs = partial(sampled.fetch, *span), partial(sampled.logprobs, *span)
+                step = replace(step, tokens=fetch, logprobs=logprobs)
+            steps[shard] = step
+        return PendingShardSteps(tuple(steps))
 
     def close(self) -> None:
         """Release the device memory."""
@@ -239,21 +213,15 @@ class JaxBackend:
         hidden: jax.Array,
         programs: CompiledPrograms[StepProgramSet, Key],
         sampler: JaxSampler,
-    ) -> Iterable[JaxPromptScores]:
-        """Score the next prompt token of each scheduled one, for rows with prompt_logprobs, in fixed-size chunks."""
+    ) -> tuple[PromptScores, ...]:
+        """Enqueue the logprobs of a shard's prompt tokens, in fixed-size chunks."""
         shards, first = self.model.shards, shard * SCORE_TOKENS
-        for index in np.flatnonzero(sampler.rows.columns["scored"][plan.rows]).tolist():
-            state = sampler.rows[plan.rows[index]]
-            num_logprobs = state.rules.prompt_logprobs or 0
-            begin, context = int(plan.query_start[index]), int(plan.context[index])
-            count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
-            for offset in range(0, count, SCORE_TOKENS):
-                size = min(SCORE_TOKENS, count - offset)
-                tokens, targets = np.zeros((2, shards * SCORE_TOKENS), np.int32)
-                rows = slice(first, first + size)
-                tokens[rows] = begin + offset + np.arange(size)
-                targets[rows] = state.prompt[context + offset + 1 : context + offset + 1 + size]
-                logits = programs[ScorePrompt(hidden.shape[0] // shards)](self._leaves, hidden, tokens)
-                top_logprobs = programs[LogitsProgram("logprobs", SCORE_TOKENS)](logits, targets)
-                to_sort = logits if not 0 <= num_logprobs <= MAX_LOGPROBS else None
-                yield JaxPromptScores(index, num_logprobs, self.mode, rows, targets[rows], top_logprobs, to_sort)
+
+        def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
+            indices, tokens = np.zeros((2, shards * SCORE_TOKENS), np.int32)
+            rows = slice(first, first + len(targets))
+            indices[rows], tokens[rows] = begin + np.arange(len(targets)), targets
+            logits = programs[ScorePrompt(hidden.shape[0] // shards)](self._leaves, hidden, indices)
+            return partial(sampler.score(logits, tokens, SCORE_TOKENS, (best,)).fetch, rows, best)
+
+        return score_prompts(plan, sampler.rows, SCORE_TOKENS, score)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import jax
@@ -28,11 +27,11 @@ from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
-from pagoda.common.backend import Capabilities, Weight
+from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, Float32, PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.spec import ModelSpec, Pooler
+from pagoda.common.models.spec import Pooler
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 
 logger = logging.getLogger(__name__)
@@ -40,34 +39,19 @@ logger = logging.getLogger(__name__)
 _EMPTY: Final[Float32] = np.zeros((0, 0), np.float32)
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    dtype: str,
-    tensor: int = 1,
-    strict: bool = False,
-    bundle: Path | None = None,
-    compile_cache: Path | None = None,
-    memory_share: float = 1.0,
-    stated: bool = True,
-) -> JaxPooling:
-    """Create a pooling backend on `tensor` devices.
-
-    `dtype`: resolved, not `auto`. `strict`, `bundle`, `compile_cache`: as for the generation backend. `memory_share`:
-    usable fraction of each device's memory; max_num_batched_tokens is lowered to fit it unless `stated` (set by the
-    user). Raise ConfigError.
-    """
-    opened = None if bundle is None else open_bundle(bundle)
+def create(options: PoolingOptions) -> JaxPooling:
+    """Return a backend on one copy of the model, without weights. Raise ConfigError."""
+    spec, limits, programs = options.spec, options.limits, options.programs
+    bundle = None if programs.bundle is None else open_bundle(programs.bundle)
     if ON_TPU and any(layer.mixer.causal for layer in spec.layers):
         check_tables(limits)
-    mesh, model_dtype = make_mesh(tensor), dtype_of(dtype)
+    mesh, model_dtype = make_mesh(options.parallel.tensor), dtype_of(options.dtype)
     chip = chip_of(mesh.devices.flat[0].device_kind) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, model_dtype.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, kv_layout(spec, limits.block_size), mesh, model_dtype, limits.max_model_len, kernel)
-    limits = fit_pooling(model, limits, pooling_room(model, memory_share), stated=stated)
-    cache = None if compile_cache is None else CompileCache(compile_cache)
-    return JaxPooling(model, limits, strict, opened, cache)
+    limits = fit_pooling(model, limits, pooling_room(model, options.memory_share), stated=options.batch_stated)
+    cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
+    return JaxPooling(model, limits, programs.strict, bundle, cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,58 +1,44 @@
-"""The CPU backend: plain PyTorch, the readable definition made fast enough to serve.
-
-One worker thread runs the steps in order, so the engine plans the next step meanwhile.
-"""
+"""The CPU backend in plain PyTorch. One worker thread runs the steps in order while the engine plans the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, StepBatch, make_batch
+from pagoda.backends.reference.execution import Embedded, make_batch
 from pagoda.backends.reference.memory import LayerCache, allocate, plan_memory
 from pagoda.backends.reference.model.decoder import Decoder
-from pagoda.backends.reference.model.numerics import Numerics, numerics, thread_count
+from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.weights import Packer
-from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
-from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.sampling_state import prompt_targets
 from pagoda.common.engine.step import PREVIOUS, RowStart, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 
 CAPABILITIES = Capabilities(name="reference", device="cpu", block_size=BLOCK_SIZES["reference"], prefers_extents=True)
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-) -> ReferenceBackend:
-    """A backend for a model. `dtype`: resolved, not `auto`. Raises ConfigError for a cache in other numbers."""
-    cache.check_scales()
-    if cache.cache_dtype != "auto":
+def create(options: BackendOptions) -> ReferenceBackend:
+    """Return a backend without weights. Raises ConfigError for a KV cache of another dtype than the activations."""
+    options.cache.check_scales()
+    if options.cache.cache_dtype != "auto":
         raise ConfigError(
-            "--kv-cache-dtype", "the reference backend's cache holds the activations' numbers; use auto, or jax_tpu"
+            "--kv-cache-dtype",
+            "the reference backend's cache has the activations' dtype; use auto, or --backend jax_tpu",
         )
-    return ReferenceBackend(spec, limits, layout, cache, numerics(dtype), sampling)
+    return ReferenceBackend(options)
 
 
-def check(spec: ModelSpec, **options: Any) -> int | None:
-    """The number of KV blocks, None unless settings state it. Raises ConfigError where `create` would, or for none."""
-    backend = create(spec, **options)
+def check(options: BackendOptions) -> int | None:
+    """Return the number of KV blocks, None unless settings state it. Raises ConfigError where `create` would."""
+    backend = create(options)
     backend.close()
     return backend.plan_memory(weights=0).num_blocks if backend.cache_config.has_explicit_size else None
 
@@ -60,28 +46,22 @@ def check(spec: ModelSpec, **options: Any) -> int | None:
 class ReferenceBackend:
     """Implements common.backend.Backend."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        limits: Limits,
-        layout: KvLayout,
-        cache: CacheConfig,
-        numerics: Numerics,
-        sampling: SamplerOptions = USUAL,
-    ) -> None:
-        self.spec, self.limits, self.layout, self.cache_config, self.numerics = spec, limits, layout, cache, numerics
+    def __init__(self, options: BackendOptions) -> None:
+        self.spec, self.limits, self.layout = options.spec, options.limits, options.layout
+        self.cache_config, self.numerics = options.cache, numerics(options.dtype)
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
-        self._sampler = Sampler(limits.max_num_seqs, sampling)
+        self._sampler = Sampler(
+            options.spec.vocab, options.limits.max_num_seqs, options.limits.max_model_len, options.sampling
+        )
         self._decoder: Decoder | None = None
         self._caches: dict[int, LayerCache] = {}
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take and prepack every parameter. Raises WeightError."""
+        """Load and prepack every parameter. Raises WeightError."""
         self._worker.submit(self._load, weights).result()
 
     @torch.inference_mode()
@@ -90,18 +70,17 @@ class ReferenceBackend:
         self._decoder = Decoder(self.spec, params, self.numerics, self.limits.max_model_len)
 
     def plan_memory(self, weights: int | None = None) -> MemoryPlan:
-        """How many KV blocks fit. `weights`: their bytes before load. Raises ConfigError saying how much is missing."""
+        """Return the KV blocks that fit. `weights`: bytes, before load. Raises ConfigError with the missing bytes."""
         if weights is None:
             assert self._decoder is not None, "load comes before plan_memory"
             weights = self._decoder.params.num_bytes
         return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, weights)
 
     def init_cache(self, num_blocks: int) -> None:
-        """Allocate K and V for `num_blocks` blocks."""
         self._caches = allocate(self.layout, num_blocks, self.numerics.compute)
 
     def warmup(self) -> None:
-        """Run a short prefill and a decode step through the null block, so that first-call costs are paid."""
+        """Run a short prefill and a decode step on the null block, so that first-call costs are paid."""
         start = RowStart(0, np.zeros(1, np.int32), 1, SamplingRules())
         tables = tuple(np.zeros((1, 1), np.int32) for _ in self.layout.groups)
         for tokens in (min(8, self.layout.block_size, self.limits.max_model_len), 1):
@@ -119,16 +98,14 @@ class ReferenceBackend:
             ).result()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Queue a step."""
-        return self._worker.submit(self._quick_run, plan)
+        return self._worker.submit(self._run_step, plan)
 
     def close(self) -> None:
-        """Stop the worker."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _quick_run(self, plan: StepPlan) -> StepResult:
-        """Torch looks for `__torch_function__` on every packed weight, by an exception: 17 us per linear map."""
+    def _run_step(self, plan: StepPlan) -> StepResult:
+        # torch looks up `__torch_function__` on every packed weight by an exception: 17 us per linear layer
         with torch._C.DisableTorchFunctionSubclass():
             return self._run(plan)
 
@@ -139,47 +116,42 @@ class ReferenceBackend:
         batch = make_batch(plan, self.layout)
         embedded = Embedded.of(plan, self.numerics.weights)
         hidden = self._decoder.hidden(self._token_ids(plan), batch, self._caches, embedded)
-        prompt_logprobs = self._prompt_logprobs(plan, batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden)
         tokens = np.full(plan.num_seqs, -1, np.int32)
         sampling = np.flatnonzero(plan.samples)
         if not len(sampling):
             return StepResult(plan.step, tokens, {}, prompt_logprobs)
         newest = torch.from_numpy(plan.query_start[sampling + 1].astype(np.int64) - 1)
         logits = self._decoder.logits(hidden[newest])
-        masks = {} if plan.masks is None else dict(zip(plan.masks.sequences.tolist(), plan.masks.bits))
-        bits = [masks.get(index) for index in sampling.tolist()]
-        sampled, logprobs = self._sampler.sample(logits, plan.rows[sampling].tolist(), bits)
+        sampled, logprobs = self._sampler.sample(logits, plan)
         tokens[sampling] = sampled.numpy()
         return StepResult(
-            plan.step, tokens, {int(sampling[i]): found for i, found in logprobs.items()}, prompt_logprobs
+            plan.step, tokens, {int(sampling[i]): block for i, block in logprobs.items()}, prompt_logprobs
         )
 
     def _token_ids(self, plan: StepPlan) -> Tensor:
-        """int64 [T], with the tokens that only this device knows yet."""
+        """Return the token ids int64 [T], PREVIOUS replaced by the last sampled token."""
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
-        unknown = np.flatnonzero(plan.token_ids == PREVIOUS)
-        if len(unknown):
-            owners = np.searchsorted(plan.query_start, unknown, side="right") - 1
-            token_ids[torch.from_numpy(unknown)] = self._sampler.last[
+        pending = np.flatnonzero(plan.token_ids == PREVIOUS)
+        if len(pending):
+            owners = np.searchsorted(plan.query_start, pending, side="right") - 1
+            token_ids[torch.from_numpy(pending)] = self._sampler.last[
                 torch.from_numpy(plan.rows[owners].astype(np.int64))
             ]
         return token_ids
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> dict[int, TokenLogprobs]:
-        """For rows that asked: the logprob of each prompt token after a scheduled one."""
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, TokenLogprobs]:
+        """Return the logprobs of prompt tokens by sequence, for those with prompt logprobs."""
         assert self._decoder is not None
-        found = {}
-        for index, (row, sequence) in enumerate(zip(plan.rows.tolist(), batch.sequences)):
-            best = self._sampler.rules(row).prompt_logprobs
-            if best is None:
-                continue
-            following = self._sampler.prompt_after(row, sequence.context, sequence.end - sequence.begin)
-            if len(following):
-                logits = self._decoder.logits(hidden[sequence.begin : sequence.begin + len(following)])
-                found[index] = token_logprobs(logits, following, best, self._sampler.options.logprobs_mode)
-        return found
+        logprobs = {}
+        for scored in prompt_targets(plan, self._sampler.rows):
+            logits = self._decoder.logits(hidden[scored.begin : scored.begin + len(scored.targets)])
+            targets = torch.from_numpy(scored.targets.astype(np.int64))
+            mode = self._sampler.options.logprobs_mode
+            logprobs[scored.index] = token_logprobs(logits, targets, scored.best, mode)
+        return logprobs
 
 
 def prepare_thread() -> None:
-    """Of a worker thread, before its first step."""
+    """Initialise a worker thread."""
     torch.set_num_threads(thread_count())

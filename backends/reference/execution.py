@@ -1,7 +1,7 @@
-"""StepPlan -> what the decoder reads: positions, KV slots, and per sequence the span of cache to attend to.
+"""StepPlan -> input of the decoder: positions, KV slots, and per sequence the span of the cache to attend to.
 
-A slot is block * block_size + offset. A sequence whose visible blocks are consecutive gets its first slot and reads
-the cache in place; any other gets its slots listed and gathered.
+A slot is block * block_size + offset. A sequence whose visible blocks are consecutive reads the cache in place; for
+any other the slots are listed and gathered.
 """
 
 from __future__ import annotations
@@ -23,21 +23,17 @@ from pagoda.common.models.spec import Attention
 
 @dataclass(frozen=True, slots=True)
 class CacheSpan:
-    """The keys one sequence can see: cache slots for positions [start, start + length).
-
-    `first_slot` when the slots are consecutive, else `slots` int64 [length]. What the sequence's t-th new token sees
-    of it: everything, or with `causal` the first t+1, or `mask` bool [T, length].
-    """
+    """The keys that one sequence attends to: cache slots of positions [start, start + length)."""
 
     start: int
     length: int
-    first_slot: int
-    slots: Tensor | None
-    causal: bool = False
-    mask: Tensor | None = None
+    first_slot: int  # where the slots are consecutive
+    slots: Tensor | None  # int64 [length] otherwise
+    causal: bool = False  # new token t sees the first t+1 positions; else `mask`, or everything
+    mask: Tensor | None = None  # bool [T, length]
 
     def read(self, cache: Tensor) -> Tensor:
-        """[K, length, H] of a cache [K, P*B, H]; a view where it can be."""
+        """Return [K, length, H] of a cache [K, P*B, H], as a view if possible."""
         if self.slots is None:
             return cache[:, self.first_slot : self.first_slot + self.length]
         return cache.index_select(1, self.slots)
@@ -45,15 +41,15 @@ class CacheSpan:
 
 @dataclass(frozen=True, slots=True)
 class ViewBatch:
-    """What layers that read the cache alike need in a step. `write_slots`: int64 [T], where each token's K, V go."""
+    """A step as seen by the layers of one view of the cache (see KvLayout)."""
 
-    write_slots: Tensor
+    write_slots: Tensor  # int64 [T] of each token's K and V
     spans: tuple[CacheSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Tokens [begin, end) of the step belong to one sequence, `context` tokens of which are cached already."""
+    """Tokens [begin, end) of the step belong to one sequence, which has `context` cached tokens."""
 
     begin: int
     end: int
@@ -62,28 +58,28 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Embeddings in place of what some tokens would look up: `rows` [n, D] of the tokens `places` int64 [n]."""
+    """Prompt embeddings of some tokens, in place of the embedding table's."""
 
-    places: Tensor
-    rows: Tensor
+    indices: Tensor  # int64 [n] in the step's tokens
+    rows: Tensor  # [n, D]
 
     @classmethod
     def of(cls, plan: StepPlan, dtype: torch.dtype, device: torch.device | None = None) -> Embedded | None:
-        """Those of a step, in the model's dtype; None: it has none. Nobody waits until they are on the device."""
+        """Return those of a step, in the model's dtype, copied to the device without waiting; None without any."""
         if plan.embeds is None:
             return None
-        places, rows = torch.from_numpy(plan.embedded), torch.tensor(plan.embeds).view(dtype)
+        indices, rows = torch.from_numpy(plan.embedded), torch.tensor(plan.embeds).view(dtype)
         if device is None or device.type == "cpu":
-            return cls(places, rows)
-        return cls(*(part.pin_memory().to(device, non_blocking=True) for part in (places, rows)))
+            return cls(indices, rows)
+        return cls(*(part.pin_memory().to(device, non_blocking=True) for part in (indices, rows)))
 
-    def without(self, token_ids: Tensor) -> Tensor:
-        """Token ids [T] that can all be looked up."""
-        return token_ids.index_fill(0, self.places, 0)
+    def mask_ids(self, token_ids: Tensor) -> Tensor:
+        """Return token ids [T] with 0 in place of EMBEDDED, so that all can be looked up."""
+        return token_ids.index_fill(0, self.indices, 0)
 
-    def over(self, x: Tensor) -> Tensor:
-        """What was looked up, [T, D], with the rows in their places."""
-        return x.index_copy(0, self.places, self.rows.to(x.dtype))
+    def insert(self, x: Tensor) -> Tensor:
+        """Return x [T, D] with the embeddings inserted."""
+        return x.index_copy(0, self.indices, self.rows.to(x.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +89,11 @@ class StepBatch:
     positions: Tensor  # int64 [T]
     sequences: tuple[Sequence, ...]
     views: tuple[ViewBatch, ...]  # one per entry of the layout's views
-    num_decodes: int  # the first so many sequences have exactly one token
+    num_decodes: int  # these first sequences have exactly one token
 
 
 def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
-    """Arrays for one step."""
+    """Return the arrays of one step."""
     lengths = np.diff(plan.query_start)
     owner = np.repeat(np.arange(plan.num_seqs), lengths)
     positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
@@ -116,7 +112,7 @@ def make_batch(plan: StepPlan, layout: KvLayout) -> StepBatch:
 
 
 def _slots(table: Int32, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """int64 [T]: the cache slot of each (row of the table, position)."""
+    """Return the cache slot of each (row of the table, position), int64 [T]."""
     blocks = table[rows, positions // block_size].astype(np.int64)
     return blocks * block_size + positions % block_size
 
@@ -127,13 +123,13 @@ def _spans(
     ends = context + lengths
     starts = np.zeros_like(ends)
     if window is not None:
-        starts = np.maximum(context - window + 1, 0)  # what the first new token sees
+        starts = np.maximum(context - window + 1, 0)  # the first position that the first new token sees
     first_pages, last_pages = starts // block_size, (ends - 1) // block_size
-    consecutive = _consecutive(table, first_pages, last_pages)
+    is_run = _consecutive(table, first_pages, last_pages)
     first_slots = table[np.arange(len(ends)), first_pages].astype(np.int64) * block_size + starts % block_size
     spans = []
     for row, (cached, start, end, slot, whole) in enumerate(
-        zip(context.tolist(), starts.tolist(), ends.tolist(), first_slots.tolist(), consecutive.tolist())
+        zip(context.tolist(), starts.tolist(), ends.tolist(), first_slots.tolist(), is_run.tolist())
     ):
         slots = None if whole else _listed(table[row], start, end, block_size)
         causal = end - cached > 1 and cached == 0 and (window is None or end <= window)
@@ -143,14 +139,14 @@ def _spans(
 
 
 def _mask(start: int, cached: int, end: int, window: int | None) -> Tensor:
-    """bool [end - cached, end - start]: which positions from `start` each token from `cached` on sees."""
+    """Return which positions from `start` on each token from `cached` on sees, bool [end - cached, end - start]."""
     query, key = torch.arange(cached, end)[:, None], torch.arange(start, end)[None]
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
 def _consecutive(table: Int32, first_pages: np.ndarray, last_pages: np.ndarray) -> np.ndarray:
-    """bool [S]: the row's blocks first_pages..last_pages are consecutive."""
+    """Return whether each row's blocks first_pages..last_pages are consecutive, bool [S]."""
     breaks = np.diff(table, axis=1) != 1
     columns = np.arange(breaks.shape[1])
     inside = (columns >= first_pages[:, None]) & (columns < last_pages[:, None])
@@ -162,20 +158,18 @@ def _listed(row: Int32, start: int, end: int, block_size: int) -> Tensor:
     return torch.from_numpy(row[positions // block_size].astype(np.int64) * block_size + positions % block_size)
 
 
-# PoolPlan -> what an encoder reads: whole prompts end to end, none padded, those of one length attended together.
-#
-# Device-neutral: the arrays go to whatever device is named.
+# PoolPlan -> input of an encoder: whole prompts end to end without padding; those of one length attend in one batch.
 
 QUERIES: Final = 256
-"""Queries whose scores are in memory at a time where they are written out."""
+"""Queries whose attention scores are materialised at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SameLength:
-    """Prompts of `length` tokens. `rows`: where the tokens of each are, int64 [n, length]; a slice for one prompt."""
+    """Prompts of one length."""
 
     length: int
-    rows: Tensor | slice
+    rows: Tensor | slice  # tokens of each prompt, int64 [n, length]; a slice for a single prompt
 
     def take(self, x: Tensor) -> Tensor:
         """[T, heads, H] -> [n, heads, length, H]."""
@@ -185,16 +179,16 @@ class SameLength:
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """A step of whole prompts. `masks`: made when a layer first asks, by (length, causal, window)."""
+    """A step of whole prompts."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     token_types: Tensor | None  # int64 [T]
     groups: tuple[SameLength, ...]
-    masks: dict[tuple[int, bool, int | None], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, bool, int | None], Tensor] = field(default_factory=dict)  # by length, causal, window
 
     def mask(self, length: int, spec: Attention) -> Tensor | None:
-        """bool [length, length]: which token (row) sees which (column); None where all see all."""
+        """Return which token (row) sees which (column), bool [length, length]; None: all see all."""
         window = spec.window if spec.window is not None and spec.window < length else None
         if window is None and not spec.causal:
             return None
@@ -205,24 +199,24 @@ class PackedPrompts:
 
 
 def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPrompts:
-    """Arrays for one step, on the device."""
+    """Return the arrays of one step, on the device."""
     lengths = np.diff(plan.query_start)
     starts = plan.query_start[:-1].astype(np.int64)
     positions = np.arange(plan.num_tokens) - np.repeat(starts, lengths)
 
-    def up(array: np.ndarray) -> Tensor:
+    def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
 
     def same_length(length: int) -> SameLength:
         begins = starts[lengths == length]
         if len(begins) == 1:
             return SameLength(length, slice(int(begins[0]), int(begins[0]) + length))
-        return SameLength(length, up(begins[:, None] + np.arange(length)))
+        return SameLength(length, to_device(begins[:, None] + np.arange(length)))
 
     return PackedPrompts(
-        token_ids=up(plan.token_ids),
-        positions=up(positions),
-        token_types=None if plan.token_types is None else up(plan.token_types),
+        token_ids=to_device(plan.token_ids),
+        positions=to_device(positions),
+        token_types=None if plan.token_types is None else to_device(plan.token_types),
         groups=tuple(same_length(length) for length in np.unique(lengths).tolist()),
     )
 
@@ -241,7 +235,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, batch: PackedPrompts, 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedPrompts, spec: Attention) -> Tensor:
-    """All of [n, N, length, H]."""
+    """Softmax attention of q, k, v [n, N, length, H]."""
     length = q.shape[2]
     mask = batch.mask(length, spec)
     if spec.softcap is None:
@@ -257,7 +251,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedPrompts, spec: Attenti
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attention) -> Tensor:
-    """With a softcap, which torch's own attention does not have."""
+    """Attention with a softcap, which torch's attention lacks."""
     assert spec.softcap is not None, "_attend comes before"
     scores = softcap((q @ k.transpose(-1, -2)) * spec.scale, spec.softcap)
     if mask is not None:

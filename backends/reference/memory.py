@@ -1,4 +1,4 @@
-"""How much KV cache a machine's memory leaves room for."""
+"""The CPU memory plan, and the paged KV cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.spec import ModelSpec
 
 DEFAULT_KV_BYTES: Final = 4 << 30
-"""KV cache when no flag says otherwise, as on vLLM's CPU backend."""
+"""Default size of the KV cache, as of vLLM's CPU backend."""
 
 _SHARE_OF_AVAILABLE: Final = 0.5
 
@@ -27,15 +27,15 @@ _SHARE_OF_AVAILABLE: Final = 0.5
 def plan_memory(
     spec: ModelSpec, limits: Limits, layout: KvLayout, config: CacheConfig, numerics: Numerics, weights: int
 ) -> MemoryPlan:
-    """Bytes and blocks. `weights`: bytes loaded. Raises ConfigError saying how much is missing."""
+    """Return bytes and blocks. `weights`: loaded bytes. Raises ConfigError with the missing bytes."""
     block = layout.block_elements * numerics.compute.itemsize
-    most = 1 + limits.max_num_seqs * len(layout.groups) * -(-limits.max_model_len // layout.block_size)
+    max_blocks = 1 + limits.max_num_seqs * len(layout.groups) * -(-limits.max_model_len // layout.block_size)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
     else:
-        num_blocks = min(most, min(DEFAULT_KV_BYTES, int(available_bytes() * _SHARE_OF_AVAILABLE)) // block)
+        num_blocks = min(max_blocks, min(DEFAULT_KV_BYTES, int(available_bytes() * _SHARE_OF_AVAILABLE)) // block)
     if num_blocks < 1 + len(layout.groups):
         raise ConfigError(
             "--kv-cache-memory-bytes",
@@ -48,7 +48,7 @@ def plan_memory(
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: what the system has free, or what its control group leaves."""
+    """Return the memory this process may still allocate: the system's, within its control group's limit."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:
@@ -61,13 +61,13 @@ def available_bytes() -> int:
 
 # The paged KV cache: one pair of arrays per cache index, head-major.
 #
-# K and V are [K, P*B, H]: a run of consecutive blocks is then one zero-copy view per head, which attention reads
-# without gathering (gathering pages costs several times the attention itself).
+# K and V are [K, P*B, H], so that a run of consecutive blocks is one zero-copy view per head, which attention reads
+# without a gather (a gather costs several times the attention itself).
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's K and V, each [K, P*B, H], and the view (see KvLayout) through which the layer reads them."""
+    """One layer's K and V, each [K, P*B, H], and the view (see KvLayout) that the layer reads."""
 
     keys: Tensor
     values: Tensor
@@ -75,7 +75,7 @@ class LayerCache:
 
 
 def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int, LayerCache]:
-    """Layer index -> cache. Layer j of every group shares array j where the shapes agree; pages map on first use."""
+    """Return layer index -> cache. Layer j of every group shares array j if the shapes agree."""
     slots = num_blocks * layout.block_size
     arrays: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
     caches: dict[int, LayerCache] = {}
@@ -90,13 +90,13 @@ def allocate(layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> dict[int,
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages the system maps when they are first written; torch's own would touch gigabytes at start-up."""
+    """Return zeros whose pages are mapped on first write; torch.zeros would touch gigabytes at start-up."""
     lazy = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
     return torch.from_numpy(lazy).view(dtype)
 
 
 def head_shape(spec: CacheSpec) -> tuple[int, int]:
-    """(KV heads, head dim) of a cache spec that holds keys and values."""
+    """Return (KV heads, head dim) of a cache of keys and values."""
     match spec:
         case FullCache() | WindowCache():
             return spec.kv_heads, spec.head_dim

@@ -1,4 +1,4 @@
-"""Pooling models on a CPU. One worker thread runs the steps in order, so the engine plans the next one meanwhile."""
+"""Pooling models on a CPU. One worker thread runs the steps in order while the engine plans the next one."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
-from pagoda.backends.reference.execution import make_packed
-from pagoda.backends.reference.model.encoder import Encoder
+from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
+from pagoda.backends.reference.model.attention import Projection
+from pagoda.backends.reference.model.decoder import DecoderLayer, TokenEmbedding, make_norm
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
-from pagoda.backends.reference.weights import Packer
-from pagoda.common.backend import Capabilities, Weight
+from pagoda.backends.reference.model.rotary import RotaryTables, Rotation
+from pagoda.backends.reference.weights import AttentionParams, ModelParams, Packer
+from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.spec import Attention, ModelSpec
 
 
-def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> ReferencePooling:
-    """A backend for a model that pools. `dtype`: resolved, not `auto`."""
-    return ReferencePooling(spec, limits, numerics(dtype))
+def create(options: PoolingOptions) -> ReferencePooling:
+    """Return a backend without weights."""
+    return ReferencePooling(options.spec, options.limits, numerics(options.dtype))
 
 
 class ReferencePooling:
@@ -37,11 +40,9 @@ class ReferencePooling:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts that do not depend on the model."""
         return CAPABILITIES
 
     def load(self, weights: Iterable[Weight]) -> None:
-        """Take and prepack every parameter. Raises WeightError."""
         self._worker.submit(self._load, weights).result()
 
     @torch.inference_mode()
@@ -60,11 +61,9 @@ class ReferencePooling:
         self.execute(plan).result()
 
     def execute(self, plan: PoolPlan) -> Future[PoolResult]:
-        """Queue a step."""
         return self._worker.submit(self._execute, plan)
 
     def close(self) -> None:
-        """Stop the worker."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
@@ -75,3 +74,37 @@ class ReferencePooling:
             hidden = encoder.hidden(make_packed(plan))
             answers = pooler(hidden, plan.query_start.tolist(), plan.rules)
         return PoolResult(tuple(answer.numpy() for answer in answers))
+
+
+class Encoder:
+    """Maps a batch of prompts to hidden states."""
+
+    def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
+        self.params = params
+        self.embed = TokenEmbedding(spec, params, numerics)
+        self.layers = tuple(
+            DecoderLayer(layer, p, PackedAttention(layer.mixer, p.mixer))
+            for layer, p in zip(spec.layers, params.layers)
+        )
+        self.final_norm = make_norm(spec.final_norm, params.final_norm)
+        self.rotary = RotaryTables(spec, max_len, numerics.compute)
+
+    def hidden(self, batch: PackedPrompts) -> Tensor:
+        """Return hidden states [T, D] after the last norm, the input of a head or a pooler."""
+        x = self.embed(batch.token_ids, batch.positions, batch.token_types)
+        rotations = self.rotary.at(batch.positions)
+        for layer in self.layers:
+            x = layer(x, batch, rotations[layer.rope])
+        x = self.final_norm(x)
+        return x if self.params.embed_out is None else self.params.embed_out(x)
+
+
+class PackedAttention:
+    """One layer's attention within each prompt."""
+
+    def __init__(self, spec: Attention, params: AttentionParams) -> None:
+        self.spec, self.project = spec, Projection(spec, params)
+
+    def __call__(self, x: Tensor, batch: PackedPrompts, rotation: Rotation | None) -> Tensor:
+        """X [T, D] -> [T, D]."""
+        return self.project.out(attend(*self.project(x, rotation), batch, self.spec))

@@ -1,6 +1,6 @@
-"""Logical parameters -> physical ones: q, k, v in one product, gate and up in one, everything prepacked.
+"""Logical parameters -> physical ones: fused q, k, v, fused gate and up, everything prepacked.
 
-Streams: a layer is packed as soon as its last parameter has come, so the weights of few layers at a time are held.
+A layer is packed as soon as its last parameter has arrived, so that few layers are in memory unpacked.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
 
-# Linear maps, prepacked by oneDNN once at load.
-#
-# `linear(weight, bias, numerics)` gives a callable x [T, in] -> [T, out]. Which kernel serves which number of tokens
-# was measured; see benchmarks/LOG.md. The plain form is `torch.nn.functional.linear`, the oracle of the tests.
+# Linear layers, prepacked by oneDNN at load. Which kernel serves which number of tokens was measured; see
+# benchmarks/LOG.md. The plain form is `torch.nn.functional.linear`, the oracle of the tests.
 
 Linear = Callable[[Tensor], Tensor]
+"""x [T, in] -> [T, out]"""
 
 FEW_TOKENS: Final = 16
-"""Up to here a product is bound by reading the weights, so half the bytes win."""
+"""Up to this many tokens a product is bound by reading the weights, so half the bytes are faster."""
 
 _FLOAT16_MAX: Final = 65504.0
 
 _PACK_HINT: Final = 64
-"""Tokens that oneDNN should choose the packed layout for."""
+"""Number of tokens that oneDNN chooses the packed layout for."""
 
 
 def linear(weight: Tensor, bias: Tensor | None, numerics: Numerics) -> Linear:
-    """A map for weight [out, in] and bias [out], both in the weights' dtype."""
+    """Return the layer of weight [out, in] and bias [out], both in the weights' dtype."""
     if not torch.backends.mkldnn.is_available():
         return PlainLinear(weight.to(numerics.compute), None if bias is None else bias.to(numerics.compute))
     if numerics.widened:
@@ -50,51 +49,48 @@ def linear(weight: Tensor, bias: Tensor | None, numerics: Numerics) -> Linear:
 
 
 class PlainLinear:
-    """torch's own linear: the definition."""
+    """torch's linear: the definition."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """X [T, in] -> [T, out]."""
         return F.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:
-    """A product over a weight that oneDNN has reordered; the plain weight is dropped."""
+    """A layer whose weight oneDNN has reordered; the plain weight is dropped."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_HINT)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """X [T, in] -> [T, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class WidenedLinear:
-    """Narrow weights on a processor that computes in float32: a float32 copy, prepacked, serves batches.
+    """16-bit weights on a processor that computes in float32: a prepacked float32 copy serves batches.
 
-    Few tokens are bound by reading the weights, so they go through a float16 copy, half the bytes, which the
-    processor widens as it reads. Activations are float32 on both ways.
+    Few tokens are bound by reading the weights, so they use a float16 copy of half the bytes, which the processor
+    widens as it reads. Activations are float32 in both cases.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, numerics: Numerics) -> None:
         wide, wide_bias = weight.to(numerics.compute), None if bias is None else bias.to(numerics.compute)
         self.many = PackedLinear(wide, wide_bias)
-        self.few = torch.ops.quantized.linear_prepack_fp16(wide, wide_bias) if _float16_holds(weight) else None
+        self.few = torch.ops.quantized.linear_prepack_fp16(wide, wide_bias) if _fits_float16(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """X [T, in] -> [T, out]."""
         if self.few is None or x.shape[0] > FEW_TOKENS:
             return self.many(x)
         return torch.ops.quantized.linear_dynamic_fp16(x, self.few)
 
 
-def _float16_holds(weight: Tensor) -> bool:
-    """True when float16 changes no weight by more than half its subnormal step, 3e-8.
+def _fits_float16(weight: Tensor) -> bool:
+    """Return whether float16 changes no weight by more than half its subnormal step, 3e-8.
 
-    bfloat16 has fewer digits than float16, so only weights out of float16's range differ by more.
+    bfloat16 has fewer mantissa bits than float16, so only weights out of float16's range differ by more.
     """
     if not {"fbgemm", "x86"} & set(torch.backends.quantized.supported_engines):
         return False
@@ -138,7 +134,7 @@ class NormParams:
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    """One layer, ready to run. `norms`: by place."""
+    """One layer. `norms`: by their field in Norms."""
 
     mixer: AttentionParams
     ffn: MlpParams | MoeParams
@@ -147,12 +143,9 @@ class LayerParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelParams:
-    """The whole model, ready to run. `embed` [V, D'] in the weights' dtype.
+    """The whole model."""
 
-    `head`: None for a model that pools. `pooler`: its parameters by canonical name, float32.
-    """
-
-    embed: Tensor
+    embed: Tensor  # [V, D'] in the weights' dtype
     positions: Tensor | None
     token_types: Tensor | None
     embed_norm: NormParams | None
@@ -160,33 +153,33 @@ class ModelParams:
     embed_out: Linear | None
     layers: tuple[LayerParams, ...]
     final_norm: NormParams | None
-    head: Linear | None
-    pooler: dict[str, Tensor]
+    head: Linear | None  # None for pooling models
+    pooler: dict[str, Tensor]  # by canonical name, float32
     num_bytes: int
 
 
 class Packer:
-    """Takes the stream of canonical weights and builds ModelParams; threads pack while the next weights are read."""
+    """Builds ModelParams from a stream of canonical weights; threads pack while the next weights are read."""
 
     def __init__(self, spec: ModelSpec, numerics: Numerics) -> None:
         self.spec, self.numerics = spec, numerics
-        self._waiting = params(spec)
-        self._held: dict[str, Tensor] = {}
+        self._expected = params(spec)
+        self._tensors: dict[str, Tensor] = {}
         self._bytes = 0
         self._head = "embed" if spec.tied else "head"
-        self._missing = Counter(self._unit(name) for name in self._waiting)
+        self._missing = Counter(self._unit(name) for name in self._expected)
 
     def pack(self, weights: Iterable[Weight]) -> ModelParams:
-        """Consume the stream. Raises WeightError naming a parameter that is unknown, repeated, misshapen or missing."""
+        """Consume the stream. Raises WeightError naming an unknown, repeated, misshapen or missing parameter."""
         threads = thread_count()
         try:
             with ThreadPoolExecutor(threads, "pagoda-pack", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                return self._pack(weights, pool, at_once=2 * threads)
+                return self._pack(weights, pool, max_pending=2 * threads)
         finally:
-            torch.set_num_threads(threads)  # part of that setting is the process's, not the thread's
+            torch.set_num_threads(threads)  # part of that setting is per process, not per thread
 
-    def _pack(self, weights: Iterable[Weight], pool: ThreadPoolExecutor, at_once: int) -> ModelParams:
-        """`at_once`: how many layers may be in work, so that a fast reader does not fill the memory."""
+    def _pack(self, weights: Iterable[Weight], pool: ThreadPoolExecutor, max_pending: int) -> ModelParams:
+        """`max_pending`: layers being packed at a time, so that a fast reader does not fill the memory."""
         head: Future[Linear] | None = None
         layers: dict[str, Future[LayerParams]] = {}
         for name, array in weights:
@@ -196,41 +189,44 @@ class Packer:
             if self._missing[unit] or unit == "top":
                 continue
             if unit == "head":
-                head = pool.submit(linear, self._held[self._head], self._held.pop("head_bias", None), self.numerics)
+                head = pool.submit(
+                    linear, self._tensors[self._head], self._tensors.pop("head_bias", None), self.numerics
+                )
                 continue
-            working = [layer for layer in layers.values() if not layer.done()]
-            if len(working) >= at_once:
-                wait(working, return_when=FIRST_COMPLETED)
+            pending = [layer for layer in layers.values() if not layer.done()]
+            if len(pending) >= max_pending:
+                wait(pending, return_when=FIRST_COMPLETED)
             parts = LayerParts(
-                {key: self._held.pop(key) for key in list(self._held) if key.startswith(f"{unit}.")}, self.numerics
+                {key: self._tensors.pop(key) for key in list(self._tensors) if key.startswith(f"{unit}.")},
+                self.numerics,
             )
             layers[unit] = pool.submit(parts.layer, unit, self.spec.layers[int(unit.removeprefix("layers."))])
-        if self._waiting:
+        if self._expected:
             raise WeightError(
-                f"the checkpoint lacks {len(self._waiting)} parameters, first {next(iter(self._waiting))}"
+                f"the checkpoint lacks {len(self._expected)} parameters, first {next(iter(self._expected))}"
             )
         ready = tuple(layers[f"layers.{index}"].result() for index in range(len(self.spec.layers)))
         return self._model(ready, None if head is None else head.result())
 
     def _unit(self, name: str) -> str:
-        """What is packed together with the parameter: its layer, the head, or what remains to the end."""
+        """Return the unit that the parameter is packed with: its layer, the head, or the top of the model."""
         if name.startswith("layers."):
             return ".".join(name.split(".")[:2])
         return "head" if name in (self._head, "head_bias") and self.spec.pooler is None else "top"
 
     def _accept(self, name: str, array: npt.NDArray[np.generic]) -> None:
-        param = self._waiting.pop(name, None)
+        param = self._expected.pop(name, None)
         if param is None:
             raise WeightError(f"parameter {name} is unknown or came twice")
         if array.shape != param.shape:
             raise WeightError(f"parameter {name} has shape {array.shape}, the model needs {param.shape}")
-        self._held[name] = to_torch(array).to(self.numerics.weights)
+        self._tensors[name] = to_torch(array).to(self.numerics.weights)
         self._bytes += param.size * self.numerics.weights.itemsize
 
     def _model(self, layers: tuple[LayerParams, ...], head: Linear | None) -> ModelParams:
-        pooler = {name: self._held.pop(name).float() for name in list(self._held) if name.startswith("pooler.")}
-        top = LayerParts(self._held, self.numerics)
-        has_projection = "embed_in" in self._held
+        pooler = {name: self._tensors.pop(name).float() for name in list(self._tensors) if name.startswith("pooler.")}
+        top = LayerParts(self._tensors, self.numerics)
+        has_projection = "embed_in" in self._tensors
         return ModelParams(
             embed=top.take("embed"),
             positions=top.wide("positions"),
@@ -247,24 +243,24 @@ class Packer:
 
 
 class LayerParts:
-    """Named tensors, taken one by one and made ready."""
+    """Named tensors, taken one by one and prepared."""
 
-    def __init__(self, held: dict[str, Tensor], numerics: Numerics) -> None:
-        self._held, self._numerics = held, numerics
+    def __init__(self, tensors: dict[str, Tensor], numerics: Numerics) -> None:
+        self._tensors, self._numerics = tensors, numerics
 
     def take(self, name: str) -> Tensor:
-        """A parameter as it came."""
-        return self._held.pop(name)
+        """Remove and return a parameter."""
+        return self._tensors.pop(name)
 
     def wide(self, name: str) -> Tensor | None:
-        """A small parameter in the compute dtype, or None when the model has none of that name."""
-        held = self._held.pop(name, None)
-        return None if held is None else held.to(self._numerics.compute)
+        """Remove and return a small parameter in the compute dtype, or None."""
+        tensor = self._tensors.pop(name, None)
+        return None if tensor is None else tensor.to(self._numerics.compute)
 
     def linear(self, *names: str) -> Linear:
-        """One product for several parameters with the same input, outputs one after another."""
+        """Return one fused layer of several parameters with the same input."""
         weights = [self.take(name) for name in names]
-        biases = [self._held.pop(f"{name}_bias", None) for name in names]
+        biases = [self._tensors.pop(f"{name}_bias", None) for name in names]
         present = [bias for bias in biases if bias is not None]
         return linear(
             torch.cat(weights) if len(weights) > 1 else weights[0].clone(),
@@ -273,20 +269,20 @@ class LayerParts:
         )
 
     def norm(self, name: str) -> NormParams | None:
-        """A norm's weight and bias, or None."""
+        """Return a norm's parameters, or None."""
         weight = self.wide(name)
         return None if weight is None else NormParams(weight, self.wide(f"{name}_bias"))
 
     @torch.inference_mode()
     def layer(self, prefix: str, layer: Layer) -> LayerParams:
-        """All of one layer. Runs in a thread of the pool."""
-        places = {place: self.norm(f"{prefix}.norms.{place}") for place in NORM_PLACES}
+        """Return one layer. Runs in a thread of the pool."""
+        norms = {field: self.norm(f"{prefix}.norms.{field}") for field in NORM_FIELDS}
         return LayerParams(
             mixer=self._attention(f"{prefix}.mixer"),
             ffn=self._moe(f"{prefix}.ffn", layer.ffn)
             if isinstance(layer.ffn, Moe)
             else self._mlp(f"{prefix}.ffn", layer.ffn),
-            norms={place: held for place, held in places.items() if held is not None},
+            norms={field: norm for field, norm in norms.items() if norm is not None},
         )
 
     def _attention(self, prefix: str) -> AttentionParams:
@@ -302,13 +298,13 @@ class LayerParts:
         return MlpParams(self.linear(*inner), self.linear(f"{prefix}.down"))
 
     def _moe(self, prefix: str, moe: Moe) -> MoeParams:
-        stacked = {name: self.take(name) for name in list(self._held) if name.startswith(f"{prefix}.experts.")}
+        stacked = {name: self.take(name) for name in list(self._tensors) if name.startswith(f"{prefix}.experts.")}
         experts = []
         for index in range(moe.experts):
-            self._held.update({name: tensor[index] for name, tensor in stacked.items()})
+            self._tensors.update({name: tensor[index] for name, tensor in stacked.items()})
             experts.append(self._mlp(f"{prefix}.experts", moe.expert))
         router = PlainLinear(self.take(f"{prefix}.router").to(self._numerics.compute), None)
         return MoeParams(router, tuple(experts))
 
 
-NORM_PLACES = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")
+NORM_FIELDS = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")

@@ -11,38 +11,32 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
-from pagoda.backends.torch_cuda.device import Device, find_device
-from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep
-from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms, make_ladder
+from pagoda.backends.torch_cuda.device import Device, find_device, use_device
+from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.runner import Runner
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
-from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, load_model
+from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, calibrate_kv_scales, load_model
 from pagoda.backends.torch_cuda.memory.arena import Storage
 from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
-from pagoda.backends.torch_cuda.memory.kv_scales import calibrate_kv_scales
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import sharding
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
+from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, comm_of
 from pagoda.backends.torch_cuda.weights import packing
-from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
-from pagoda.common.config.engine import Limits
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.attention import AUTO
-from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.config.groups.compilation import CompilationConfig
-from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling import USUAL, SamplerOptions
+from pagoda.common.engine.pending import PendingStep
+from pagoda.common.engine.shapes import GraphSizes
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -66,85 +60,40 @@ ATTENTION_MODULES: Final[Mapping[str, str]] = {
 """vLLM's attention backend name -> module of `attention_backends` with `create(needs) -> PrefillAttention`."""
 
 
-def create(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-    compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
-    quantization: str | None = None,
-    attention: str = AUTO,
-    sleep_mode: bool = False,
-    tensor: int = 1,
-    comm: Comm = SINGLE_RANK,
-    device: Device | None = None,
-) -> TorchCudaBackend:
-    """Return the backend of one rank of `tensor`, on `device` or on the GPU with the rank's index.
-
-    `dtype`: resolved, not `auto`. `quantization`: a value of --quantization. `sleep_mode`: allow `sleep`.
-    `attention`: backend of prefill and mixed steps, a key of ATTENTION_MODULES. Raise ConfigError.
-    """
-    assert comm.size == tensor, "comm must span the tensor-parallel ranks"
-    config = _rank_config(
-        spec,
-        limits=limits,
-        layout=layout,
-        cache=cache,
-        dtype=dtype,
-        sampling=sampling,
-        compilation=compilation,
-        quantization=quantization,
-        attention=attention,
-        tensor=tensor,
-        comm=comm,
-        device=device,
-    )
-    return TorchCudaBackend(config, sleep_mode=sleep_mode)
+def create(options: BackendOptions, device: Device | None = None) -> TorchCudaBackend:
+    """Return a backend for one rank, without weights. `device`: instead of the rank's GPU. Raises ConfigError."""
+    return TorchCudaBackend(_rank_config(options, device), sleep_mode=options.sleep_mode)
 
 
-def check(spec: ModelSpec, *, sleep_mode: bool = False, **options: Any) -> None:
-    """Raise ConfigError where `create` on rank 0 would. Return None: the block count depends on the device's memory."""
-    _rank_config(spec, **options)
+def check(options: BackendOptions) -> None:
+    """Raise ConfigError where `create` on rank 0 would. The KV blocks depend on the device's memory."""
+    _rank_config(options)
 
 
-def _rank_config(
-    spec: ModelSpec,
-    *,
-    limits: Limits,
-    layout: KvLayout,
-    cache: CacheConfig,
-    dtype: str,
-    sampling: SamplerOptions = USUAL,
-    compilation: CompilationConfig = CompilationConfig(),  # noqa: B008 (frozen)
-    quantization: str | None = None,
-    attention: str = AUTO,
-    tensor: int = 1,
-    comm: Comm = SINGLE_RANK,
-    device: Device | None = None,
-) -> RankConfig:
-    if dtype not in DTYPES:
-        raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
-    sharding.check(spec, tensor)
-    kv_dtype = cache_dtype(cache, DTYPES[dtype])
-    device = find_device(comm.rank) if device is None else device
+def _rank_config(options: BackendOptions, device: Device | None = None) -> RankConfig:
+    spec, layout = options.spec, options.layout
+    if options.dtype not in DTYPES:
+        raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
+    sharding.check(spec, options.parallel.tensor)
+    dtype = DTYPES[options.dtype]
+    kv_dtype = cache_dtype(options.cache, dtype)
+    if device is None:
+        device = find_device() if options.rank is None else use_device(options.rank.device)
     mixers = tuple({layer.mixer for layer in spec.layers})
-    needs = AttentionRequirements(mixers, DTYPES[dtype], kv_dtype, layout.block_size, device)
+    needs = AttentionRequirements(mixers, dtype, kv_dtype, layout.block_size, device)
     return RankConfig(
         spec=spec,
-        limits=limits,
+        limits=options.limits,
         layout=layout,
-        cache=cache,
-        dtype=DTYPES[dtype],
+        cache=options.cache,
+        dtype=dtype,
         kv_dtype=kv_dtype,
-        sampling=sampling,
-        graph_sizes=make_ladder(compilation, limits.max_num_seqs),
-        pack=packing(quantization),
-        prefill=load_attention(attention, needs),
+        sampling=options.sampling,
+        graph_sizes=GraphSizes.of(options.compilation, options.limits.max_num_seqs),
+        pack=packing(options.quantization),
+        prefill=load_attention(options.attention, needs),
         device=device,
-        comm=comm,
+        comm=SINGLE_RANK if options.rank is None else comm_of(options.rank),
     )
 
 
@@ -241,7 +190,7 @@ class TorchCudaBackend:
         logger.info("%d kernels compiled, warm in %.1f s", self._compiles.count, time.perf_counter() - begin)
         self._compiles.log_each = True
 
-    def execute(self, plan: StepPlan) -> CudaPendingStep:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Queue a step."""
         assert self._runner is not None, "init_cache comes before execute"
         before = self._compiles.count + self._stream.captures

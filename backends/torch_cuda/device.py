@@ -82,3 +82,11 @@ def _visible_gpus() -> int:
             "--backend", f"torch_cuda: CUDA_VISIBLE_DEVICES={visible} leaves no GPU visible; unset it, {_ALTERNATIVE}"
         )
     raise ConfigError("--backend", f"torch_cuda: no GPU or no NVIDIA driver found; install the driver, {_ALTERNATIVE}")
+
+
+def use_device(index: int) -> Device:
+    """Return the GPU with that index and make it this thread's current device. Raise ConfigError."""
+    device = find_device(index)
+    if device.use_kernels:
+        torch.cuda.set_device(device.torch)  # otherwise pinned memory would create a context on GPU 0
+    return device

@@ -19,18 +19,18 @@ from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
-from pagoda.common.backend import Capabilities, Weight
+from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
 
-def create(spec: ModelSpec, *, limits: Limits, dtype: str) -> TorchCudaPooling:
-    """Return a backend for a pooling model. `dtype`: resolved, not `auto`. Raise ConfigError."""
-    if dtype not in DTYPES:
-        raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(DTYPES)}")
-    return TorchCudaPooling(spec, limits, DTYPES[dtype], find_device())
+def create(options: PoolingOptions) -> TorchCudaPooling:
+    """Return a backend without weights. Raises ConfigError."""
+    if options.dtype not in DTYPES:
+        raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
+    return TorchCudaPooling(options.spec, options.limits, DTYPES[options.dtype], find_device())
 
 
 @dataclass(frozen=True, slots=True)

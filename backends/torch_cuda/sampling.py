@@ -7,20 +7,21 @@ with the device except logits processors, which run Python on the host: the next
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagoda.backends.reference.sampling import RowRules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_tokens
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
-from pagoda.common.engine.logit_edits import additions, allowed, banned_words, penalties
+from pagoda.common.engine.logit_edits import additions, allowed, banned_words, grammar_masks, penalties
+from pagoda.common.engine.pending import FetchLogprobs
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.sampling_state import RowTable, SampledRows
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
@@ -42,7 +43,7 @@ class CudaSampler:
         """Start a row. Its tokens are copied to the device only if an edit reads them there."""
         self.rows.start(start, self.vocab)
         rules = start.rules
-        if rules.has_penalties or any(len(word) > 1 for word in rules.bad_words) or self.options.processors:
+        if rules.reads_history or self.options.processors:
             self.history[start.row, : len(start.token_ids)] = self._send(start.token_ids)
 
     def pack(self, plan: StepPlan, seqs: int) -> Int32:
@@ -58,11 +59,11 @@ class CudaSampler:
 
         Return the logits [n, V] that logprobs are taken of, a row per sequence with logprobs; None if there are none.
         """
-        needs_edit = self.rows.columns["asks"][plan.rows].any() or plan.masks is not None
+        needs_edit = self.rows.columns["needs_edit"][plan.rows].any() or plan.masks is not None
         if not (self.options.processors or needs_edit):
             return None
         sampled = self._sampled_rows(plan)
-        indices = [row.index for row in sampled.where("shown")]
+        indices = [row.index for row in sampled.where("logprobs")]
         processed = self.options.logprobs_mode.startswith("processed")
         selected = logits[self._send(indices)] if indices and not processed else None
         self._edit(logits, sampled, plan)
@@ -80,7 +81,7 @@ class CudaSampler:
         """
         if selected is None:
             return dict
-        rows = self._sampled_rows(plan).where("shown")
+        rows = self._sampled_rows(plan).where("logprobs")
         counts = [(row.index, self._best(row.state.rules.logprobs)) for row in rows]
         sampled_tokens = tokens[self._send([index for index, _ in counts])]
         fetch = self._fetch(selected, sampled_tokens, max(best for _, best in counts), stream)
@@ -98,11 +99,11 @@ class CudaSampler:
 
         return wait
 
-    def score(self, logits: Tensor, targets: Int32, best: int, stream: DeviceStream) -> Callable[[], TokenLogprobs]:
+    def score(self, logits: Tensor, targets: Int32, best: int, stream: DeviceStream) -> FetchLogprobs:
         """Return a function that waits for the logprobs of prompt tokens int32 [n] in logits [n, V]; `best` -1: all."""
         return self._fetch(logits, self._send(targets), self._best(best), stream)
 
-    def _fetch(self, logits: Tensor, tokens: Tensor, best: int, stream: DeviceStream) -> Callable[[], TokenLogprobs]:
+    def _fetch(self, logits: Tensor, tokens: Tensor, best: int, stream: DeviceStream) -> FetchLogprobs:
         normalise = not self.options.logprobs_mode.endswith("logits")
         on_device = logprobs(logits, tokens, best, normalise=normalise, use_kernel=self.device.use_kernels)
         ids, values, ranks = map(stream.fetch, on_device)
@@ -126,7 +127,7 @@ class CudaSampler:
             for words, heads in banned_words(edited, seqs):
                 packed_words = self._send(words), self._send(heads)
                 edit_logits.ban_words(logits, self.history, *packed_words, use_kernel=use_kernel)
-        if masks := allowed(sampled.where("masked"), {0: plan}, seqs, self.vocab):
+        if masks := allowed(sampled.where("masked"), grammar_masks({0: plan}, seqs), self.vocab):
             sequences = self._send(np.array(list(masks), np.int32))
             bits = self._send(np.stack(list(masks.values())).view(np.int32))
             edit_logits.mask(logits, sequences, bits, use_kernel=use_kernel)
@@ -153,23 +154,10 @@ class CudaSampler:
         return array
 
 
-@dataclass(frozen=True, slots=True)
-class CudaSamplingRules:
-    """Sampling parameters per row of logits, each [R]: views of what `SampledRows.pack` made."""
+class CudaSamplingRules(RowRules):
+    """Sampling parameters per row of logits, and the filters they mean."""
 
-    rows: Tensor  # of `history`
-    positions: Tensor  # of the sampled token in its row of `history`
-    keys: Tensor  # bits of uint32
-    temperature: Tensor  # 0: greedy
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> CudaSamplingRules:
-        """Return views of int32 [7, R]."""
-        floats = packed.view(torch.float32)
-        return cls(packed[0], packed[1], packed[2], floats[3], packed[4], floats[5], floats[6])
+    __slots__ = ()
 
     def lowest_kept(self, logits: Tensor, *, use_kernel: bool) -> Tensor:
         """Return float32 [R]: the smallest of the logits [R, V] within top-k, top-p and min-p; -inf for greedy rows."""

@@ -30,7 +30,7 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 CONCURRENT = 64
@@ -90,31 +90,31 @@ def replay(made: Structured, answers: list[Answer]) -> tuple[list[float], list[f
     count in these), of every step of all answers together, and of compiling each grammar.
     """
     alone, processor, together, compiling = [], [], [], []
-    guides: list[tuple[TokenMaskState, Answer]] = []
+    states: list[tuple[TokenMaskState, Answer]] = []
     for answer in answers:
         held_to = Grammar(guidance_text(StructuredOutputsParams(json=answer.schema), {}))
         request = EngineRequest(
             request_id="", prompt_token_ids=[], rules=SamplingRules(), max_tokens=1, grammar=held_to
         )
         began = time.perf_counter()
-        made.guide(request)
+        made.mask_state(request)
         compiling.append(time.perf_counter() - began)
-        guides.append((made.guide(request), answer))
+        states.append((made.mask_state(request), answer))
     for place in range(max(len(answer.token_ids) for answer in answers)):
         moving = []
-        for guide, answer in guides:
+        for state, answer in states:
             if place < len(answer.token_ids) - 1:
-                guide.accept(answer.token_ids[place])
-                moving.append((guide, answer.token_ids[: place + 1]))
-        twins = [(guide.copy(), outputs) for guide, outputs in moving]
+                state.accept(answer.token_ids[place])
+                moving.append((state, answer.token_ids[: place + 1]))
+        twins = [(state.copy(), outputs) for state, outputs in moving]
         for number, one in enumerate(moving):
             if (place + number) % 2:  # half of them by themselves, before anything they share is warm
                 began, busy = time.perf_counter(), time.thread_time()
-                settle([one])
+                refresh_masks([one])
                 processor.append(time.thread_time() - busy)
                 alone.append(time.perf_counter() - began)
         began = time.perf_counter()
-        settle(twins)
+        refresh_masks(twins)
         together.append(time.perf_counter() - began)
     return alone, processor, together, compiling
 

@@ -20,6 +20,7 @@ import torch
 
 from pagoda.backends.torch_cuda.backend import TorchCudaBackend, create
 from pagoda.backends.torch_cuda.device import CPU, find_device
+from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -40,9 +41,9 @@ def small_backend(context: int) -> TorchCudaBackend:
     spec = ModelSpec(vocab=512, width=64, layers=(layer,), final_norm=norm, tied=True, max_positions=2 * context)
     limits = Limits(max_model_len=2 * context, max_num_batched_tokens=512, max_num_seqs=max(ROWS), block_size=BLOCK)
     device = find_device() if torch.cuda.is_available() else CPU
-    backend = create(
-        spec, limits=limits, layout=kv_layout(spec, BLOCK), cache=CacheConfig(), dtype="float32", device=device
-    )
+    layout = kv_layout(spec, BLOCK)
+    options = BackendOptions(spec=spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32")
+    backend = create(options, device)
     backend.load((each.name, np.zeros(each.shape, np.float32)) for each in params(spec).values())
     backend.init_cache(64)
     return backend
@@ -83,7 +84,7 @@ def cost(backend: TorchCudaBackend, steps: int, first: StepPlan, plan: StepPlan)
     """Return the cost of `plan`, which continues what `first` started, and the load of the machine."""
     runner = backend._runner
     backend.execute(first).result()
-    size = backend.config.graph_sizes.fit(plan.num_seqs)
+    size = backend.config.graph_sizes.bucket_for(plan.num_seqs)
     runner.programs._forward[size] = runner.programs._sample[size] = lambda: None
 
     def pack() -> None:

@@ -34,9 +34,9 @@ from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.benchmarks.gpu.measure import Bench, Number
 from pagoda.benchmarks.gpu.parity import SMALL
 from pagoda.benchmarks.gpu.stages import STAGES
+from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
-from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
@@ -129,16 +129,15 @@ def warm_up(chip: Chip, config: dict, dtype: str, max_model_len: int, settings: 
         max_num_seqs=settings.get("max_num_seqs", 256),
         block_size=16,
     )
-    backend = create(
-        spec,
+    options = BackendOptions(
+        spec=spec,
         limits=limits,
         layout=kv_layout(spec, limits.block_size),
         cache=CacheConfig(cache_dtype=settings.get("kv_cache_dtype", "auto")),
         dtype=dtype,
-        compilation=CompilationConfig(),
         quantization=settings.get("quantization"),
-        device=AbsentDevice(META, chip, chip.name),
     )
+    backend = create(options, AbsentDevice(META, chip, chip.name))
     CudaSampler._send = send  # type: ignore[method-assign]
     backend._stream = AbsentStream(backend.config.device)
     backend.load((each.name, np.empty(each.shape, np.float32)) for each in params(spec).values())

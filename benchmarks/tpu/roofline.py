@@ -41,14 +41,13 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, estimated_cycles, key_name
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.budget import plan_blocks
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -139,7 +138,7 @@ def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str,
         yield r
 
 
-def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
+def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
     """Return the shapes with short page tables, of 1024 tokens."""
     short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
     if everything:
@@ -147,7 +146,7 @@ def chosen(shapes: StepShapes, *, everything: bool) -> list[JaxStepShape]:
     return [s for s in short if (s.decode_only and s.seqs == 64) or (s.tokens == 2048 and s.seqs == 8)]
 
 
-def batch_of(shape: JaxStepShape, context: int) -> Batch:
+def batch_of(shape: StepShape, context: int) -> Batch:
     """Return a batch that fills the shape."""
     if shape.decode_only:
         return Batch.decode(shape.seqs, context)
@@ -194,7 +193,7 @@ def row(program: CompiledProgram, model: Model, chip: ChipInfo, batch: Batch, ca
     }
 
 
-def exchange_seconds(model: Model, shape: JaxStepShape) -> float:
+def exchange_seconds(model: Model, shape: StepShape) -> float:
     """Return the time of collectives: two all-reduces per layer, one of the embedding, one all-gather of logits."""
     devices, spec = model.tensor, model.spec
     part = (devices - 1) / devices

@@ -37,7 +37,7 @@ CHECK_INTERVAL: Final = 256
 """Steps between two integrity checks under load. A check costs about 1 ns per KV block."""
 
 
-class PendingStep(Protocol[ResultT_co]):
+class StartedStep(Protocol[ResultT_co]):
     """A step that was started."""
 
     def result(self) -> ResultT_co:
@@ -50,8 +50,8 @@ class StepScheduler(Protocol[PlanT, ResultT_contra]):
     subclass scheduler.Scheduler.
     """
 
-    def add(self, request: EngineRequest, guide: TokenMaskState | None = None, /) -> None:
-        """Queue a request. `guide`: its token masks. Raises RequestError naming the field if it can never run."""
+    def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None, /) -> None:
+        """Queue a request. `mask_state`: its token masks. Raises RequestError naming the field if it can never run."""
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -109,7 +109,7 @@ class GrammarQueue:
             return
         if self._structured is None:
             raise no_tokenizer()
-        self._compiling[request.request_id] = request, self._structured.begin(request)
+        self._compiling[request.request_id] = request, self._structured.submit(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are skipped."""
@@ -120,23 +120,23 @@ class GrammarQueue:
     def admit(self) -> list[EngineOutput]:
         """Pass on requests whose grammar is compiled. Return the outputs of those that cannot run."""
         outputs: list[EngineOutput] = []
-        for request_id in [each for each, (_, guide) in self._compiling.items() if guide.done()]:
-            request, guide = self._compiling.pop(request_id)
-            error = guide.exception()
+        for request_id in [each for each, (_, mask_state) in self._compiling.items() if mask_state.done()]:
+            request, mask_state = self._compiling.pop(request_id)
+            error = mask_state.exception()
             if error is not None and not isinstance(error, RequestError):
                 # A failure of the grammar library, even a panic of its native code, ends the request, not the engine.
                 error = refused(repr(error))
             try:
                 if error is not None:
                     raise error
-                self._add(request, guide.result())
+                self._add(request, mask_state.result())
             except RequestError as refusal:
                 outputs.append(_failed_output(request_id, refusal))
         return outputs
 
     def wait(self) -> None:
         """Wait briefly for the next grammar."""
-        wait([guide for _, guide in self._compiling.values()], GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
+        wait([mask_state for _, mask_state in self._compiling.values()], GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
 
 
 def _failed_output(request_id: str, error: RequestError) -> EngineOutput:
@@ -152,7 +152,7 @@ class EngineCore:
 
     def __init__(
         self,
-        execute: Callable[[Any], PendingStep[Any]],
+        execute: Callable[[Any], StartedStep[Any]],
         scheduler: StepScheduler[Any, Any],
         limits: Limits,
         *,
@@ -165,7 +165,7 @@ class EngineCore:
         self._kv_managers = tuple(kv_managers)
         self._grammars = GrammarQueue(scheduler.add, structured)
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
-        self._pending: deque[tuple[Any, PendingStep[Any]]] = deque()
+        self._pending: deque[tuple[Any, StartedStep[Any]]] = deque()
         self._unchecked_steps = 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -223,7 +223,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; running requests keep their blocks. Always returns True."""
         for kv in self._kv_managers:
-            kv.pool.forget_all()
+            kv.pool.clear_cache()
         return True
 
     def check_integrity(self) -> None:

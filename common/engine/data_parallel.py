@@ -45,10 +45,10 @@ class ShardedScheduler:
         self.shards = shards
         self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
 
-    def add(self, request: EngineRequest, guide: TokenMaskState | None = None) -> None:
+    def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request in a shard. Raises RequestError naming the field if it can never run."""
         shard = self._shard_of.get(request.request_id) or self._choose(request)
-        shard.scheduler.add(request, guide)
+        shard.scheduler.add(request, mask_state)
         self._shard_of[request.request_id] = shard
 
     def _choose(self, request: EngineRequest) -> EngineShard:

@@ -1,7 +1,7 @@
-"""What a step's rows do to their logits before temperature, packed for a device that edits them there.
+"""Logit edits before temperature, packed into arrays that every backend's sampler reads.
 
-Bias and bans go in arrays of one size, so that no device program depends on how much a request asks for; lists that
-outgrow an array go in several.
+Bias and bans go into arrays of fixed size, so that no device program depends on how much a request specifies. Lists
+that exceed an array are split over several.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ WORDS: Final = 128
 """Banned words of several tokens per array."""
 
 HEADS: Final = 1024
-"""Tokens before the last of those words, all together. A longer word is known by its last so many tokens."""
+"""Tokens before the last one of those words, in total. Of a longer word only the last HEADS are compared."""
 
 Entry = tuple[int, int, float]
-"""Sequence, token, value to add."""
+"""Row of logits, token, value to add."""
 
 
-def penalties(places: Sequence[SampledRow], seqs: int) -> Int32:
-    """int32 [8, R], a column per penalised sequence.
+def penalties(rows: Sequence[SampledRow], seqs: int) -> Int32:
+    """Return the penalised rows as columns of int32 [8, seqs].
 
-    Its number in the logits, its row of the history, prompt length, tokens known, then repetition, frequency and
-    presence penalty as float bits; [7, 0]: how many columns.
+    Row of logits, row of the history, prompt length, known tokens, then repetition, frequency and presence penalty as
+    bits of float32; [7, 0] is the number of columns in use.
     """
     packed = np.zeros((8, seqs), np.int32)
     real = packed.view(np.float32)
-    for column, place in enumerate(places):
-        rules = place.state.rules
-        packed[:4, column] = place.index, place.row, len(place.state.prompt), place.known
+    for column, sampled in enumerate(rows):
+        rules = sampled.state.rules
+        packed[:4, column] = sampled.index, sampled.row, len(sampled.state.prompt), sampled.known
         real[4:7, column] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
-    packed[7, 0] = len(places)
+    packed[7, 0] = len(rows)
     return packed
 
 
-def additions(places: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
-    """int32 [3, ENTRIES] each: sequence (beyond R: padding), token, float bits of what is added to its logit.
+def additions(rows: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
+    """Yield int32 [3, ENTRIES]: row of logits (`seqs`: padding), token, and the value added to its logit, as bits.
 
-    Bias, words of one token, and stops that come too early.
+    Bias, banned words of one token, and stop ids that min_tokens masks.
     """
-    entries = [entry for place in places for entry in _entries(place)]
+    entries = [entry for sampled in rows for entry in _entries(sampled)]
     for at in range(0, len(entries), ENTRIES):
         piece = entries[at : at + ENTRIES]
         packed = np.zeros((3, ENTRIES), np.int32)
@@ -61,32 +61,32 @@ def additions(places: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
         yield packed
 
 
-def _entries(place: SampledRow) -> Iterator[Entry]:
-    rules = place.state.rules
-    yield from ((place.index, token, value) for token, value in rules.logit_bias)
-    yield from ((place.index, word[0], -np.inf) for word in rules.bad_words if len(word) == 1)
-    if place.generated < rules.min_tokens:
-        yield from ((place.index, token, -np.inf) for token in rules.stop_ids)
+def _entries(sampled: SampledRow) -> Iterator[Entry]:
+    rules = sampled.state.rules
+    yield from ((sampled.index, token, value) for token, value in rules.logit_bias)
+    yield from ((sampled.index, word[0], -np.inf) for word in rules.bad_words if len(word) == 1)
+    if sampled.generated < rules.min_tokens:
+        yield from ((sampled.index, token, -np.inf) for token in rules.stop_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """A banned word of several tokens; `head` stands from `begin` on in `row` of the history if it is about to come."""
+    """A banned word of several tokens. `last` is banned if the history of `row` has `head` from `begin` on."""
 
-    index: int
+    index: int  # row of logits
     row: int
     begin: int
     head: tuple[int, ...]
     last: int
 
 
-def banned_words(places: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32, Int32]]:
-    """Words int32 [2, WORDS] and heads int32 [4, HEADS] each.
+def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32, Int32]]:
+    """Yield words int32 [2, WORDS] with their heads int32 [4, HEADS].
 
-    A word: sequence (beyond R: padding), last token. A column of heads is a token before: its word (beyond WORDS:
-    padding), the row and position of the history it is compared with, and the token.
+    A word is a row of logits (`seqs`: padding) and its last token. A head is one token before the last: its word
+    (WORDS: padding), the row and position of the history to compare with, and the token.
     """
-    for piece in _word_pieces(word for place in places for word in _words(place)):
+    for piece in _word_pieces(word for sampled in rows for word in _words(sampled)):
         words, heads = np.zeros((2, WORDS), np.int32), np.zeros((4, HEADS), np.int32)
         words[0], heads[0] = seqs, WORDS
         at = 0
@@ -99,15 +99,15 @@ def banned_words(places: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int3
         yield words, heads
 
 
-def _words(place: SampledRow) -> Iterator[_Word]:
-    for word in place.state.rules.bad_words:
-        if 1 < len(word) <= place.generated + 1:
+def _words(sampled: SampledRow) -> Iterator[_Word]:
+    for word in sampled.state.rules.bad_words:
+        if 1 < len(word) <= sampled.generated + 1:
             head = word[:-1][-HEADS:]
-            yield _Word(place.index, place.row, place.known - len(head), head, word[-1])
+            yield _Word(sampled.index, sampled.row, sampled.known - len(head), head, word[-1])
 
 
 def _word_pieces(words: Iterator[_Word]) -> Iterator[list[_Word]]:
-    """The words in lists that fit the arrays."""
+    """Split the words into lists that fit the arrays."""
     piece: list[_Word] = []
     tokens = 0
     for word in words:
@@ -120,26 +120,34 @@ def _word_pieces(words: Iterator[_Word]) -> Iterator[list[_Word]]:
         yield piece
 
 
-def allowed(places: Sequence[SampledRow], plans: Mapping[int, StepPlan], seqs: int, vocab: int) -> dict[int, UInt32]:
-    """Sequence in the logits -> uint32 [ceil(V/32)], what it may sample by its rules and by its plan's mask.
+def allowed(rows: Sequence[SampledRow], masks: Mapping[int, UInt32], vocab: int) -> dict[int, UInt32]:
+    """Return row of logits -> uint32 [ceil(V/32)], the tokens that both its rules and its grammar allow.
 
-    `places`: those whose rules allow some tokens only. `plans`: by shard, each with `seqs` rows of logits.
+    `rows`: those with allowed_token_ids. `masks`: grammar masks by row of logits.
     """
-    rules = {at: place.state.rules.allowed_token_ids or () for at, place in enumerate(places)}
-    found = dict(zip((place.index for place in places), allowed_bits(rules, len(places), vocab)))
-    for shard, plan in plans.items():
-        if plan.masks is not None:
-            for sequence, bits in zip(plan.masks.sequences.tolist(), plan.masks.bits):
-                index = shard * seqs + sequence
-                found[index] = bits & found[index] if index in found else bits
-    return found
+    rules = {number: sampled.state.rules.allowed_token_ids or () for number, sampled in enumerate(rows)}
+    allowed_by_rules = zip((sampled.index for sampled in rows), allowed_bits(rules, len(rows), vocab))
+    both = dict(allowed_by_rules)
+    for index, bits in masks.items():
+        both[index] = bits & both[index] if index in both else bits
+    return both
+
+
+def grammar_masks(plans: Mapping[int, StepPlan], seqs: int) -> dict[int, UInt32]:
+    """Return the masks of every shard's plan by row of logits. `seqs`: rows of logits per shard."""
+    return {
+        shard * seqs + sequence: bits
+        for shard, plan in plans.items()
+        if plan.masks is not None
+        for sequence, bits in zip(plan.masks.sequences.tolist(), plan.masks.bits)
+    }
 
 
 def allowed_bits(tokens: Mapping[int, Sequence[int]], seqs: int, vocab: int) -> npt.NDArray[np.uint32]:
-    """uint32 [R, ceil(V/32)], token t being bit t % 32 of word t // 32; sequences that are not named allow all."""
+    """Return uint32 [seqs, ceil(V/32)], token t being bit t % 32 of word t // 32; rows not in `tokens` allow all."""
     bits = np.full((seqs, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
-    for index, allowed in tokens.items():
-        ids = np.asarray(allowed, np.int64)
+    for index, ids in tokens.items():
+        token_ids = np.asarray(ids, np.int64)
         bits[index] = 0
-        np.bitwise_or.at(bits[index], ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+        np.bitwise_or.at(bits[index], token_ids // 32, np.uint32(1) << (token_ids % 32).astype(np.uint32))
     return bits

@@ -45,7 +45,7 @@ class PoolingScheduler:
         self._in_flight: deque[_InFlightBatch] = deque()
         self._added = self._steps = self._recompiles = 0
 
-    def add(self, request: EngineRequest, guide: TokenMaskState | None = None) -> None:
+    def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request. Raises RequestError naming the field if it can never run."""
         self._check(request)
         self._added += 1

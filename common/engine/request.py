@@ -1,7 +1,7 @@
-"""One sequence on its way through the engine: what was asked, and how far it is.
+"""One sequence in the engine: what the request specifies, and its progress.
 
-Knows token ids and blocks. Does not know queues, steps or devices. While a request runs, the numbers that every step
-touches live in `rows.Rows`, under its row.
+Knows token ids and blocks; queues, steps and devices are the scheduler's. While a request runs, the numbers that every
+step touches live in `batch_state.RunningBatch`, under its row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_ROW: Final = -1
 
 
 class RequestStatus(Enum):
-    """Where a request is. PREEMPTED waits too, but has run before."""
+    """State of a request. PREEMPTED waits, too, but has run before."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -44,82 +44,74 @@ FINISHED: Final[dict[RequestStatus, FinishReason]] = {
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """The blocks of one request in one KV group.
+    """The blocks of one request in one KV group."""
 
-    `table[p]`: the block of page p, NULL_BLOCK where the window has passed. `base`: page p would like block `base + p`.
-    `reserved`: the blocks softly kept for it.
-    """
-
-    table: list[int] = field(default_factory=list)
-    base: int | None = None
-    reserved: range = range(0)
+    table: list[int] = field(default_factory=list)  # block of each page, NULL_BLOCK where the window has passed
+    base: int | None = None  # page p should preferably use block base + p
+    reserved: range = range(0)  # blocks of the extent that is reserved for the request
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable state of one sequence. Made by `Request.of`.
-
-    `limit`: tokens at which it ends by length, prompt included. `rank`: its place in line, smaller first.
-    `max_outputs`: the same, without the prompt. `tokens`: every token known when it took its row. `resumes_at`: how
-    many steps must be reported before a preempted request may run again, so that nothing of it is in flight.
-    `hashes`: digest of each full page so far. `num_registered`: pages in the hash map. `is_plain`: no logprobs asked.
-    `is_brief`: its next output has a token and nothing else to say, unless it ends. `scheduled`: when it first ran.
-    `guide`: what its tokens may be, for those with a grammar or a budget of thinking. `embeds`: the rows of the
-    prompt's places that are EMBEDDED, as bytes [n, row].
-    """
+    """Mutable state of one sequence. Created by `Request.of`."""
 
     request_id: str
     prompt: Int32
     rules: SamplingRules
-    limit: int
-    max_outputs: int
-    is_plain: bool
-    rank: tuple[float, ...]
+    limit: int  # tokens at which it ends by length, prompt included
+    max_outputs: int  # the same without the prompt
+    is_plain: bool  # no logprobs of any kind
+    rank: tuple[float, ...]  # position in the queue, smaller first
     stop_token_ids: frozenset[int]
     eos_token_ids: frozenset[int]
     cache_salt: str | None
-    reads_cache: bool
+    reads_cache: bool  # may start from cached prefixes
     status: RequestStatus = RequestStatus.WAITING
     outputs: list[int] = field(default_factory=list)
     row: int = NO_ROW
-    resumes_at: int = 0
-    tokens: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
-    hashes: list[bytes] = field(default_factory=list)
-    num_registered: int = 0
+    resumes_at: int = 0  # steps to be reported before a preempted request may run, so that none of its are in flight
+    tokens: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens known when it took its row
+    hashes: list[bytes] = field(default_factory=list)  # digest of each full page so far
+    num_registered: int = 0  # pages in the prefix cache
     num_pages: int = 0
     groups: list[GroupBlocks] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
-    scheduled: float = 0.0
-    is_brief: bool = False
+    scheduled: float = 0.0  # when it first ran, on the scheduler's clock
+    has_token_only: bool = False  # its next output has a token and nothing else, unless it finishes
     prompt_logprobs: list[PositionLogprobs] | None = None
-    guide: TokenMaskState | None = None
-    embeds: UInt8 | None = None
+    mask_state: TokenMaskState | None = None  # of requests with a grammar or a reasoning budget
+    embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
 
     @classmethod
     def of(
-        cls, asked: EngineRequest, *, limit: int, rank: tuple[float, ...], guide: TokenMaskState | None = None
+        cls,
+        request: EngineRequest,
+        *,
+        limit: int,
+        rank: tuple[float, ...],
+        mask_state: TokenMaskState | None = None,
     ) -> Request:
-        """A waiting request. One that wants prompt logprobs computes every position, so it never reads the cache."""
-        wants_prompt = asked.rules.prompt_logprobs is not None
-        prompt = np.array(asked.prompt_token_ids, np.int32)
+        """Return a waiting request. With prompt logprobs every position is computed, so the cache is not read."""
+        wants_prompt = request.rules.prompt_logprobs is not None
+        prompt = np.array(request.prompt_token_ids, np.int32)
         return cls(
-            request_id=asked.request_id,
+            request_id=request.request_id,
             prompt=prompt,
-            rules=asked.rules,
+            rules=request.rules,
             limit=limit,
-            max_outputs=limit - len(asked.prompt_token_ids),
-            is_plain=asked.rules.logprobs is None and not wants_prompt,
+            max_outputs=limit - len(request.prompt_token_ids),
+            is_plain=request.rules.logprobs is None and not wants_prompt,
             rank=rank,
-            stop_token_ids=asked.stop_token_ids,
-            eos_token_ids=asked.eos_token_ids,
-            cache_salt=asked.cache_salt,
-            reads_cache=not (asked.skip_reading_prefix_cache or wants_prompt),
+            stop_token_ids=request.stop_token_ids,
+            eos_token_ids=request.eos_token_ids,
+            cache_salt=request.cache_salt,
+            reads_cache=not (request.skip_reading_prefix_cache or wants_prompt),
             prompt_logprobs=[] if wants_prompt else None,
-            guide=guide,
-            embeds=None if asked.prompt_embeds is None else _rows(asked.prompt_embeds, prompt),
-            pooling=asked.pooling,
+            mask_state=mask_state,
+            embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
+            pooling=request.pooling,
         )
 
     @property
@@ -129,28 +121,28 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """True once nothing more will come of it."""
+        """True once it has a final status."""
         return self.status in FINISHED
 
     def known_tokens(self) -> Int32:
-        """int32 [num_known]: the prompt, then what was generated."""
+        """Return the prompt and the generated tokens, int32 [num_known]."""
         if not self.outputs:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.outputs, np.int32)])
 
     def embeds_of(self, start: int, stop: int) -> UInt8:
-        """[n, row] the rows of the places that are EMBEDDED in [start, stop), where the request has any."""
+        """Return the embeddings [n, bytes] of the EMBEDDED positions in [start, stop)."""
         assert self.embeds is not None, "the request has embeddings"
         first = np.count_nonzero(self.prompt[:start] == EMBEDDED)
         return self.embeds[first : first + np.count_nonzero(self.prompt[start:stop] == EMBEDDED)]
 
     def page_bytes(self, start: int, stop: int) -> bytes:
-        """What the page of tokens [start, stop), all known, is made of: their ids, then rows of those without one."""
+        """Return the content of the page of tokens [start, stop), all known: their ids, then their embeddings."""
         ids = self.token_bytes(start, stop)
         return ids if self.embeds is None else ids + self.embeds_of(start, stop).tobytes()
 
     def token_bytes(self, start: int, stop: int) -> bytes:
-        """Tokens [start, stop) as native int32 bytes; all must be known."""
+        """Return tokens [start, stop), all known, as native int32 bytes."""
         split = len(self.prompt)
         if stop <= split:
             return self.prompt[start:stop].tobytes()
@@ -158,5 +150,5 @@ class Request:
         return self.prompt[start:split].tobytes() + generated
 
 
-def _rows(values: bytes, prompt: Int32) -> UInt8:
+def _embed_rows(values: bytes, prompt: Int32) -> UInt8:
     return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)

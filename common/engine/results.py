@@ -1,6 +1,6 @@
-"""What a step's result means for each request: its new token, how it ends, the logprobs it asked for.
+"""What a step's result means for each request: its new token, whether it finishes, the logprobs it reports.
 
-Knows requests and results. Does not know queues, rows or blocks.
+Knows requests and results; queues, rows and blocks are the scheduler's.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ RUNNING: Final = RequestStatus.RUNNING
 Ending: TypeAlias = tuple[Request, RequestStatus]
 
 
-def take_tokens(
+def append_tokens(
     requests: Sequence[Request],
     tokens: Sequence[int],
     logprobs: Mapping[int, TokenLogprobs],
-    followed: Mapping[int, RequestStatus],
+    ended_by_mask: Mapping[int, RequestStatus],
 ) -> tuple[list[EngineOutput], list[Ending]]:
-    """Give each request its new token. Returns the news, and who ended how. Results of the finished are dropped.
+    """Append each request's new token. Returns the outputs, and the final status of the requests that end.
 
-    `tokens`: one per request, negative where none was sampled. `logprobs` and `followed` (who ended by its guide): by
-    place in `requests`. A request that was preempted after the step was planned still gets its token: it will not be
-    sampled again.
+    `tokens`: one per request, negative where none was sampled. `logprobs`, `ended_by_mask`: by index in `requests`.
+    Results of finished requests are dropped. A request that was preempted after the step was planned still gets its
+    token: it will not be sampled again.
     """
     outputs: list[EngineOutput] = []
     ended: list[Ending] = []
@@ -36,36 +36,33 @@ def take_tokens(
             continue
         request.outputs.append(token)
         status = RUNNING
-        if token in request.stop_token_ids or len(request.outputs) == request.max_outputs or index in followed:
-            status = ending(request, token, len(request.outputs))
+        if token in request.stop_token_ids or len(request.outputs) == request.max_outputs or index in ended_by_mask:
+            status = finish_status(request, token, len(request.outputs))
             if status is RUNNING:
-                status = followed.get(index, RUNNING)
+                status = ended_by_mask.get(index, RUNNING)
             if status is not RUNNING:
                 ended.append((request, status))
-        if status is RUNNING and request.is_brief:
-            news = EngineOutput(
+        if status is RUNNING and request.has_token_only:
+            output = EngineOutput(
                 request_id=request.request_id,
                 new_token_ids=[token],
                 num_cached_tokens=request.num_cached_tokens or 0,
             )
         else:
-            news = _detailed_output(request, token, status, logprobs.get(index))
-        outputs.append(news)
+            output = _detailed_output(request, token, status, logprobs.get(index))
+        outputs.append(output)
     return outputs, ended
 
 
-def ending(request: Request, token: int, generated: int) -> RequestStatus:
-    """How `token`, the last of `generated`, ends the request; RUNNING if it does not.
-
-    A stop token counts from `min_tokens` on.
-    """
+def finish_status(request: Request, token: int, generated: int) -> RequestStatus:
+    """Return the status after `token`, the last of `generated`. Stop tokens count from `min_tokens` on."""
     if token in request.stop_token_ids and generated >= request.rules.min_tokens:
         return RequestStatus.FINISHED_STOPPED
     return RequestStatus.FINISHED_LENGTH if generated == request.max_outputs else RUNNING
 
 
 def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> None:
-    """Add a chunk's positions to those of the chunks before."""
+    """Append a chunk's prompt logprobs to those of the chunks before."""
     for index, block in result.prompt_logprobs.items():
         request = requests[index]
         if request.prompt_logprobs is not None and not request.is_finished:
@@ -75,15 +72,15 @@ def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> Non
 def _detailed_output(
     request: Request, token: int, status: RequestStatus, logprobs: TokenLogprobs | None
 ) -> EngineOutput:
-    """The news of a request that starts, ends, was preempted or asked for logprobs.
+    """Return the output of a request that starts, ends, was preempted or reports logprobs.
 
-    Prompt logprobs, and when it was scheduled, go out with the first.
+    Prompt logprobs and the schedule time go out with the first output.
     """
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-    request.is_brief = request.is_plain
+    request.has_token_only = request.is_plain
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
     stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
-    guide = request.guide
+    mask_state = request.mask_state
     return EngineOutput(
         request_id=request.request_id,
         new_token_ids=[token],
@@ -94,25 +91,25 @@ def _detailed_output(
         num_cached_tokens=request.num_cached_tokens or 0,
         scheduled=request.scheduled if len(request.outputs) == 1 else 0.0,
         num_preemptions=request.num_preemptions,
-        error=None if guide is None or guide.error is None else (FIELD, f"{FIELD}: {guide.error}"),
+        error=None if mask_state is None or mask_state.error is None else (FIELD, f"{FIELD}: {mask_state.error}"),
     )
 
 
 def _positions(block: TokenLogprobs, only: Sequence[int] = ()) -> list[PositionLogprobs]:
-    """`only`: these tokens in place of the best; the block then holds the whole vocabulary."""
+    """Return the block as messages. `only`: report these tokens instead of the best; the block then has all tokens."""
     columns = zip(block.token_ids.tolist(), block.logprobs.tolist(), block.ranks.tolist())
     if not only:
         return [PositionLogprobs(token_ids=ids, logprobs=values, rank=rank) for ids, values, rank in columns]
-    found = []
+    positions = []
     for ids, values, rank in columns:
-        places = {token: place for place, token in enumerate(ids[1:], start=1)}
-        ranks = [places[token] for token in only]
-        found.append(
+        rank_of = {token: position for position, token in enumerate(ids[1:], start=1)}
+        ranks = [rank_of[token] for token in only]
+        positions.append(
             PositionLogprobs(
                 token_ids=[ids[0], *only],
-                logprobs=[values[0], *(values[place] for place in ranks)],
+                logprobs=[values[0], *(values[position] for position in ranks)],
                 rank=rank,
                 ranks=ranks,
             )
         )
-    return found
+    return positions

@@ -1,12 +1,12 @@
-"""How a token is chosen: the rules of one request, and the one definition of sampling noise.
+"""Sampling rules of one request, and the definition of sampling noise. Token ids only, no text.
 
-Knows token ids only, no text. Every backend implements the same order: logits -> repetition, frequency and
+Every backend implements the same order: logits -> repetition, frequency and
 presence penalties -> logit_bias -> masks (allowed ids, bad words, min_tokens) -> logits processors -> temperature
--> top-k -> top-p -> min-p -> argmax(logits + gumbel). LogprobsMode says at which end of it logprobs are taken.
+-> top-k -> top-p -> min-p -> argmax(logits + gumbel). LogprobsMode selects from which end of it logprobs are taken.
 
-The noise is counter-based: a 32-bit hash of (seed, position, token id). The same integers come out in numpy,
-torch, Triton and JAX, whatever the batch: two runs with one seed differ only where their logits do. In float32 that
-changes no token in practice; in bfloat16 the rounding of a batch tips near-ties. Greedy rows draw none.
+The noise is counter-based: a 32-bit hash of (seed, position, token id), with the same integers in numpy, torch, Triton
+and JAX for any batch: two runs with one seed differ only where their logits do. In float32 that changes no token in
+practice; in bfloat16 a batch's rounding can decide near-ties. Greedy rows have no noise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-"""What logprobs hold. raw: as the model gave them. processed: as the token was drawn from them, that is after all
-rules; tokens that cannot be drawn have minus infinity. A greedy row has no temperature and no filters. Prompt tokens
-were not drawn, so that both show theirs raw."""
+"""Which logprobs are reported. raw: of the model's logits. processed: of the logits the token is sampled from, after
+all rules; excluded tokens have minus infinity. A greedy row has no temperature and no filters. Prompt tokens are not
+sampled, so theirs are always raw."""
 
 GREEDY_EPSILON: Final = 1e-5
 """Temperatures below this are greedy."""
@@ -29,17 +29,11 @@ GREEDY_EPSILON: Final = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """One request's sampling, resolved: ids instead of words, a concrete seed, nothing optional but logprobs.
-
-    `top_k` 0 keeps all. `stop_ids`: tokens masked out while fewer than `min_tokens` were generated.
-    `logprobs` / `prompt_logprobs`: how many best tokens to report (0: only the chosen one, -1: all); None: no report.
-    `logprob_token_ids`: report these instead of the best, out of `logprobs` -1.
-    `extra_args`: what the request says to logits processors; the engine itself reads nothing in it.
-    """
+    """One request's sampling, resolved: token ids instead of words, a concrete seed."""
 
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0: all
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -48,28 +42,33 @@ class SamplingRules:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()  # masked while fewer than `min_tokens` tokens were generated
     seed: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()
-    extra_args: Mapping[str, Any] | None = None
+    logprobs: int | None = None  # best tokens to report; 0: only the sampled one, -1: all, None: no report
+    prompt_logprobs: int | None = None  # the same for prompt tokens
+    logprob_token_ids: tuple[int, ...] = ()  # report these instead of the best; `logprobs` is -1 then
+    extra_args: Mapping[str, Any] | None = None  # read by logits processors only
 
     @property
     def is_greedy(self) -> bool:
-        """True when the best token wins without noise."""
+        """True when the best token is taken, without noise."""
         return self.temperature < GREEDY_EPSILON
 
     @property
     def has_penalties(self) -> bool:
-        """True when the history of the request changes its logits."""
+        """True when penalties change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def reads_history(self) -> bool:
+        """True when earlier tokens change the logits: penalties, or banned words of several tokens."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
 class LogitsProcessor(Protocol):
-    """Code of the operator's that edits logits. One object serves all requests, so it keeps no state of any.
+    """Custom code that edits logits (--logits-processors). One object serves all requests, so it must be stateless.
 
-    The backend's warm-up calls it too, on a made-up prompt. What it raises ends the engine.
+    The backend's warm-up calls it, too, with a dummy prompt. An exception ends the engine.
     """
 
     def apply(
@@ -79,17 +78,17 @@ class LogitsProcessor(Protocol):
         num_prompt: int,
         extra_args: Mapping[str, Any],
     ) -> None:
-        """Edit the logits [V] of one sequence's next token in place; minus infinity forbids a token.
+        """Edit the logits [V] of one sequence's next token in place; minus infinity excludes a token.
 
-        `token_ids`: every token so far, the first `num_prompt` of them prompt, where 2147483647 is no token but stands
-        for an embedding. `extra_args`: the request's own.
+        `token_ids`: every token so far, the first `num_prompt` of them prompt, where 2147483647 stands for an
+        embedding. `extra_args`: the request's.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """What holds for all requests of an engine. `processors` run in order."""
+    """Sampling options of an engine. `processors` run in order."""
 
     logprobs_mode: LogprobsMode = "raw_logprobs"
     processors: tuple[LogitsProcessor, ...] = ()
@@ -116,9 +115,9 @@ def mix(x: U32) -> U32:
 
 
 def noise_keys(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> U32:
-    """uint32 [S]: the hash of (seed, position) that each row's token noise starts from.
+    """Return the hash of (seed, position) that each row's token noise starts from, uint32 [S].
 
-    `seeds` int64 [S]; `positions` int64 [S], the position of the token to be chosen.
+    `seeds` int64 [S]; `positions` int64 [S] of the token to be sampled.
     """
     wide = seeds.astype(np.uint64)
     low = (wide & np.uint64(0xFFFFFFFF)).astype(np.uint32)
@@ -127,9 +126,9 @@ def noise_keys(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -
 
 
 def gumbel(keys: U32, token_ids: U32) -> npt.NDArray[np.float32]:
-    """float32 [S, n]: Gumbel noise of the given tokens. `keys` uint32 [S], `token_ids` uint32 [S, n] or [n]."""
+    """Return the Gumbel noise of tokens, float32 [S, n]. `keys` uint32 [S], `token_ids` uint32 [S, n] or [n]."""
     bits = mix(keys[:, None] ^ (token_ids * np.uint32(TOKEN_STRIDE)))
-    # 23 bits and a half fit float32, so that the result is never 1, whose noise would be infinite.
+    # 23 bits plus one half fit float32, so that the result is never 1, whose noise would be infinite.
     uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     noise: npt.NDArray[np.float32] = -np.log(-np.log(uniform))
     return noise

@@ -1,11 +1,11 @@
-"""What sampling knows of each row, as columns: a step's host cost does not grow with rows that ask for little.
+"""Sampling state of every row, as columns: the host cost of a step does not grow with rows that need no edits.
 
-For backends whose logits stay on a device; they read `Chosen.pack` there.
+Every backend keeps one `RowTable`; `SampledRows` selects the rows that sample in a step and packs their parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -17,39 +17,39 @@ from pagoda.common.engine.step import Int32, RowStart, StepPlan
 
 Kind = Literal["greedy", "random", "filtered"]
 KINDS: Final[tuple[Kind, ...]] = ("greedy", "random", "filtered")
-"""What a step's rows need at most: argmax alone; noise; noise within top-k, top-p and min-p."""
+"""What the rows of a step need at most: argmax only; Gumbel noise; noise within top-k, top-p and min-p."""
 
 _COLUMNS: Final = np.dtype(
     [
         ("seed", np.int64),
-        ("temperature", np.float32),
-        ("top_k", np.int32),
+        ("temperature", np.float32),  # 0: greedy
+        ("top_k", np.int32),  # 0: unlimited
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("random", np.bool_),  # draws noise
-        ("filtered", np.bool_),  # top-k, top-p or min-p
+        ("random", np.bool_),  # not greedy
+        ("filtered", np.bool_),  # random, with top-k, top-p or min-p
         ("penalised", np.bool_),
-        ("edited", np.bool_),  # bias, banned words, or stops that may not come yet
-        ("masked", np.bool_),  # only some tokens allowed
-        ("shown", np.bool_),  # logprobs
-        ("scored", np.bool_),  # prompt logprobs
-        ("asks", np.bool_),  # penalised, edited, masked or shown
+        ("edited", np.bool_),  # logit_bias, bad_words, or stop ids masked until min_tokens
+        ("masked", np.bool_),  # allowed_token_ids
+        ("logprobs", np.bool_),
+        ("prompt_logprobs", np.bool_),
+        ("needs_edit", np.bool_),  # penalised, edited, masked, or logprobs of the logits before edits
     ]
 )
 Columns = npt.NDArray[Any]
-"""Some rows of the table, with the fields above."""
+"""Rows of the table, with the fields above."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """What is too irregular for a column. `prompt`: int32, its tokens."""
+    """The part of a row's state that has no fixed size."""
 
     rules: SamplingRules
-    prompt: Int32
+    prompt: Int32  # token ids
 
 
 class RowTable:
-    """One entry per row that a request can hold."""
+    """Sampling state of each row of the engine."""
 
     def __init__(self, max_rows: int) -> None:
         self.columns: Columns = np.zeros(max_rows, _COLUMNS)
@@ -59,16 +59,15 @@ class RowTable:
         return len(self._states)
 
     def __getitem__(self, row: int) -> SamplingState:
-        """The state of a row."""
         return self._states[row]
 
     def start(self, start: RowStart, vocab: int) -> None:
-        """A row begins anew."""
+        """Replace the state of a row that a request takes."""
         rules = start.rules
         self._states[start.row] = SamplingState(rules, start.token_ids[: start.num_prompt])
         filtered = rules.top_k > 0 or rules.top_p < 1.0 or rules.min_p > 0.0
         edited = bool(rules.logit_bias or rules.bad_words or (rules.min_tokens and rules.stop_ids))
-        masked, shown = rules.allowed_token_ids is not None, rules.logprobs is not None
+        masked, logprobs = rules.allowed_token_ids is not None, rules.logprobs is not None
         self.columns[start.row] = (
             rules.seed,
             0.0 if rules.is_greedy else rules.temperature,
@@ -80,19 +79,19 @@ class RowTable:
             rules.has_penalties,
             edited,
             masked,
-            shown,
+            logprobs,
             rules.prompt_logprobs is not None,
-            rules.has_penalties or edited or masked or shown,
+            rules.has_penalties or edited or masked or logprobs,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A sequence that samples: its number in the logits, its row, the tokens known of it, its state."""
+    """One sequence that samples in a step."""
 
-    index: int
+    index: int  # of its row of logits
     row: int
-    known: int
+    known: int  # tokens known so far, prompt included
     state: SamplingState
 
     @property
@@ -103,41 +102,48 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The sequences that sample: their places in the logits, their rows, the tokens known of each, their columns."""
+    """The n sequences that sample in a step."""
 
-    indices: npt.NDArray[np.intp]
-    rows: Int32
-    ends: Int32
-    columns: Columns
+    indices: npt.NDArray[np.intp]  # [n] of their rows of logits
+    rows: Int32  # [n]
+    ends: Int32  # [n] tokens known, that is the position of the token to be sampled
+    columns: Columns  # [n]
     table: RowTable
 
     @classmethod
     def of(cls, plans: Mapping[int, StepPlan], seqs: int, table: RowTable) -> SampledRows:
-        """Those of every shard's plan. `seqs`: rows of the logits per shard, one for each sequence in order."""
-        parts = [(shard * seqs, plan, np.flatnonzero(plan.samples)) for shard, plan in plans.items()]
-        indices = np.concatenate([first + at for first, _, at in parts])
-        rows = np.concatenate([plan.rows[at] for _, plan, at in parts])
-        ends = np.concatenate([(plan.context + np.diff(plan.query_start))[at] for _, plan, at in parts])
+        """Select them from the plan of every shard. `seqs`: rows of logits per shard, one per sequence, in order."""
+        samples = [(shard * seqs, plan, np.flatnonzero(plan.samples)) for shard, plan in plans.items()]
+        indices = np.concatenate([first + at for first, _, at in samples])
+        rows = np.concatenate([plan.rows[at] for _, plan, at in samples])
+        ends = np.concatenate([(plan.context + np.diff(plan.query_start))[at] for _, plan, at in samples])
         return cls(indices, rows, ends, table.columns[rows], table)
 
+    @classmethod
+    def compact(cls, plan: StepPlan, table: RowTable) -> SampledRows:
+        """Select them for logits that have a row for each sampling sequence and no other."""
+        ends = plan.context + np.diff(plan.query_start)
+        rows, ends = (plan.rows, ends) if plan.samples.all() else (plan.rows[plan.samples], ends[plan.samples])
+        return cls(np.arange(len(rows)), rows, ends, table.columns[rows], table)
+
     def where(self, field: str) -> list[SampledRow]:
-        """Those with that field."""
+        """Return the sequences whose column `field` is true."""
         at = np.flatnonzero(self.columns[field])
-        places = zip(self.indices[at].tolist(), self.rows[at].tolist(), self.ends[at].tolist())
-        return [SampledRow(index, row, known, self.table[row]) for index, row, known in places]
+        selected = zip(self.indices[at].tolist(), self.rows[at].tolist(), self.ends[at].tolist())
+        return [SampledRow(index, row, known, self.table[row]) for index, row, known in selected]
 
     @property
     def kind(self) -> Kind:
-        """What choosing must do."""
+        """The cheapest sampling program that serves all of them."""
         if not self.columns["random"].any():
             return "greedy"
         return "filtered" if self.columns["filtered"].any() else "random"
 
     def pack(self, seqs: int, empty_row: int) -> Int32:
-        """int32 [7, R] for R = `seqs` rows of logits; who does not sample there is greedy and uses the spare row.
+        """Return the sampling parameters of `seqs` = R rows of logits, int32 [7, R].
 
-        Row of the history, position of the token to be chosen, noise key, temperature (0: greedy), top-k, top-p, min-p;
-        keys travel as bits of uint32, the rest that is real as bits of float32.
+        Row, position of the token to be sampled, noise key (bits of uint32), temperature (0: greedy), top-k, top-p and
+        min-p (floats as bits of float32). Rows of logits that do not sample are greedy and have the row `empty_row`.
         """
         packed = np.zeros((7, seqs), np.int32)
         packed[0] = empty_row
@@ -151,3 +157,24 @@ class SampledRows:
         for field, name in ((3, "temperature"), (5, "top_p"), (6, "min_p")):
             real[field, at] = columns[name]
         return packed
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Prompt tokens of one sequence whose log-probabilities follow from a step."""
+
+    index: int  # of the sequence in the plan
+    begin: int  # token of the step whose logits score the first target; the others follow
+    targets: Int32  # [n] token ids
+    best: int  # how many best tokens to report, -1: all
+
+
+def prompt_targets(plan: StepPlan, table: RowTable) -> Iterator[PromptTargets]:
+    """Yield the prompt tokens that follow the step's tokens, of each sequence with prompt logprobs."""
+    for index in np.flatnonzero(table.columns["prompt_logprobs"][plan.rows]).tolist():
+        state = table[plan.rows[index]]
+        begin, context = int(plan.query_start[index]), int(plan.context[index])
+        count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
+        if count > 0:
+            targets = state.prompt[context + 1 : context + 1 + count]
+            yield PromptTargets(index, begin, targets, state.rules.prompt_logprobs or 0)

@@ -1,10 +1,10 @@
-"""Who computes how many tokens in the next step, and what the results mean for each request.
+"""The scheduler: how many tokens of which requests the next step computes, and what a step's result means for them.
 
 There is no prefill phase and no decode phase. A request has `computed` tokens and wants `total`; a step hands out a
-token budget. Chunked prompts, prefix hits, preemption by recomputation and planning ahead of results follow.
+token budget. Chunked prefill, prefix hits, preemption by recomputation and planning ahead of results follow from that.
 
-Pure: no device and no text; a clock only tells when a request first runs. Per-step work on running requests is a few
-numpy operations (see rows); Python loops only over requests that need a block, start, or have news.
+Uses no device and no text; the clock only records when a request first runs. Per-step work on running requests is a
+few numpy operations (see batch_state); Python loops only over requests that start, finish or need a block or a mask.
 """
 
 from __future__ import annotations
@@ -23,131 +23,34 @@ from pagoda.common.engine.batch_state import Int64, RunningBatch
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.messages import EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.request import NO_ROW, Request, RequestStatus
-from pagoda.common.engine.results import ending, keep_prompt_logprobs, take_tokens
+from pagoda.common.engine.results import append_tokens, finish_status, keep_prompt_logprobs
 from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenMasks
-from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 from pagoda.common.engine.waiting import FcfsQueue, PriorityQueue, WaitingQueue
 from pagoda.common.errors import RequestError
 
-# How a step's token budget is divided among the requests that run.
-#
-# Pure functions over rows: a few numpy operations, no walk over requests.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenBudget:
-    """Rows [n] and how many tokens each computes, int32 [n], all positive."""
-
-    rows: Int32
-    take: Int32
-
-
-def split_budget(state: RunningBatch, rows: Int32, limits: Limits, held: list[int]) -> TokenBudget:
-    """One token for everyone who wants one, then chunks in the order of `rows` until the budget is spent.
-
-    `held`: places in `rows` that get nothing in this step.
-    """
-    total = state.total[rows]
-    want = (total - state.computed[rows]) * (total < state.limit[rows])
-    want[held] = 0
-    if (want == 1).all():
-        return TokenBudget(rows, want)
-    single, longer = rows[want == 1], rows[want > 1]
-    want = want[want > 1]
-    if limits.long_prefill_token_threshold:
-        want = np.minimum(want, limits.long_prefill_token_threshold)
-    left = limits.max_num_batched_tokens - len(single) - (np.cumsum(want) - want)
-    take = np.clip(left, 0, want)
-    return decode_first(
-        np.concatenate([single, longer[take > 0]]),
-        np.concatenate([np.ones(len(single), np.int32), take[take > 0].astype(np.int32)]),
-    )
-
-
-def first_chunk(want: int, budget: int, limits: Limits) -> int:
-    """Tokens that a request computes in its first step, of `want` and with `budget` left; 0: it must wait."""
-    if not limits.chunked_prefill:
-        return want if want <= budget else 0
-    return min(want, budget, limits.long_prefill_token_threshold or want)
-
-
-def decode_first(rows: Int32, take: Int32) -> TokenBudget:
-    """Rows with one token first, each kind in its order."""
-    order = np.argsort(take > 1, kind="stable")
-    return TokenBudget(rows[order], take[order])
-
-
-# What guides mean for a step: who must wait for a token in flight, what may be sampled, and who ends by it.
-#
-# Only called while a request with a guide is unfinished: other steps pay nothing for them.
-
-
-def waiting_for_newest(state: RunningBatch, rows: Int32) -> list[int]:
-    """Places in `rows` [n] whose next mask follows from a token that is in flight."""
-    unknown = state.inflight[rows]
-    return [
-        place
-        for place in np.flatnonzero(unknown * state.guided[rows]).tolist()
-        if (guide := state.holder(int(rows[place])).guide) is not None and guide.depends_on(int(unknown[place]))
-    ]
-
-
-def masks(state: RunningBatch, rows: Int32, samples: Bool) -> TokenMasks | None:
-    """What the guides of those of `rows` [n] that sample (`samples` bool [n]) allow; None: everything."""
-    found = [
-        (place, guide.bits)
-        for place in np.flatnonzero(samples & state.guided[rows]).tolist()
-        if (guide := state.holder(int(rows[place])).guide) is not None and guide.bits is not None
-    ]
-    if not found:
-        return None
-    places, bits = zip(*found)
-    return TokenMasks(np.array(places, np.int32), np.stack(bits))
-
-
-def follow(requests: Sequence[Request], tokens: Sequence[int]) -> dict[int, RequestStatus]:
-    """Lead guides on by their new `tokens`, one per request and negative where none was sampled; find the next masks.
-
-    Returns who ended by it, by place in `requests`.
-    """
-    led: list[tuple[int, TokenMaskState, list[int]]] = []
-    for index, (request, token) in enumerate(zip(requests, tokens)):
-        if request.guide is None or token < 0 or request.is_finished:
-            continue
-        outputs = [*request.outputs, token]
-        if ending(request, token, len(outputs)) is RequestStatus.RUNNING:
-            request.guide.accept(token)
-            led.append((index, request.guide, outputs))
-    settle([(guide, outputs) for _, guide, outputs in led if not guide.finished and guide.error is None])
-    ended = {index: RequestStatus.FINISHED_STOPPED for index, guide, _ in led if guide.finished}
-    return ended | {index: RequestStatus.FINISHED_ERROR for index, guide, _ in led if guide.error is not None}
-
-
-MOST_LEFT_OUT: Final = 8
-"""A step that is planned ahead may go without one in so many of the running rows. Those lose half their pace; without
-the step ahead every row loses what the host needs between two steps, some tenth of a step."""
+MAX_BLOCKED_SHARE: Final = 8
+"""When planning ahead, skip at most 1/8 of the running rows (those whose mask needs a token in flight). A skipped row
+runs at half speed; not planning ahead costs every row about a tenth of a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlightStep:
-    """A step that was planned and not reported. `stints`: who held each row when it was planned."""
+    """A planned step whose result has not been reported."""
 
     plan: StepPlan
     requests: list[Request]
-    stints: Int64
+    epochs: Int64  # [S] of each row when the step was planned
 
 
 class Scheduler:
-    """Plans steps and takes their results, in the same order. `settings`: --additional-config, for subclasses.
-
-    `clock`: monotonic seconds.
-    """
+    """Plans steps and takes their results, in the same order."""
 
     def __init__(
         self,
         limits: Limits,
         kv: KvManager,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,  # --additional-config, for subclasses
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits.check()
@@ -155,59 +58,58 @@ class Scheduler:
         self.settings = settings or {}
         self.kv = kv
         self._clock = clock
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # by rank: the last is preempted first
         self.waiting: WaitingQueue = PriorityQueue() if limits.policy == "priority" else FcfsQueue()
         self._requests: dict[str, Request] = {}
-        self._rows = RunningBatch(limits.max_num_seqs)
-        self._order: Int32 | None = None
-        self._flights: deque[_InFlightStep] = deque()
-        self._guided = 0  # unfinished requests with a guide
-        self._embedded = 0  # unfinished requests with embeddings in their prompts
+        self._batch = RunningBatch(limits.max_num_seqs)
+        self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
+        self._in_flight: deque[_InFlightStep] = deque()
+        self._num_masked = 0  # unfinished requests with token masks
+        self._num_embedded = 0  # unfinished requests with prompt embeddings
         self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
 
-    # --- requests come and go ---
+    # --- adding and aborting requests ---
 
-    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
-        """Put a request in line. Raises RequestError naming the field when it can never run."""
-        self._check(asked)
-        prompt = len(asked.prompt_token_ids)
-        # The last token is sampled, never computed, so it needs no place in the cache.
-        limit = min(prompt + asked.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
+    def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
+        """Queue a request. Raises RequestError naming the field if it can never run."""
+        self._check(request)
+        num_prompt = len(request.prompt_token_ids)
+        # The last token is sampled but never computed, so it needs no slot in the cache.
+        limit = min(num_prompt + request.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
         self._added += 1
-        first = (float(asked.priority), asked.arrival) if self.limits.policy == "priority" else ()
-        request = Request.of(asked, limit=limit, rank=(*first, self._added), guide=guide)
-        self._requests[request.request_id] = request
-        self._guided += guide is not None
-        self._embedded += request.embeds is not None
-        self.waiting.push(request)
+        first = (float(request.priority), request.arrival) if self.limits.policy == "priority" else ()
+        queued = Request.of(request, limit=limit, rank=(*first, self._added), mask_state=mask_state)
+        self._requests[queued.request_id] = queued
+        self._num_masked += mask_state is not None
+        self._num_embedded += queued.embeds is not None
+        self.waiting.push(queued)
 
-    def _check(self, asked: EngineRequest) -> None:
-        """Raises RequestError for what can never run."""
-        prompt = len(asked.prompt_token_ids)
-        if asked.request_id in self._requests:
-            raise RequestError("request_id", f"request {asked.request_id} is already in the engine")
-        if not prompt:
+    def _check(self, request: EngineRequest) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise RequestError("request_id", f"request {request.request_id} is already in the engine")
+        if not num_prompt:
             raise RequestError("prompt", "the prompt is empty")
-        if asked.max_tokens < 1:
-            raise RequestError("max_tokens", f"{asked.max_tokens} is not a positive number of tokens")
-        if prompt >= self.limits.max_model_len:
+        if request.max_tokens < 1:
+            raise RequestError("max_tokens", f"{request.max_tokens} is not a positive number of tokens")
+        if num_prompt >= self.limits.max_model_len:
             raise RequestError(
-                "prompt", f"{prompt} tokens leave no room to answer in a context of {self.limits.max_model_len}"
+                "prompt", f"{num_prompt} tokens leave no room to answer in a context of {self.limits.max_model_len}"
             )
-        if not self.kv.fits(prompt + 1):
+        if not self.kv.fits(num_prompt + 1):
             raise RequestError(
                 "prompt",
-                f"{prompt} tokens do not fit the KV cache of {self.kv.pool.num_blocks - 1} blocks "
+                f"{num_prompt} tokens do not fit the KV cache of {self.kv.pool.num_blocks - 1} blocks "
                 f"of {self.kv.block_size} tokens",
             )
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; unknown ids are skipped. What is in flight for them will be dropped."""
+        """Drop requests; unknown ids are skipped. Results of steps in flight are discarded for them."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
-        self._forget_finished()
+        self._drop_finished()
 
     @property
     def num_unfinished(self) -> int:
@@ -215,7 +117,7 @@ class Scheduler:
         return len(self._requests)
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
-        """A snapshot."""
+        """Return a snapshot of the counters."""
         total = self.kv.pool.num_blocks - 1
         return EngineStats(
             running=len(self.running),
@@ -233,112 +135,112 @@ class Scheduler:
     # --- planning ---
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None when nothing can be computed before a result comes back or a request is added."""
-        if self._flights and self._guided and self._leaves_many_out():
+        """Return the next step; None when nothing can be computed before a result or a request arrives."""
+        if self._in_flight and self._num_masked and self._too_many_blocked():
             return None
         preemptions = self._preemptions
-        share = self._share_running()
-        self._register_chunks(share)
+        budget = self._budget_running()
+        self._register_chunks(budget)
         starts: list[RowStart] = []
         if len(self.waiting) and self._preemptions == preemptions:
-            share, starts = self._admit(share)
-        if not len(share.rows):
+            budget, starts = self._admit(budget)
+        if not len(budget.rows):
             return None
-        return self._plan(share, starts)
+        return self._plan(budget, starts)
 
-    def _share_running(self) -> TokenBudget:
-        """What running requests compute, with blocks for all of it."""
+    def _budget_running(self) -> TokenBudget:
+        """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
         while True:
             rows = self._running_rows()
-            share = split_budget(self._rows, rows, self.limits, self._held(rows))
-            end = self._rows.computed[share.rows] + share.take
-            short = np.flatnonzero(end > self._rows.capacity[share.rows])
-            if all(self._grow(int(share.rows[i]), int(end[i])) for i in short):
-                return share
+            budget = split_budget(self._batch, rows, self.limits, self._blocked(rows))
+            end = self._batch.computed[budget.rows] + budget.tokens
+            short = np.flatnonzero(end > self._batch.capacity[budget.rows])
+            if all(self._ensure_blocks(int(budget.rows[i]), int(end[i])) for i in short):
+                return budget
 
-    def _leaves_many_out(self) -> bool:
-        """Whether a step planned now would go without so many rows that planning it later gains more."""
+    def _too_many_blocked(self) -> bool:
+        """True if too many rows are blocked on tokens in flight to plan ahead."""
         rows = self._running_rows()
-        return len(self._held(rows)) * MOST_LEFT_OUT > len(rows)
+        return len(self._blocked(rows)) * MAX_BLOCKED_SHARE > len(rows)
 
-    def _held(self, rows: Int32) -> list[int]:
-        """Places of rows that cannot be planned before a token in flight is known."""
-        return waiting_for_newest(self._rows, rows) if self._guided else []
+    def _blocked(self, rows: Int32) -> list[int]:
+        """Return the indices in `rows` that cannot be planned before a token in flight is known."""
+        return blocked_by_masks(self._batch, rows) if self._num_masked else []
 
     def _running_rows(self) -> Int32:
         if self._order is None:
             self._order = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
         return self._order
 
-    def _grow(self, row: int, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens of a row. False when a request had to go for it: then divide anew."""
-        request = self._rows.holder(row)
-        if self.kv.allocate(request, row, int(self._rows.computed[row]), num_tokens):
-            self._rows.capacity[row] = self.kv.capacity(request)
+    def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
+        """Allocate blocks for `num_tokens` tokens of a row. False after a preemption: split again."""
+        request = self._batch.request_at(row)
+        if self.kv.allocate(request, row, int(self._batch.computed[row]), num_tokens):
+            self._batch.capacity[row] = self.kv.capacity(request)
             return True
         if len(self.running) == 1:
-            raise RuntimeError(f"request {request.request_id} runs alone and found no block")
+            raise RuntimeError(f"no free KV block for request {request.request_id}, the only one running")
         self._preempt(self.running[-1])
         return False
 
     def _preempt(self, victim: Request) -> None:
-        """Take row and blocks from a request and put it at the head of the line."""
+        """Free a request's row and blocks and move it to the head of the queue."""
         self._preemptions += 1
-        self._leave_row(victim)
+        self._free_row(victim)
         self.running.remove(victim)
         victim.resumes_at = self._steps
         victim.num_preemptions += 1
-        victim.is_brief = False
+        victim.has_token_only = False
         victim.status = RequestStatus.PREEMPTED
         self.waiting.push_front(victim)
 
-    def _register_chunks(self, share: TokenBudget) -> None:
-        """Enter the pages that prompt chunks fill in this step. Safe from here on: no one is preempted after this."""
-        for i in np.flatnonzero(share.take > 1):
-            row = int(share.rows[i])
-            self._register(self._rows.holder(row), int(self._rows.computed[row] + share.take[i]))
+    def _register_chunks(self, budget: TokenBudget) -> None:
+        """Enter the pages that prompt chunks fill in this step into the prefix cache; no preemption follows."""
+        for i in np.flatnonzero(budget.tokens > 1):
+            row = int(budget.rows[i])
+            self._register(self._batch.request_at(row), int(self._batch.computed[row] + budget.tokens[i]))
 
     def _register(self, request: Request, num_tokens: int) -> None:
         self.kv.register(request, num_tokens)
         if self.kv.caches_prefixes:
-            # A page can be entered once its last token is computed, and that is sure once its successor is known.
-            self._rows.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1
+            # A page can be entered once its last token is computed, which is certain once the next token is known.
+            self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1
 
-    def _admit(self, share: TokenBudget) -> tuple[TokenBudget, list[RowStart]]:
-        """Start waiting requests, in order, while there is a row, a token and a block for the first in line."""
-        budget = self.limits.max_num_batched_tokens - int(share.take.sum())
+    def _admit(self, budget: TokenBudget) -> tuple[TokenBudget, list[RowStart]]:
+        """Start waiting requests, in order, while there is a row, a token and a block for the first of the queue."""
+        left = self.limits.max_num_batched_tokens - int(budget.tokens.sum())
         rows: list[int] = []
-        takes: list[int] = []
+        counts: list[int] = []
         starts: list[RowStart] = []
-        while len(self.waiting) and budget > 0 and self._rows.num_free:
+        while len(self.waiting) and left > 0 and self._batch.num_free:
             request = self.waiting.peek()
-            take = self._start(request, budget)
-            if not take:
+            count = self._start(request, left)
+            if not count:
                 break
             self.waiting.pop()
-            budget -= take
+            left -= count
             rows.append(request.row)
-            takes.append(take)
+            counts.append(count)
             starts.append(RowStart(request.row, request.tokens, len(request.prompt), request.rules))
         if not rows:
-            return share, starts
-        all_rows = np.concatenate([share.rows, np.array(rows, np.int32)])
-        all_takes = np.concatenate([share.take, np.array(takes, np.int32)])
-        return decode_first(all_rows, all_takes), starts
+            return budget, starts
+        all_rows = np.concatenate([budget.rows, np.array(rows, np.int32)])
+        all_counts = np.concatenate([budget.tokens, np.array(counts, np.int32)])
+        return decode_first(all_rows, all_counts), starts
 
-    def _start(self, request: Request, budget: int) -> int:
-        """Let a waiting request run. Returns the tokens it computes now; 0 when it must wait."""
-        if request.resumes_at > self._steps - len(self._flights):
+    def _start(self, request: Request, left: int) -> int:
+        """Move a waiting request to a row. Returns the tokens it computes now, of `left`; 0 when it must wait."""
+        if request.resumes_at > self._steps - len(self._in_flight):
             return 0
         hit = self.kv.find_prefix(request)
-        take = first_chunk(request.num_known - hit.num_tokens, budget, self.limits)
-        row, end = self._rows.next_free(), hit.num_tokens + take
-        # One block for each running request: without it the newcomer would soon be preempted, or preempt.
-        if not take or not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
+        count = first_chunk(request.num_known - hit.num_tokens, left, self.limits)
+        row, end = self._batch.next_free(), hit.num_tokens + count
+        # Leave one block per running request: without it the new request would soon be preempted, or preempt others.
+        if not count or not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
             return 0
         request.tokens = request.known_tokens()
-        self._rows.take(request, hit.num_tokens)
-        self._rows.capacity[row] = self.kv.capacity(request)
+        self._batch.assign(request, hit.num_tokens)
+        self._batch.capacity[row] = self.kv.capacity(request)
         self._register(request, end)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
@@ -351,82 +253,82 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=_rank)
         self._order = None
-        return take
+        return count
 
-    def _plan(self, share: TokenBudget, starts: list[RowStart]) -> StepPlan:
-        state, rows, take = self._rows, share.rows, share.take
-        context = state.computed[rows]
-        end = context + take
-        samples: Bool = end == state.total[rows]
+    def _plan(self, budget: TokenBudget, starts: list[RowStart]) -> StepPlan:
+        batch, rows, counts = self._batch, budget.rows, budget.tokens
+        context = batch.computed[rows]
+        end = context + counts
+        samples: Bool = end == batch.total[rows]
         query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(take, out=query_start[1:])
+        np.cumsum(counts, out=query_start[1:])
         plan = StepPlan(
             step=self._steps,
             starts=tuple(starts),
             rows=rows.copy(),
             query_start=query_start,
             context=context,
-            token_ids=state.token_ids(rows, take, query_start, samples),
+            token_ids=batch.token_ids(rows, counts, query_start, samples),
             block_tables=self.kv.tables(rows, int(end.max())),
             samples=samples,
-            masks=masks(state, rows, samples) if self._guided else None,
-            embeds=state.embeds(rows, take) if self._embedded else None,
+            masks=token_masks(batch, rows, samples) if self._num_masked else None,
+            embeds=batch.embeds(rows, counts) if self._num_embedded else None,
         )
-        self._flights.append(_InFlightStep(plan, state.holders(rows), state.stint[rows]))
-        state.plan(rows, take, samples)
+        self._in_flight.append(_InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows]))
+        batch.plan(rows, counts, samples)
         self._steps += 1
         return plan
 
     # --- results ---
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Take the result of the oldest step in flight. Returns what is new for whom."""
-        flight = self._flights.popleft()
-        if flight.plan is not plan or result.step != plan.step:
-            raise RuntimeError(f"got the result of step {result.step}, expected step {flight.plan.step}")
+        """Take the result of the oldest step in flight. Returns the outputs of its requests."""
+        step = self._in_flight.popleft()
+        if step.plan is not plan or result.step != plan.step:
+            raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
         self._recompiles += result.recompiles
-        live = plan.samples & (self._rows.stint[plan.rows] == flight.stints)
-        ripe = self._rows.report(plan.rows[live], result.token_ids[live])
-        requests, tokens = flight.requests, result.token_ids.tolist()
+        live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
+        with_full_page = self._batch.report(plan.rows[live], result.token_ids[live])
+        requests, tokens = step.requests, result.token_ids.tolist()
         keep_prompt_logprobs(requests, result)
-        followed = follow(requests, tokens) if self._guided else {}
-        outputs, ended = take_tokens(requests, tokens, result.logprobs, followed)
-        for row in ripe.tolist():
-            request = self._rows.holder(row)
+        ended_by_mask = advance_masks(requests, tokens) if self._num_masked else {}
+        outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_by_mask)
+        for row in with_full_page.tolist():
+            request = self._batch.request_at(row)
             self._register(request, request.num_known - 1)
         for request, status in ended:
             self._finish(request, status)
         if ended:
-            self._forget_finished()
+            self._drop_finished()
         return StepOutputs(outputs=outputs, stats=self.stats(plan.num_tokens))
 
-    # --- leaving ---
+    # --- finishing ---
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Free what a request holds, wherever it is. `_forget_finished` must follow."""
+        """Free a request's row and blocks, or remove it from the queue. `_drop_finished` must follow."""
         if request.row == NO_ROW:
             self.waiting.remove(request.request_id)
         else:
-            self._leave_row(request)
+            self._free_row(request)
         request.status = status
-        self._guided -= request.guide is not None
-        self._embedded -= request.embeds is not None
+        self._num_masked -= request.mask_state is not None
+        self._num_embedded -= request.embeds is not None
         del self._requests[request.request_id]
 
-    def _leave_row(self, request: Request) -> None:
-        """Free blocks and row. Later steps may use both at once: steps run in order."""
+    def _free_row(self, request: Request) -> None:
+        """Free blocks and row. Later steps may reuse both at once, because steps run in order."""
         self.kv.free(request, request.row)
-        self._rows.release(request)
+        self._batch.release(request)
         self._order = None
 
-    def _forget_finished(self) -> None:
+    def _drop_finished(self) -> None:
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def check_integrity(self) -> None:
-        """Rows, requests and blocks add up. Raises RuntimeError."""
+        """Raise RuntimeError unless rows, requests and blocks add up."""
         self.kv.pool.check_integrity()
-        if self._rows.num_free + len(self.running) != self.limits.max_num_seqs:
-            raise RuntimeError(f"{self._rows.num_free} rows are free with {len(self.running)} requests running")
+        if self._batch.num_free + len(self.running) != self.limits.max_num_seqs:
+            raise RuntimeError(f"{self._batch.num_free} rows are free with {len(self.running)} requests running")
         if len(self.running) + len(self.waiting) != len(self._requests):
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
@@ -437,3 +339,94 @@ class Scheduler:
 
 def _rank(request: Request) -> tuple[float, ...]:
     return request.rank
+
+
+# Splitting a step's token budget among running requests.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBudget:
+    """How many tokens each row computes in a step."""
+
+    rows: Int32  # [n]
+    tokens: Int32  # [n], all positive
+
+
+def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, blocked: list[int]) -> TokenBudget:
+    """Give one token to every row that wants one, then chunks in the order of `rows` until the budget is spent.
+
+    `blocked`: indices in `rows` that get nothing in this step.
+    """
+    total = batch.total[rows]
+    want = (total - batch.computed[rows]) * (total < batch.limit[rows])
+    want[blocked] = 0
+    if (want == 1).all():
+        return TokenBudget(rows, want)
+    single, longer = rows[want == 1], rows[want > 1]
+    want = want[want > 1]
+    if limits.long_prefill_token_threshold:
+        want = np.minimum(want, limits.long_prefill_token_threshold)
+    left = limits.max_num_batched_tokens - len(single) - (np.cumsum(want) - want)
+    tokens = np.clip(left, 0, want)
+    return decode_first(
+        np.concatenate([single, longer[tokens > 0]]),
+        np.concatenate([np.ones(len(single), np.int32), tokens[tokens > 0].astype(np.int32)]),
+    )
+
+
+def first_chunk(want: int, left: int, limits: Limits) -> int:
+    """Return how many of `want` tokens a request computes in its first step, with `left` available; 0: it must wait."""
+    if not limits.chunked_prefill:
+        return want if want <= left else 0
+    return min(want, left, limits.long_prefill_token_threshold or want)
+
+
+def decode_first(rows: Int32, tokens: Int32) -> TokenBudget:
+    """Return rows with one token first, both groups in their order."""
+    order = np.argsort(tokens > 1, kind="stable")
+    return TokenBudget(rows[order], tokens[order])
+
+
+# Token masks of grammars and reasoning budgets. Only called while a request with a mask is unfinished.
+
+
+def blocked_by_masks(batch: RunningBatch, rows: Int32) -> list[int]:
+    """Return the indices in `rows` [n] whose next mask depends on a token in flight."""
+    unknown = batch.inflight[rows]
+    return [
+        index
+        for index in np.flatnonzero(unknown * batch.masked[rows]).tolist()
+        if (state := batch.request_at(int(rows[index])).mask_state) is not None
+        and state.depends_on(int(unknown[index]))
+    ]
+
+
+def token_masks(batch: RunningBatch, rows: Int32, samples: Bool) -> TokenMasks | None:
+    """Return the masks of those of `rows` [n] that sample (`samples` bool [n]); None: every token is allowed."""
+    masks = [
+        (index, state.bits)
+        for index in np.flatnonzero(samples & batch.masked[rows]).tolist()
+        if (state := batch.request_at(int(rows[index])).mask_state) is not None and state.bits is not None
+    ]
+    if not masks:
+        return None
+    sequences, bits = zip(*masks)
+    return TokenMasks(np.array(sequences, np.int32), np.stack(bits))
+
+
+def advance_masks(requests: Sequence[Request], tokens: Sequence[int]) -> dict[int, RequestStatus]:
+    """Advance mask states by `tokens`, one per request and negative where none was sampled; compute the next masks.
+
+    Returns the status of the requests that end by it, by index in `requests`.
+    """
+    advanced: list[tuple[int, TokenMaskState, list[int]]] = []
+    for index, (request, token) in enumerate(zip(requests, tokens)):
+        if request.mask_state is None or token < 0 or request.is_finished:
+            continue
+        outputs = [*request.outputs, token]
+        if finish_status(request, token, len(outputs)) is RequestStatus.RUNNING:
+            request.mask_state.accept(token)
+            advanced.append((index, request.mask_state, outputs))
+    refresh_masks([(state, outputs) for _, state, outputs in advanced if not state.finished and state.error is None])
+    ended = {index: RequestStatus.FINISHED_STOPPED for index, state, _ in advanced if state.finished}
+    return ended | {index: RequestStatus.FINISHED_ERROR for index, state, _ in advanced if state.error is not None}

@@ -1,10 +1,10 @@
-"""The wire contract between engine and backend: frozen values of ints and numpy arrays.
+"""The contract between engine and backend: frozen values of ints and numpy arrays.
 
-The backend sees rows, block ids and token counts, never a Request; the scheduler sees results, never a device.
+The backend gets rows, block ids and token counts, never a Request; the scheduler gets results, never a device.
 
-A *row* is a number in [0, max_num_seqs) that a request holds while it runs. The backend keeps per row what
-sampling needs (rules, token history, the last sampled token); a `RowStart` (re)initialises it. Everything else
-travels whole in each plan, so a plan can be replayed.
+A *row* is a slot in [0, max_num_seqs) that a request occupies while it runs. The backend keeps the sampling state of
+each row (rules, token history, last sampled token), which a `RowStart` initialises. Everything else is in each plan,
+so that a plan can be replayed.
 
 Axis letters: S sequences in this step, T tokens in this step, P pages of the longest sequence.
 """
@@ -26,40 +26,36 @@ UInt32 = npt.NDArray[np.uint32]
 UInt8 = npt.NDArray[np.uint8]
 
 PREVIOUS: Final = -1
-"""A token id that means: the token this row sampled in the step before, still on the device."""
+"""Placeholder token id: the token that this row sampled in the previous step, still on the device."""
 
 EMBEDDED: Final = 2**31 - 1
-"""A token id that means: no token stands in this place of the prompt, but an embedding, which the plan carries."""
+"""Placeholder token id: this prompt position has an embedding, which the plan carries, instead of a token."""
 
 NULL_BLOCK: Final = 0
-"""Block id 0 is never handed out: it fills table entries that no query can see."""
+"""Block id 0 is never allocated: it fills table entries that no query reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A request takes (or, after preemption, retakes) a row.
-
-    `token_ids`: int32 [n], every token known so far, prompt first; EMBEDDED is no token, so penalties pass it by.
-    `num_prompt`: how many of them are prompt.
-    """
+    """A request is assigned a row, at its start or after a preemption."""
 
     row: int
-    token_ids: Int32
-    num_prompt: int
+    token_ids: Int32  # [n] every token known so far, prompt first; penalties ignore EMBEDDED
+    num_prompt: int  # of these, prompt tokens
     rules: SamplingRules
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """What some sequences of a step may sample. In `bits`, token t is bit t % 32 of word t // 32."""
+    """The tokens that some sequences of a step may sample. Token t is bit t % 32 of word t // 32."""
 
-    sequences: Int32  # [n] numbers of sequences, ascending
+    sequences: Int32  # [n] indices in the plan, ascending
     bits: UInt32  # [n, ceil(V/32)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What one step computes. Sequences with one token stand first (decode-first order).
+    """What one step computes. Sequences with one token come first (decode-first order).
 
     For sequence s the tokens are token_ids[query_start[s]:query_start[s+1]], at positions context[s], context[s]+1, ...
     Their K and V are written through block_tables, then each token attends to positions <= its own. A backend must
@@ -72,7 +68,7 @@ class StepPlan:
     rows: Int32  # [S] row of each sequence
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
-    token_ids: Int32  # [T] PREVIOUS where the id is not known to the host yet, EMBEDDED where `embeds` has a row
+    token_ids: Int32  # [T] PREVIOUS where the host does not know the id yet, EMBEDDED where `embeds` has a row
     block_tables: tuple[Int32, ...]  # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     masks: TokenMasks | None = None  # of sequences that sample under a grammar; the others may sample any token
@@ -90,7 +86,7 @@ class StepPlan:
 
     @property
     def embedded(self) -> npt.NDArray[np.intp]:
-        """[n] which tokens are EMBEDDED, in the order of `embeds`."""
+        """Indices of the EMBEDDED tokens [n], in the order of `embeds`."""
         return np.flatnonzero(self.token_ids == EMBEDDED)
 
 
@@ -105,15 +101,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step produced.
-
-    `logprobs[s]`: for sequences that asked, one position. `prompt_logprobs[s]`: for sequences that asked, one
-    position per scheduled token whose *next* token is a prompt token, in order. `recompiles`: programs that had to be
-    compiled or captured for this step, although serving had begun.
-    """
+    """The result of a step. Logprobs are by sequence, for those whose rules report them."""
 
     step: int
     token_ids: Int32  # [S] sampled token, -1 where the sequence did not sample
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # one position each
+    # one position per scheduled token whose next token is a prompt token, in order
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    recompiles: int = 0
+    recompiles: int = 0  # programs compiled or captured for this step after warm-up

@@ -1,4 +1,4 @@
-"""Requests in line for a row: first come first served, or by priority. Every operation is O(1) or O(log n)."""
+"""Queues of requests that wait for a row: first come first served, or by priority. Operations are O(1) or O(log n)."""
 
 from __future__ import annotations
 
@@ -10,67 +10,62 @@ from pagoda.common.engine.request import Request
 
 
 class WaitingQueue(Protocol):
-    """The line. `push_front` takes back a preempted request; `peek` and `pop` raise IndexError when it is empty."""
+    """A queue of waiting requests."""
 
     def push(self, request: Request) -> None:
-        """Join the line."""
+        """Add a request."""
         ...
 
     def push_front(self, request: Request) -> None:
-        """Join before all others of the same rank."""
+        """Add a preempted request, before all others of the same rank."""
         ...
 
     def peek(self) -> Request:
-        """Who is next. Raises IndexError when nobody waits."""
+        """Return the next request. Raises IndexError when the queue is empty."""
         ...
 
     def pop(self) -> Request:
-        """Take who is next. Raises IndexError when nobody waits."""
+        """Remove and return the next request. Raises IndexError when the queue is empty."""
         ...
 
     def remove(self, request_id: str) -> Request | None:
-        """Leave the line; None if not in it."""
+        """Remove a request; None if it is not in the queue."""
         ...
 
     def __len__(self) -> int: ...
 
 
-class FcfsQueue:
+class FcfsQueue(WaitingQueue):
     """First come, first served."""
 
     def __init__(self) -> None:
-        self._line: OrderedDict[str, Request] = OrderedDict()
+        self._queue: OrderedDict[str, Request] = OrderedDict()
 
     def push(self, request: Request) -> None:
-        """Join at the end."""
-        self._line[request.request_id] = request
+        self._queue[request.request_id] = request
 
     def push_front(self, request: Request) -> None:
-        """Join at the head."""
-        self._line[request.request_id] = request
-        self._line.move_to_end(request.request_id, last=False)
+        self._queue[request.request_id] = request
+        self._queue.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
-        """Who is next. Raises IndexError when nobody waits."""
-        if not self._line:
-            raise IndexError("nobody is waiting")
-        return self._line[next(iter(self._line))]
+        if not self._queue:
+            raise IndexError("no request is waiting")
+        return self._queue[next(iter(self._queue))]
 
     def pop(self) -> Request:
-        """Take who is next. Raises IndexError when nobody waits."""
-        if not self._line:
-            raise IndexError("nobody is waiting")
-        return self._line.popitem(last=False)[1]
+        if not self._queue:
+            raise IndexError("no request is waiting")
+        return self._queue.popitem(last=False)[1]
 
     def remove(self, request_id: str) -> Request | None:
-        """Leave the line; None if not in it."""
-        return self._line.pop(request_id, None)
+        return self._queue.pop(request_id, None)
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
 
-class PriorityQueue:
+class PriorityQueue(WaitingQueue):
     """By rank: (priority, arrival, order of adding). Removed requests stay in the heap until they reach its top."""
 
     def __init__(self) -> None:
@@ -78,37 +73,32 @@ class PriorityQueue:
         self._live: dict[str, Request] = {}
 
     def push(self, request: Request) -> None:
-        """Join at the place that the rank gives."""
         self._live[request.request_id] = request
         heapq.heappush(self._heap, (request.rank, request.request_id))
 
     def push_front(self, request: Request) -> None:
-        """The rank alone decides, and it is unique."""
-        self.push(request)
+        self.push(request)  # the rank alone decides, and it is unique
 
     def peek(self) -> Request:
-        """Who is next. Raises IndexError when nobody waits."""
-        return self._live[self._settle()]
+        return self._live[self._drop_removed()]
 
     def pop(self) -> Request:
-        """Take who is next. Raises IndexError when nobody waits."""
-        request_id = self._settle()
+        request_id = self._drop_removed()
         heapq.heappop(self._heap)
         return self._live.pop(request_id)
 
     def remove(self, request_id: str) -> Request | None:
-        """Leave the line; None if not in it."""
         return self._live.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def _settle(self) -> str:
-        """Drop removed requests from the top of the heap; the id of the first live one."""
+    def _drop_removed(self) -> str:
+        """Drop removed requests from the top of the heap; return the id of the first live one."""
         while self._heap:
             rank, request_id = self._heap[0]
             request = self._live.get(request_id)
             if request is not None and request.rank == rank:
                 return request_id
             heapq.heappop(self._heap)
-        raise IndexError("nobody is waiting")
+        raise IndexError("no request is waiting")

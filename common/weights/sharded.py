@@ -49,6 +49,13 @@ class Manifest:
     tensor_parallel_size: int
     leaves: Mapping[str, Leaf]  # by parameter path
 
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        elements = sum(leaf.size for leaf in self.leaves.values())
+        devices = "1 device" if self.tensor_parallel_size == 1 else f"{self.tensor_parallel_size} devices"
+        return f"{elements:,} {self.dtype} elements in {len(self.leaves)} arrays, laid out for {devices}"
+
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`. Raises OSError."""
         (folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))

@@ -60,11 +60,7 @@ def run(args: argparse.Namespace) -> int:
             _write_json(folder / "generation_config.json", generation)
         if tokenizer is not None:
             tokenizer.save(folder)
-    elements = sum(leaf.size for leaf in manifest.leaves.values())
-    devices = "1 device" if manifest.tensor_parallel_size == 1 else f"{manifest.tensor_parallel_size} devices"
-    print(
-        f"{args.out}: {elements:,} {manifest.dtype} elements in {len(manifest.leaves)} arrays, laid out for {devices}"
-    )
+    print(f"{args.out}: {manifest.summary}")
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO, Final
 import msgspec
 import numpy as np
 
-from pagoda.common.engine.structured_output.compiler import load
+from pagoda.common.engine.structured_output.compiler import load_library
 from pagoda.common.engine.structured_output.grammar import Grammar, GrammarEngine, GrammarError, Library, Vocabulary
 
 STACK_BYTES: Final = 2 << 20
@@ -91,7 +91,7 @@ def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEn
     def check() -> None:
         try:
             if grammar.engine not in libraries:
-                libraries[grammar.engine] = load(grammar.engine, vocabulary)
+                libraries[grammar.engine] = load_library(grammar.engine, vocabulary)
             library = libraries[grammar.engine]
             matcher = library.compile(grammar.text)
             bits = np.zeros((1, -(-len(vocabulary) // 32)), np.uint32)

@@ -82,7 +82,7 @@ class OutputConstraints:
             open=is_open,
             starts=() if is_open else self._sequences(self._format.starts),
             budget=budget,
-            holds=self._config.is_on("enable_in_reasoning"),
+            in_grammar=self._config.is_on("enable_in_reasoning"),
         )
 
     def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.registry import check_moves, choose_backend, spread
+from pagoda.backends.registry import check_moves, choose_backend, parallel_sizes
+from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
@@ -16,18 +17,13 @@ from pagoda.common.errors import ConfigError
 _STRUCTURED_OUTPUTS: Final = "--structured-outputs-config"
 
 
-def check_machine(config: EngineConfig) -> tuple[str, dict[str, int]]:
-    """Return the backend and its parallel sizes. Raise ConfigError for what this machine lacks."""
+def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
+    """Return the backend and how it distributes a model. Raise ConfigError for what this machine lacks."""
     backend = choose_backend(config.model.backend)
-    parallel_sizes = spread(backend, config.parallel)
-    memory_options(config, backend)
+    sizes = parallel_sizes(backend, config.parallel)
+    check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
     _check_grammar_library(config.structured_outputs)
-    return backend, parallel_sizes
-
-
-def memory_options(config: EngineConfig, backend: str) -> dict[str, bool]:
-    """Return the backend's arguments for sleep mode. Raise ConfigError if it cannot sleep or offload as configured."""
-    return check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
+    return backend, sizes
 
 
 def _check_grammar_library(config: StructuredOutputsConfig) -> None:

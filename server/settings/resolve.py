@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pagoda.backends.registry import check_checkpoints, load_rank_runtime, pooling_spread, runs_ranks
+from pagoda.backends.registry import check_checkpoints, load_rank_runtime, pooling_parallel_sizes, runs_ranks
+from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.defaults import (
     BLOCK_SIZES,
     KINDS,
@@ -61,7 +62,7 @@ class Resolved:
     generation: GenerationDefaults
     runner: PoolingRunner | None  # None: a generative model
     pooling: PoolingInfo | None
-    parallel_sizes: Mapping[str, int]  # keywords of the backend's `create`
+    parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
 
     @property
@@ -93,7 +94,7 @@ def resolve(
     hf_config = _hf_config(config, checkpoint)
     runner, spec, family = _architecture(config, checkpoint, hf_config)
     if runner is not None:
-        parallel_sizes = pooling_spread(backend, config.parallel)
+        parallel_sizes = pooling_parallel_sizes(backend, config.parallel)
         check_pooling(config, checkpoint, backend)
     if runs_ranks(backend, config.parallel):
         load_rank_runtime(backend).check(spec, config.parallel.tensor_parallel_size)

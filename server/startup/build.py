@@ -5,19 +5,35 @@ A pooling model has no KV cache; everything else is the same for both kinds of m
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from pagoda.backends.modules import BackendModule
 from pagoda.backends.registry import load_pooling
-from pagoda.common.backend import Backend, CheckpointBackend, PoolingBackend, ShardedBackend, SleepingBackend, Weight
+from pagoda.common.backend import (
+    Backend,
+    BackendOptions,
+    CheckpointBackend,
+    PoolingBackend,
+    PoolingOptions,
+    ProgramOptions,
+    ShardedBackend,
+    SleepingBackend,
+    Weight,
+)
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import FullCache, KvLayout, LatentCache
 from pagoda.common.engine.pooling_scheduler import pooling_core
+from pagoda.common.engine.sampling import SamplerOptions
 from pagoda.common.engine.sleep import Sleeper
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
@@ -26,10 +42,11 @@ from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.plugins import sampler_options, scheduler_of
 from pagoda.server.processing.grammar_check import structured_of
-from pagoda.server.settings.backend_options import backend_options, program_options
 from pagoda.server.settings.resolve import Resolved, open_model
 from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.worker_group import BuiltEngine, Phases, Prefetch, WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 
 def assemble(
@@ -47,14 +64,14 @@ def assemble(
     make_scheduler, options = _generation_options(resolved)
     if workers is not None:
         with phases("meet the others"):
-            options |= workers.arrive(checkpoint)
-    own = module.create(resolved.spec, **options)
+            options = replace(options, rank=workers.arrive(checkpoint))
+    own = module.create(options)
     together = None if workers is None else workers.joined(own)
     backend: Backend = together or own
     try:
         with phases("load weights"):
             if isinstance(checkpoint, ShardedCheckpoint):
-                cast(CheckpointBackend, own).load_checkpoint(checkpoint)
+                cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
             else:
                 backend.load(weights)
         with phases("allocate KV cache"):
@@ -109,43 +126,92 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> None:
     _, options = _generation_options(resolved)
     if resolved.config.parallel.nnodes > 1:
         return  # the devices are known once the hosts have met
-    num_blocks = module.check(resolved.spec, **options)
+    num_blocks = module.check(options)
     if num_blocks is not None:
         _fit(resolved.config, resolved.limits, resolved.layout, num_blocks)
 
 
-def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, dict[str, Any]]:
-    """Return the scheduler class and the keywords of the backend's `create`. Raises ConfigError."""
+def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, BackendOptions]:
+    """Return the scheduler class and the backend's options. Raises ConfigError."""
     config = resolved.config
     make_scheduler = scheduler_of(config)
-    sampling, options = sampler_options(config), backend_options(resolved)
+    options = backend_options(resolved, sampler_options(config))
     if config.cache.num_gpu_blocks_override is not None:
         _fit(config, resolved.limits, resolved.layout, config.cache.num_gpu_blocks_override)
-    return make_scheduler, {
-        "limits": resolved.limits,
-        "layout": resolved.layout,
-        "cache": config.cache,
-        "dtype": resolved.dtype,
-        "sampling": sampling,
-        **options,
-    }
+    return make_scheduler, options
+
+
+def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOptions:
+    """Return the options of the backend's `create`. Raise ConfigError for settings that it does not support."""
+    config, backend = resolved.config, resolved.backend
+    _warn_memory_utilization(config, backend)
+    _warn_compilation(config.compilation, backend, resolved.limits.max_num_seqs)
+    return BackendOptions(
+        spec=resolved.spec,
+        limits=resolved.limits,
+        layout=resolved.layout,
+        cache=config.cache,
+        dtype=resolved.dtype,
+        sampling=sampling,
+        parallel=resolved.parallel_sizes,
+        programs=program_options(config.compilation, backend),
+        compilation=config.compilation,
+        quantization=config.model.runtime_quantization,
+        attention=config.attention.kernel(backend),
+        sleep_mode=config.model.enable_sleep_mode,
+        prompt_embeds=config.model.enable_prompt_embeds,
+    )
+
+
+def _warn_memory_utilization(config: EngineConfig, backend: str) -> None:
+    fraction = config.cache.gpu_memory_utilization
+    if backend == "reference" and fraction != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization has no effect on %s; use --kv-cache-memory-bytes", backend)
+
+
+def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:
+    for key in config.ignored_keys:
+        logger.warning("--compilation-config: %s has no effect: torch.compile is not used", key)
+    if backend != "torch_cuda" and config.graph_flags:
+        logger.warning("%s: no effect on %s, which captures no CUDA graphs", " and ".join(config.graph_flags), backend)
+    if backend == "torch_cuda" and (too_large := [size for size in config.capture_sizes if size > max_num_seqs]):
+        sizes = ", ".join(map(str, too_large))
+        logger.warning("--cudagraph-capture-sizes: ignoring %s, above --max-num-seqs %d", sizes, max_num_seqs)
+
+
+def program_options(config: CompilationConfig, backend: str) -> ProgramOptions:
+    """Return where compiled programs come from and go to; defaults for backends other than jax_tpu.
+
+    Raise ConfigError if another backend is given --compiled-bundle.
+    """
+    bundle, cache = config.compiled_bundle, config.xla_cache_path
+    if backend != "jax_tpu":
+        if bundle is not None:
+            raise ConfigError("--compiled-bundle", f"not supported by {backend}; drop it, or use --backend jax_tpu")
+        if cache or config.xla_check_recompilation:
+            logger.warning("--xla-cache-path and --xla-check-recompilation have no effect on %s", backend)
+        return ProgramOptions()
+    folder = _user_cache() / "xla" if cache is None else Path(cache).expanduser() if cache else None
+    return ProgramOptions(None if bundle is None else Path(bundle), folder, config.xla_check_recompilation)
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
 
 
 def _create_pooling(resolved: Resolved) -> PoolingBackend:
     """Return the backend, without weights."""
-    options: dict[str, Any] = {}
-    if resolved.backend == "jax_tpu":  # plans its memory
-        config = resolved.config
-        stated = config.scheduler.max_num_batched_tokens is not None
-        options = {"memory_share": config.cache.gpu_memory_utilization, "stated": stated}
-    return load_pooling(resolved.backend).create(
-        resolved.spec,
+    config = resolved.config
+    options = PoolingOptions(
+        spec=resolved.spec,
         limits=resolved.limits,
         dtype=resolved.dtype,
-        **resolved.parallel_sizes,
-        **program_options(resolved.config.compilation, resolved.backend),
-        **options,
+        parallel=resolved.parallel_sizes,
+        programs=program_options(config.compilation, resolved.backend),
+        memory_share=config.cache.gpu_memory_utilization,
+        batch_stated=config.scheduler.max_num_batched_tokens is not None,
     )
+    return load_pooling(resolved.backend).create(options)
 
 
 def _info(

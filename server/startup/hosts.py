@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from pagoda import __version__
 from pagoda.backends.modules import HostRuntime
 from pagoda.backends.registry import load_host_runtime
-from pagoda.common.backend import Backend
+from pagoda.common.backend import Backend, ParallelSizes
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.handshake import meet
 from pagoda.common.distributed.leader import LeadingBackend, current_error
@@ -45,9 +44,8 @@ class Hosts:
     peers: tuple[Peer, ...]  # on host 0 all others, on the others host 0
     runtime: HostRuntime
 
-    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Return no options: the runtime has joined the hosts already, and `create` sees the devices of all."""
-        return {}
+    def arrive(self, checkpoint: Checkpoint) -> None:
+        """Return None: the runtime has joined the hosts already, and `create` sees the devices of all."""
 
     def joined(self, backend: Backend) -> LeadingBackend | FollowingBackend:
         """Return this host's backend, wrapped to lead or follow."""
@@ -106,10 +104,10 @@ def fingerprint_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
     )
 
 
-def check_devices(hosts: Sequence[Host], spread: Mapping[str, int]) -> str:
+def check_devices(hosts: Sequence[Host], sizes: ParallelSizes) -> str:
     """Return why the mesh does not use all devices of all hosts; "" if it does, or if a count is unknown."""
     counts = [int(host.fingerprint.devices[_COUNT]) for host in hosts]
-    wanted, available = math.prod(spread.values()), sum(counts)
+    wanted, available = sizes.devices, sum(counts)
     if wanted == available or 0 in counts:
         return ""
     each = ", ".join(f"{host} has {count}" for host, count in zip(hosts, counts))

@@ -9,15 +9,15 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 
-from pagoda.backends.modules import RankComm, RankRuntime
+from pagoda.backends.modules import RankRuntime
 from pagoda.backends.registry import load_rank_runtime
-from pagoda.common.backend import Backend
+from pagoda.common.backend import Backend, RankComm, RankLink
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
@@ -49,7 +49,7 @@ class LeadingRanks:
         self._workers = self._executor.start()
         self._peers = tuple(Peer(each.connection, each.name, exit_status=each.exit_status) for each in self._workers)
 
-    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    def arrive(self, checkpoint: Checkpoint) -> RankLink:
         """Send each rank its job, and form the process group."""
         size, device = 1 + len(self._workers), self._executor.device
         _check_devices(self._runtime, self._executor, size)
@@ -61,7 +61,7 @@ class LeadingRanks:
             config = _config_of(self._config, checkpoint, rank)
             peer.send_bytes(encode(Job(config=config, usage=self._usage, rank=other)))
         self._comm = _run_while_alive(self._peers, lambda: self._runtime.join(own, listener))
-        return {"comm": self._comm, "device": self._runtime.device(device)}
+        return RankLink(self._comm, device)
 
     def joined(self, backend: Backend) -> LeadingBackend:
         """Return this rank's backend, wrapped to lead the others."""
@@ -128,10 +128,10 @@ class FollowingRank:
     runtime: RankRuntime
     comm: RankComm | None = None
 
-    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    def arrive(self, checkpoint: Checkpoint) -> RankLink:
         """Join the process group."""
         self.comm = self.runtime.join(self.rank, None)
-        return {"comm": self.comm, "device": self.runtime.device(self.rank.device)}
+        return RankLink(self.comm, self.rank.device)
 
     def joined(self, backend: Backend) -> FollowingBackend:
         """Return this rank's backend, wrapped to follow rank 0."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from pagoda.common.backend import Backend, PoolingBackend, Weight
+from pagoda.common.backend import Backend, PoolingBackend, RankLink, Weight
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore
@@ -35,8 +35,8 @@ class BuiltEngine:
 class WorkerGroup(Protocol):
     """Other hosts, or other ranks on this host, that execute the engine's steps."""
 
-    def arrive(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Connect, once weights are on disk and the backend is imported. Return keywords for the backend's `create`.
+    def arrive(self, checkpoint: Checkpoint) -> RankLink | None:
+        """Connect, once weights are on disk and the backend is imported. Return the rank for `create`, if any.
 
         Raises ConfigError or EngineDeadError.
         """

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pagoda.backends import registry
+from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError
 
@@ -58,9 +59,9 @@ def parallel(**settings: Any) -> ParallelConfig:
 
 
 def test_what_create_is_told_about_devices() -> None:
-    assert registry.spread("jax_tpu", parallel(tensor_parallel_size=4)) == {"tensor": 4, "data": 1}
-    assert registry.spread("torch_cuda", parallel(tensor_parallel_size=2)) == {"tensor": 2}
-    assert registry.spread("reference", parallel()) == {}
+    assert registry.parallel_sizes("jax_tpu", parallel(tensor_parallel_size=4)) == ParallelSizes(tensor=4)
+    assert registry.parallel_sizes("torch_cuda", parallel(tensor_parallel_size=2)) == ParallelSizes(tensor=2)
+    assert registry.parallel_sizes("reference", parallel()) == ParallelSizes()
 
 
 @pytest.mark.setting("--distributed-executor-backend")
@@ -94,7 +95,7 @@ def test_ranks_are_of_one_backend_and_more_than_one_device() -> None:
 )
 def test_what_a_backend_does_not_spread(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        registry.spread(name, parallel(**settings))
+        registry.parallel_sizes(name, parallel(**settings))
 
 
 def test_an_external_launcher_is_refused_by_name() -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from models import tiny, tiny_pooling
 from models.tiny_pooling import CASES, Case
+from support.backend_options import make_pooling_options
 from support.pooling_plans import plan_of
 
 from pagoda.backends.reference import pooling as reference
@@ -47,11 +48,11 @@ def jax_tpu(spec: ModelSpec) -> PoolingBackend:
 
     from pagoda.backends.jax_tpu import pooling
 
-    return pooling.create(spec, limits=LIMITS, dtype="float32")
+    return pooling.create(make_pooling_options(spec, limits=LIMITS))
 
 
 IMPLEMENTATIONS: dict[str, Make] = {
-    "reference": lambda spec: reference.create(spec, limits=LIMITS, dtype="float32"),
+    "reference": lambda spec: reference.create(make_pooling_options(spec, limits=LIMITS)),
 }
 if find_spec("triton") is not None:
     IMPLEMENTATIONS["torch_cuda"] = torch_cuda

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from support.backend_options import make_options
 from support.jax_requests import requests
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -31,9 +31,8 @@ BLOCKS = 13
 def engine(spec: ModelSpec, backend: str, **make: Any) -> EngineCore:
     """With too few blocks for four long requests, so that some are preempted."""
     layout = kv_layout(spec, LIMITS.block_size)
-    made = load_backend(backend).create(
-        spec, limits=LIMITS, layout=layout, cache=CacheConfig(), dtype="float32", **make
-    )
+    device = {"device": make.pop("device")} if "device" in make else {}
+    made = load_backend(backend).create(make_options(spec, limits=LIMITS, layout=layout, **make), **device)
     made.load(random_weights(spec))
     made.init_cache(BLOCKS)
     if make.get("data", 1) > 1:

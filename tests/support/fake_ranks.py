@@ -68,10 +68,6 @@ def needs_gpu() -> bool:
     return True
 
 
-def device(index: int) -> int:
-    return index
-
-
 def join(place: RankInfo, listener: socket.socket | None) -> FakeComm:
     """Rank 0 waits for all; the others hear from it."""
     if listener is None:
@@ -93,8 +89,9 @@ def build(config: EngineConfig, usage: str, gather: Gather) -> BuiltEngine:
     resolved: Any = SimpleNamespace(config=config, backend="fake", spec=None)
     with gather(resolved, "server") as company:
         assert company is not None
-        told = company.arrive(resolved_checkpoint(config))
-        rank = int(told["device"])
+        link = company.arrive(resolved_checkpoint(config))
+        assert link is not None
+        rank = link.device
         fails = kind == "step" and rank == 1
         own = FakeBackend(
             full_layout(),
@@ -136,7 +133,7 @@ def lead(kind: str, size: int = 3) -> BuiltEngine:
 @contextmanager
 def fake_backend() -> Iterator[None]:
     """Let the registry know this module as the ranks of the backend `fake`, and executors this program."""
-    entry = registry.Entry("fake", "fakes", (), "", "", spreads=("tensor",), ranks="support.fake_ranks")
+    entry = registry.Entry("fake", "fakes", (), "", "", parallel=("tensor",), ranks="support.fake_ranks")
     backends, program = registry.BACKENDS, executors.RANK_PROGRAM
     registry.BACKENDS = (entry,)  # type: ignore[misc]
     executors.RANK_PROGRAM = PROGRAM  # type: ignore[misc]

@@ -12,7 +12,7 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking, Vocabulary
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 PIECES = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("ab,", repeat=size)]
@@ -68,24 +68,24 @@ def asking(
 
 
 class Answer:
-    """A guide and the tokens that it was led by."""
+    """A mask state and the tokens that it accepted."""
 
     def __init__(self, request: EngineRequest, made: Structured) -> None:
-        self.guide: TokenMaskState = made.guide(request)
+        self.mask_state: TokenMaskState = made.mask_state(request)
         self.outputs: list[int] = []
 
     @property
     def allowed(self) -> set[int]:
         """What may come next."""
-        return set(range(SIZE)) if self.guide.bits is None else set_of(self.guide.bits)
+        return set(range(SIZE)) if self.mask_state.bits is None else set_of(self.mask_state.bits)
 
     def go(self, *tokens: int) -> Answer:
         for token in tokens:
             assert token in self.allowed, token
-            self.guide.accept(token)
+            self.mask_state.accept(token)
             self.outputs.append(token)
-            if not self.guide.finished:
-                settle([(self.guide, self.outputs)])
+            if not self.mask_state.finished:
+                refresh_masks([(self.mask_state, self.outputs)])
         return self
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import support.jax_devices  # noqa: F401
 import torch
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, KernelChoice, pack
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import ModelSpec
 
 BLOCK = 8
@@ -45,7 +46,7 @@ class JaxModel:
         if kernel.scaled:
             self.leaves = with_kv_scales(self.model, self.leaves)
         self.pages = -(-max_len // BLOCK)
-        self._programs: dict[JaxStepShape, object] = {}
+        self._programs: dict[StepShape, object] = {}
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """One row per token."""
@@ -57,7 +58,7 @@ class JaxModel:
         found, begin = [], 0
         for end in [half, *range(half + 1, len(token_ids) + 1)]:
             decode = end - begin == 1
-            shape = JaxStepShape(1 if decode else 64, 1, self.pages, groups, decode)
+            shape = StepShape(1 if decode else 64, 1, self.pages, groups, decode)
             packed = pack(
                 shape,
                 np.array(token_ids[begin:end], np.int32),
@@ -74,7 +75,7 @@ class JaxModel:
             begin = end
         return torch.from_numpy(np.concatenate(found))
 
-    def _run(self, shape: JaxStepShape, leaves, caches, packed):
+    def _run(self, shape: StepShape, leaves, caches, packed):
         history = jnp.zeros((2, 1), jnp.int32)
         with self.model.matmul_precision:
             caches, hidden, _ = self.model.forward(shape, leaves, caches, history, packed)

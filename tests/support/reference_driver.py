@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from support.backend_options import make_options
 
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
@@ -41,7 +42,7 @@ def random_weights(spec: ModelSpec, seed: int = 0):
 class Driver:
     """Feeds a backend with plans, one block table per row and group, blocks chosen by `order`.
 
-    `make`: keyword arguments that the backend's `create` has besides.
+    `make`: more options of the backend; `device` of torch_cuda.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Driver:
         limits = Limits(max_model_len=128, max_num_batched_tokens=256, max_num_seqs=rows, block_size=block_size)
         self.layout = kv_layout(spec, block_size)
         module = load_backend(backend)
-        self.backend = module.create(spec, limits=limits, layout=self.layout, cache=cache, dtype=dtype, **make)
+        device = {"device": make.pop("device")} if "device" in make else {}
+        options = make_options(spec, limits=limits, layout=self.layout, cache=cache, dtype=dtype, **make)
+        self.backend = module.create(options, **device)
         self.backend.load(random_weights(spec))
         pages = 128 // block_size
         count = rows * pages * len(self.layout.groups)

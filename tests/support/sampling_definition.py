@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pagoda.common.engine.sampling import SamplingRules, gumbel, noise_keys
+from pagoda.common.engine.step import StepPlan
 
 VOCAB = 600
 
@@ -69,3 +70,18 @@ RULES = st.builds(
 ROWS = st.lists(
     st.tuples(RULES, st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 12)), min_size=1, max_size=5
 )
+
+
+def decode_step(ends, rows=None, samples=None) -> StepPlan:
+    """One token of each of some rows (default 0, 1, ...); `ends`: tokens known of each."""
+    count = len(ends)
+    return StepPlan(
+        step=0,
+        starts=(),
+        rows=np.arange(count, dtype=np.int32) if rows is None else np.array(rows, np.int32),
+        query_start=np.arange(count + 1, dtype=np.int32),
+        context=np.array(ends, np.int32) - 1,
+        token_ids=np.zeros(count, np.int32),
+        block_tables=(),
+        samples=np.ones(count, np.bool_) if samples is None else np.array(samples),
+    )

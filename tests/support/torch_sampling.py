@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from support.sampling_definition import VOCAB, define
+from support.sampling_definition import VOCAB, decode_step, define
 
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine.step import RowStart, StepPlan
+from pagoda.common.engine.step import RowStart
 
 
 class _Interpreted(Device):
@@ -37,21 +37,6 @@ class _HostArray:
 
     def array(self):
         return self._tensor.numpy()
-
-
-def decode_step(ends, rows=None, samples=None) -> StepPlan:
-    """One token of each of some rows (default 0, 1, ...); `ends`: tokens known of each."""
-    count = len(ends)
-    return StepPlan(
-        step=0,
-        starts=(),
-        rows=np.arange(count, dtype=np.int32) if rows is None else np.array(rows, np.int32),
-        query_start=np.arange(count + 1, dtype=np.int32),
-        context=np.array(ends, np.int32) - 1,
-        token_ids=np.zeros(count, np.int32),
-        block_tables=(),
-        samples=np.ones(count, np.bool_) if samples is None else np.array(samples),
-    )
 
 
 def run(sampler, logits, plan, room=None):

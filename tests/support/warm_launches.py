@@ -141,12 +141,12 @@ def steps(limits: Any, groups: int) -> Iterator[Any]:
 def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     """In a process of its own."""
     import torch
+    from support.backend_options import make_options
     from support.reference_driver import random_weights
 
     from pagoda.backends.torch_cuda.backend import create
     from pagoda.backends.torch_cuda.device import CPU, Device
     from pagoda.common.config.engine import Limits
-    from pagoda.common.config.groups.cache import CacheConfig
     from pagoda.common.engine.kv_cache.spec import kv_layout
 
     class Absent(Device):
@@ -159,15 +159,8 @@ def main(name: str, quantization: str | None, stated: dict[str, int]) -> None:
     new = watch_launches()
     spec, limits = models()[name], Limits(**stated)
     layout = kv_layout(spec, limits.block_size)
-    backend = create(
-        spec,
-        limits=limits,
-        layout=layout,
-        cache=CacheConfig(),
-        dtype="bfloat16",
-        quantization=quantization,
-        device=Absent(CPU.torch, CPU.chip, "H100"),
-    )
+    options = make_options(spec, limits=limits, layout=layout, dtype="bfloat16", quantization=quantization)
+    backend = create(options, Absent(CPU.torch, CPU.chip, "H100"))
     backend.load(random_weights(spec))
     backend.init_cache(2)
     backend._warmup_plans.minimal = lambda: backend._warmup_plans.all(backend.config.graph_sizes.sizes)  # as on a GPU

@@ -28,7 +28,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     StepProgramSet,
 )
 from pagoda.backends.jax_tpu.execution.programs import compile_all
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes, check_tables
+from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.memory.budget import ProgramMemory, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype, fit_pooling
@@ -40,6 +40,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling import LogprobsMode
+from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.chips import CHIPS
 

@@ -20,10 +20,10 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ScorePrompt,
     SetHistoryRow,
 )
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import Moe
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -78,7 +78,7 @@ def full_batch(model: Model, key: Key, num_blocks: int) -> BatchLoad:
             return BatchLoad(0, 0)
 
 
-def full_step(shape: JaxStepShape, page_size: int, num_blocks: int) -> BatchLoad:
+def full_step(shape: StepShape, page_size: int, num_blocks: int) -> BatchLoad:
     """Return a batch that fills the shape: for decode, contexts as long as tables and cache allow; else new prompts."""
     longest = shape.pages * page_size
     if shape.decode_only:
@@ -114,7 +114,7 @@ def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
             return RooflineCost(2 * (model.max_len + 1) * 4, 0)
 
 
-def _forward(model: Model, shape: JaxStepShape, load: BatchLoad) -> RooflineCost:
+def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
     moved, flops = _layers(model, shape.tokens)
     head = _head_size(model)
     moved += head * model.dtype.itemsize + shape.seqs * padded(model.spec.vocab, model.tensor) * 4
@@ -148,7 +148,7 @@ def _layers(model: Model, tokens: int) -> tuple[int, int]:
     return moved, flops
 
 
-def _attention(model: Model, shape: JaxStepShape | PackedShape, load: BatchLoad) -> tuple[int, int]:
+def _attention(model: Model, shape: StepShape | PackedShape, load: BatchLoad) -> tuple[int, int]:
     """Return bytes and FLOP of all layers' attention, sliding windows considered."""
     moved = flops = 0
     for layer in model.spec.layers:

@@ -15,6 +15,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import compiler_options
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel.sharding import partition, replicated
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.shapes import ShapeLadder
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class PoolProgramSet:
         """Yield every shape, the largest first."""
         assert self.model.spec.pooler is not None, "the model pools"
         per_prompt = () if self.model.spec.pooler.kind == "all" else (False,)
-        for tokens in sorted(token_ladder(self.limits), reverse=True):
+        for tokens in reversed(token_ladder(self.limits).sizes):
             yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *per_prompt))
 
     def shape_for(self, tokens: int, of_tokens: bool) -> PackedShape:
         """Return the smallest shape that fits `tokens`. `of_tokens`: one output per token instead of per prompt."""
-        size = next(size for size in token_ladder(self.limits) if size >= tokens)
+        size = token_ladder(self.limits).bucket_for(tokens)
         pages = -(-min(self.limits.max_model_len, size) // self.limits.block_size)
         return PackedShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
 
@@ -67,11 +68,7 @@ class PoolProgramSet:
         return mapped(leaves, packed)
 
 
-def token_ladder(limits: Limits) -> tuple[int, ...]:
-    """Return the token bucket sizes in ascending order: doubling up to the longest step."""
+def token_ladder(limits: Limits) -> ShapeLadder:
+    """Return the padded numbers of tokens, doubling up to the longest step."""
     longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // MIN_TOKENS) * MIN_TOKENS
-    buckets, size = [], MIN_TOKENS
-    while size < longest:
-        buckets.append(size)
-        size *= 2
-    return (*buckets, longest)
+    return ShapeLadder.between(MIN_TOKENS, longest)

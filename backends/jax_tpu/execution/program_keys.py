@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, KernelChoice
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, packed_size
 from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.parallel.sharding import DATA, named_sharding, partition, replicated
@@ -26,6 +25,7 @@ from pagoda.backends.jax_tpu.sampling.device import logprobs, sample
 from pagoda.common.engine import logit_edits
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import KINDS, Kind
+from pagoda.common.engine.shapes import StepShape, StepShapes
 
 SCORE_TOKENS: Final = 64
 """Prompt tokens per call of the `ScorePrompt` program."""
@@ -40,7 +40,7 @@ LOGITS_FUNCTIONS: Final[tuple[LogitsFunction, ...]] = ("penalise", "adjust", "ba
 class Forward:
     """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S, V]); the caches are donated."""
 
-    shape: JaxStepShape
+    shape: StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ForwardEmbeds:
     Compiled with --enable-prompt-embeds only, and not for decode-only shapes.
     """
 
-    shape: JaxStepShape
+    shape: StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class StepProgramSet:
         model, array, history, shards = self.model, self._array, self.history, self.model.shards
         match key:
             case Forward(shape):
-                packed = array((shards, shape.size), jnp.int32, "R.")
+                packed = array((shards, packed_size(shape)), jnp.int32, "R.")
                 arguments = (model.leaves, model.caches(self.num_blocks), history, packed)
                 return partial(model.forward, shape), (1,), arguments
             case ForwardEmbeds(shape):

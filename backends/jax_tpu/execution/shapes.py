@@ -1,76 +1,20 @@
-"""The closed set of step shapes: every step is padded up to one of them, and each is compiled before serving.
-
-Steps of one token per sequence have T equal to S. All others have few sequences or as many as allowed, so that the set
-grows with the logarithm of the limits, not with their product.
-"""
+"""Plans of the shards -> the padded shape and the packed array of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, pack
+from pagoda.backends.jax_tpu.execution.step_input import pack
 from pagoda.common.config.defaults import TPU_TABLE_ENTRIES
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.buckets import ShapeLadder
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.engine.step import Int32, StepPlan, TokenMasks
 from pagoda.common.errors import ConfigError
-
-LEAST_TOKENS: Final = 16
-LEAST_ROWS: Final = 8
-SHORT: Final = 8
-"""The shorter page tables are for sequences up to this part of the longest."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShapes:
-    """Ladders of rows, tokens and pages for one engine. `groups`: block tables per step."""
-
-    decode: ShapeLadder
-    tokens: ShapeLadder
-    rows: ShapeLadder
-    pages: ShapeLadder
-    groups: int
-
-    @classmethod
-    def of(cls, limits: Limits, groups: int, *, factor: int = 2) -> StepShapes:
-        """Shapes up to the limits; `factor` (a power of two) from one size to the next."""
-        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        pages = -(-limits.max_model_len // limits.block_size)
-        return cls(
-            decode=_thinned(ShapeLadder.between(min(LEAST_ROWS, seqs), seqs), factor),
-            tokens=_thinned(ShapeLadder.between(min(LEAST_TOKENS, tokens), tokens), factor),
-            rows=ShapeLadder(tuple(sorted({min(LEAST_ROWS, seqs), seqs}))),
-            pages=ShapeLadder(tuple(sorted({-(-pages // SHORT), pages}))),
-            groups=groups,
-        )
-
-    def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool) -> JaxStepShape:
-        """The smallest shape that holds such a step."""
-        if decode_only:
-            rows = self.decode.bucket_for(seqs)
-            return JaxStepShape(rows, rows, self.pages.bucket_for(pages), self.groups, True)
-        rows = self.rows.bucket_for(seqs)
-        return JaxStepShape(self.tokens.bucket_for(tokens), rows, self.pages.bucket_for(pages), self.groups, False)
-
-    def __iter__(self) -> Iterator[JaxStepShape]:
-        """Every shape a step can have: more tokens than sequences, or as many."""
-        for pages in self.pages.sizes:
-            for rows in self.decode.sizes:
-                yield JaxStepShape(rows, rows, pages, self.groups, True)
-            for tokens in self.tokens.sizes:
-                for rows in self.rows.sizes:
-                    if rows <= self.rows.bucket_for(min(tokens, self.rows.sizes[-1])):
-                        yield JaxStepShape(tokens, rows, pages, self.groups, False)
-
-    @property
-    def seqs(self) -> tuple[int, ...]:
-        """Every number of padded sequences that a step can have."""
-        return tuple(sorted({*self.decode.sizes, *self.rows.sizes}))
 
 
 def check_tables(limits: Limits) -> None:
@@ -89,20 +33,14 @@ def check_tables(limits: Limits) -> None:
         )
 
 
-def _thinned(ladder: ShapeLadder, factor: int) -> ShapeLadder:
-    """Every n-th size so that neighbours differ by `factor`; the top stays."""
-    every = factor.bit_length() - 1
-    return ShapeLadder((*ladder.sizes[:-1][::every], ladder.sizes[-1]))
-
-
 Plans = Mapping[int, StepPlan]
 """Shard -> its plan for one step, with global row numbers. Not empty; idle shards are absent."""
 
 
 def make_batch(
     plans: Plans, shards: int, shapes: StepShapes, block_size: int, empty_row: int
-) -> tuple[JaxStepShape, Int32]:
-    """Return the smallest shape that fits every shard's plan, and the packed step int32 [shards, shape.size]."""
+) -> tuple[StepShape, Int32]:
+    """Return the smallest shape for every shard's plan, and the packed step int32 [shards, packed_size(shape)]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
     longest = max(int((plan.context + np.diff(plan.query_start)).max()) for plan in plans.values())
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
@@ -119,7 +57,7 @@ def make_embeds(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.D
     return embeds.reshape(-1, width)
 
 
-def _packed(plan: StepPlan | None, shape: JaxStepShape, empty_row: int) -> Int32:
+def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
     if plan is None:
         return pack(shape, _EMPTY, _ZERO, _EMPTY, _EMPTY, (0, 0), (), empty_row)
     lengths = np.diff(plan.query_start)

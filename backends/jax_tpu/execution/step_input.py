@@ -9,26 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import PREVIOUS, Int32
 from pagoda.common.models.spec import Attention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class JaxStepShape:
-    """The padded shape of a step."""
-
-    tokens: int  # T
-    seqs: int  # S
-    pages: int  # P: of the longest sequence
-    groups: int  # G: block tables per sequence
-    decode_only: bool  # every sequence has one token, so T equals S
-
-    @property
-    def size(self) -> int:
-        """Return the length of the packed array."""
-        return self.tokens + 3 * self.seqs + 1 + 2 + self.groups * self.seqs * self.pages
+def packed_size(shape: StepShape) -> int:
+    """Return the length of a step's packed array."""
+    return shape.tokens + 3 * shape.seqs + 1 + 2 + shape.groups * shape.seqs * shape.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +60,8 @@ class StepInput:
     decode_only: bool
 
     @classmethod
-    def unpack(cls, packed: jax.Array, shape: JaxStepShape, kernel: KernelChoice) -> StepInput:
-        """Split int32 [shape.size] in the order of `pack`."""
+    def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
+        """Split int32 [packed_size(shape)] in the order of `pack`."""
         sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2)
         token_ids, query_start, kv_len, rows, counts, tables = jnp.split(packed, np.cumsum(sizes))
         tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
@@ -137,7 +127,7 @@ class StepInput:
 
 
 def pack(
-    shape: JaxStepShape,
+    shape: StepShape,
     token_ids: Int32,
     query_start: Int32,
     kv_len: Int32,
@@ -146,8 +136,8 @@ def pack(
     page_tables: tuple[Int32, ...],
     empty_row: int,
 ) -> Int32:
-    """Pack a step into int32 [shape.size]. Padding sequences have no tokens, row `empty_row` and the null block."""
-    packed = np.zeros(shape.size, np.int32)
+    """Pack a step: int32 [packed_size(shape)]. Padding sequences have no tokens, row `empty_row`, the null block."""
+    packed = np.zeros(packed_size(shape), np.int32)
     seqs, start = len(rows), shape.tokens
     packed[: len(token_ids)] = token_ids
     packed[start : start + seqs + 1] = query_start

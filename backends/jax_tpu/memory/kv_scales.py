@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, pack
+from pagoda.backends.jax_tpu.execution.step_input import pack
 from pagoda.backends.jax_tpu.model.decoder import Caches
 from pagoda.backends.jax_tpu.model.layout import segments
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel.sharding import replicated
+from pagoda.common.engine.shapes import StepShape
 
 KV_SCALE: Final = "kv_scale"
 """Parameter name. float32 [repeats, 2] per layer of a block: scales of K and V."""
@@ -52,7 +53,7 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     by_path = dict(zip(model.paths, leaves))
     tokens, groups = min(TOKENS, model.max_len), len(model.layout.groups)
     pages = -(-tokens // kernel.page_size)
-    shape = JaxStepShape(tokens, 1, pages, groups, decode_only=False)
+    shape = StepShape(tokens, 1, pages, groups, decode_only=False)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, 1, pages)
     caches = tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in unquantised.caches(1 + groups * pages))
     packed = pack(
@@ -79,9 +80,7 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     )
 
 
-def _block_maxima(
-    model: Model, shape: JaxStepShape, leaves: Leaves, caches: Caches, packed: jax.Array
-) -> list[jax.Array]:
+def _block_maxima(model: Model, shape: StepShape, leaves: Leaves, caches: Caches, packed: jax.Array) -> list[jax.Array]:
     """Run a step and return the largest absolute K and V of each block, float32 [L, P, 2] per stacked cache."""
     history = jnp.zeros((2, 1), jnp.int32)
     caches, _, _ = model.forward(shape, leaves, caches, history, packed)

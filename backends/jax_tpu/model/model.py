@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape, KernelChoice, StepInput
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import Caches, JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import JaxBuildContext
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
 from pagoda.backends.jax_tpu.parallel.sharding import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout
 
@@ -94,7 +95,7 @@ class Model:
 
     def forward(
         self,
-        shape: JaxStepShape,
+        shape: StepShape,
         leaves: Leaves,
         caches: Caches,
         history: jax.Array,
@@ -103,7 +104,7 @@ class Model:
     ) -> tuple[Caches, jax.Array, jax.Array]:
         """Run one step: updated caches, hidden [T, D], float32 logits [S, V] of each sequence's last token.
 
-        `packed` int32 [shards, shape.size]. T and S are the shape's times the number of shards, shard by shard.
+        `packed` int32 [shards, packed_size(shape)]. T and S are the shape's times the number of shards, by shard.
         `embeds`: empty, or [T, D] with the embeddings of tokens marked EMBEDDED.
         """
         specs = tuple(map(partition, self.axes))
@@ -120,7 +121,7 @@ class Model:
 
     def _forward(
         self,
-        shape: JaxStepShape,
+        shape: StepShape,
         leaves: Leaves,
         caches: Caches,
         history: jax.Array,

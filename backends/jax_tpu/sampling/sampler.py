@@ -6,6 +6,7 @@ argmax. Never waits for the device; `Sampled.logprobs` does.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -16,33 +17,52 @@ from pagoda.backends.jax_tpu.execution.program_keys import Key, LogitsProgram, S
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling.device import MAX_LOGPROBS, sorted_logprobs
-from pagoda.common.engine.logit_edits import additions, allowed, allowed_bits, banned_words, penalties
+from pagoda.common.engine.logit_edits import additions, allowed, allowed_bits, banned_words, grammar_masks, penalties
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import RowTable, SampledRows
-from pagoda.common.engine.step import RowStart, TokenLogprobs
+from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLogprobs:
+    """Logprobs of tokens int32 [R], being copied to the host."""
+
+    mode: LogprobsMode
+    tokens: jax.Array | Int32
+    top_logprobs: tuple[jax.Array, jax.Array, jax.Array]  # of `device.logprobs`
+    logits: jax.Array | None  # float32 [R, V], for requests of more than MAX_LOGPROBS
+
+    def fetch(self, rows: slice, n: int) -> TokenLogprobs:
+        """Wait for some rows; return the logprobs of each token and of the `n` best (-1: all)."""
+        if self.logits is not None and not 0 <= n <= MAX_LOGPROBS:
+            return sorted_logprobs(self.mode, np.asarray(self.logits)[rows], np.asarray(self.tokens)[rows], n)
+        ids, values, ranks = (np.asarray(part)[rows] for part in self.top_logprobs)
+        return TokenLogprobs(ids[:, : 1 + n], values[:, : 1 + n], ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampled tokens of a step, being copied to the host, and the inputs of its logprobs."""
+    """The sampled tokens of a step, being copied to the host, and their logprobs."""
 
     tokens: jax.Array  # int32 [R]
-    mode: LogprobsMode
-    num_logprobs: dict[int, int]  # sequence -> requested number; -1: all
-    top_logprobs: tuple[jax.Array, jax.Array, jax.Array] | None = None  # of `device.logprobs`
-    logits: jax.Array | None = None  # for requests of more than MAX_LOGPROBS
+    num_logprobs: dict[int, int]  # row of logits -> requested number; -1: all
+    device_logprobs: DeviceLogprobs | None = None
 
-    def logprobs(self, sequences: range) -> dict[int, TokenLogprobs]:
-        """Return the logprobs of the sampled and top tokens, for those of `sequences` that requested them."""
-        return {index: self._logprobs(index, n) for index, n in self.num_logprobs.items() if index in sequences}
+    def fetch(self, first: int, seqs: int) -> Int32:
+        """Wait for the tokens of `seqs` rows from `first` on."""
+        return np.asarray(self.tokens)[first : first + seqs]
 
-    def _logprobs(self, index: int, n: int) -> TokenLogprobs:
-        assert self.top_logprobs is not None
-        row = slice(index, index + 1)
-        if self.logits is not None and not 0 <= n <= MAX_LOGPROBS:
-            return sorted_logprobs(self.mode, np.asarray(self.logits)[row], np.asarray(self.tokens)[row], n)
-        ids, values, ranks = (np.asarray(part)[row] for part in self.top_logprobs)
-        return TokenLogprobs(ids[:, : 1 + n], values[:, : 1 + n], ranks)
+    def logprobs(self, first: int, seqs: int) -> dict[int, TokenLogprobs]:
+        """Wait for the requested logprobs of `seqs` rows from `first` on, numbered from 0."""
+        device_logprobs = self.device_logprobs
+        if device_logprobs is None:
+            return {}
+        rows = range(first, first + seqs)
+        return {
+            index - first: device_logprobs.fetch(slice(index, index + 1), n)
+            for index, n in self.num_logprobs.items()
+            if index in rows
+        }
 
 
 class JaxSampler:
@@ -59,7 +79,7 @@ class JaxSampler:
     def start(self, start: RowStart) -> None:
         """Initialise a row. Its tokens are copied to the device only if its rules read them there."""
         self.rows.start(start, self.vocab)
-        if start.rules.has_penalties or any(len(word) > 1 for word in start.rules.bad_words):
+        if start.rules.reads_history:
             tokens = np.zeros(self.history.shape[1], np.int32)
             tokens[: len(start.token_ids)] = start.token_ids
             self.history = self._programs[SetHistoryRow()](self.history, np.int32(start.row), tokens)
@@ -72,13 +92,22 @@ class JaxSampler:
         rules = sampled.pack(logits.shape[0], len(self.rows))
         tokens, self.history, processed = self._programs[Sample(seqs, sampled.kind)](edited, self.history, rules)
         tokens.copy_to_host_async()
-        num_logprobs = {row.index: row.state.rules.logprobs or 0 for row in sampled.where("shown")}
+        num_logprobs = {row.index: row.state.rules.logprobs or 0 for row in sampled.where("logprobs")}
         if not num_logprobs:
-            return Sampled(tokens, self.mode, num_logprobs)
+            return Sampled(tokens, num_logprobs)
         scored = logits if processed is None else processed
-        top_logprobs = self._programs[LogitsProgram("logprobs", seqs)](scored, tokens)
-        needs_logits = any(not 0 <= n <= MAX_LOGPROBS for n in num_logprobs.values())
-        return Sampled(tokens, self.mode, num_logprobs, top_logprobs, scored if needs_logits else None)
+        return Sampled(tokens, num_logprobs, self.score(scored, tokens, seqs, num_logprobs.values()))
+
+    def score(
+        self, logits: jax.Array, tokens: jax.Array | Int32, seqs: int, num_logprobs: Iterable[int]
+    ) -> DeviceLogprobs:
+        """Enqueue the logprobs of tokens int32 [R] in logits float32 [R, V], of which each shard has `seqs` rows.
+
+        `num_logprobs`: the numbers that will be fetched (-1: all).
+        """
+        top_logprobs = self._programs[LogitsProgram("logprobs", seqs)](logits, tokens)
+        needs_logits = any(not 0 <= n <= MAX_LOGPROBS for n in num_logprobs)
+        return DeviceLogprobs(self.mode, tokens, top_logprobs, logits if needs_logits else None)
 
     def _edit(self, logits: jax.Array, sampled: SampledRows, plans: Plans) -> jax.Array:
         """Apply penalties, bias, bans and token masks."""
@@ -91,7 +120,7 @@ class JaxSampler:
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
             for words, heads in banned_words(edited, rows):
                 logits = programs[LogitsProgram("ban_words", seqs)](logits, self.history, words, heads)
-        if masks := allowed(sampled.where("masked"), plans, seqs, logits.shape[1]):
+        if masks := allowed(sampled.where("masked"), grammar_masks(plans, seqs), logits.shape[1]):
             bits = allowed_bits({}, rows, logits.shape[1])
             bits[list(masks)] = np.stack(list(masks.values()))
             logits = programs[LogitsProgram("mask", seqs)](logits, bits)

@@ -1,6 +1,6 @@
 """Grouped-query attention over the paged cache.
 
-Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend (sequences may share
+Order within a layer: project, normalise, rotate, write K and V of *all* sequences, then attend (a sequence may share
 blocks that another one fills in the same step).
 """
 
@@ -17,11 +17,9 @@ from pagoda.backends.reference.model.rotary import Rotation
 from pagoda.backends.reference.weights import AttentionParams
 from pagoda.common.models.spec import Attention
 
-# From the residual stream to queries, keys and values, and back: what attention over any kind of keys shares.
-
 
 class Projection:
-    """One layer's products around attention. `out`: [T, N*H] -> [T, D]."""
+    """One layer's projections around attention. `out`: [T, N*H] -> [T, D]."""
 
     def __init__(self, spec: Attention, params: AttentionParams) -> None:
         self.spec, self.params, self.out = spec, params, params.out
@@ -36,7 +34,7 @@ class Projection:
         return heads[:, : spec.heads], heads[:, spec.heads :], projected[:, spec.heads + spec.kv_heads :]
 
     def _normalise(self, heads: Tensor) -> Tensor:
-        """QK norm of heads [T, N+K, H], when the layer has one."""
+        """Apply the QK norm, if any, to heads [T, N+K, H]."""
         spec, params = self.spec, self.params
         if spec.qk_norm is None or params.q_norm is None or params.k_norm is None:
             return heads

@@ -1,8 +1,4 @@
-"""The decoder, built once from a model spec and run once per step.
-
-`match` happens here, at build time; a step only calls what was built. Knows layers and tensors; does not know
-requests, sampling or where weights came from.
-"""
+"""The decoder, built once from a model spec (every `match` on the spec happens then) and run once per step."""
 
 from __future__ import annotations
 
@@ -22,13 +18,11 @@ from pagoda.backends.reference.model.rotary import RotaryTables
 from pagoda.backends.reference.weights import LayerParams, MlpParams, ModelParams, MoeParams, NormParams
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe, Norm
 
-# Feed-forward blocks: one MLP, or a routed mixture of them.
-
 FfnStep = Callable[[Tensor], Tensor]
 
 
 def make_ffn(spec: Ffn, params: MlpParams | MoeParams) -> FfnStep:
-    """The block as a function of x [T, D]."""
+    """Return the MLP or mixture of experts as a function of x [T, D]."""
     match spec:
         case Mlp():
             assert isinstance(params, MlpParams)
@@ -67,7 +61,7 @@ NormStep = Callable[[Tensor], Tensor]
 
 
 class Decoder:
-    """Token ids and a batch in, hidden states and logits out."""
+    """Maps token ids and a batch to hidden states and logits."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.spec, self.params, self.numerics = spec, params, numerics
@@ -81,7 +75,7 @@ class Decoder:
     def hidden(
         self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
     ) -> Tensor:
-        """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V land in the caches."""
+        """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
         x = self.embed(token_ids, batch.positions, embedded=embedded)
         rotations = self.rotary.at(batch.positions)
         for index, layer in enumerate(self.layers):
@@ -100,7 +94,7 @@ class Decoder:
 
 
 class TokenEmbedding:
-    """Tokens to the residual stream: the sum of what is looked up, normalised where the model does so."""
+    """Token, position and type embeddings, summed and normalised as the model specifies."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics) -> None:
         self.spec, self.params, self.compute = spec.embedding, params, numerics.compute
@@ -113,16 +107,16 @@ class TokenEmbedding:
         token_types: Tensor | None = None,
         embedded: Embedded | None = None,
     ) -> Tensor:
-        """token_ids, positions, token_types int64 [T] -> [T, D]. No token types: all are 0.
+        """token_ids, positions, token_types (None: all 0) int64 [T] -> [T, D].
 
-        `embedded`: rows as they are once they are looked up and scaled.
+        `embedded`: replaces looked-up and scaled rows.
         """
         spec, params = self.spec, self.params
-        x = F.embedding(token_ids if embedded is None else embedded.without(token_ids), params.embed)
+        x = F.embedding(token_ids if embedded is None else embedded.mask_ids(token_ids), params.embed)
         if spec.scale != 1.0:
-            x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as it was trained
+            x = x * x.new_tensor(spec.scale)  # rounded to the weights' dtype, as in training
         if embedded is not None:
-            x = embedded.over(x)
+            x = embedded.insert(x)
         x = x.to(self.compute)
         if params.embed_in is not None:
             x = params.embed_in(x)
@@ -134,9 +128,9 @@ class TokenEmbedding:
 
 
 class DecoderLayer:
-    """One layer: mixer and ffn, each between its norms, on the residual stream.
+    """One layer on the residual stream: mixer and ffn, each between its norms.
 
-    `mixer`: x [T, D] and whatever else it reads -> [T, D].
+    `mixer`: x [T, D] and its other inputs -> [T, D].
     """
 
     def __init__(self, spec: Layer, params: LayerParams, mixer: Callable[..., Tensor]) -> None:
@@ -150,9 +144,9 @@ class DecoderLayer:
         self.before_ffn = make_norm(spec.norms.before_ffn, norms.get("before_ffn"))
         self.after_ffn = make_norm(spec.norms.after_ffn, norms.get("after_ffn"))
 
-    def __call__(self, x: Tensor, *mixer_reads: object) -> Tensor:
+    def __call__(self, x: Tensor, *mixer_inputs: object) -> Tensor:
         """X [T, D] -> [T, D]."""
-        mixed = self.mixer(self.before_mixer(x), *mixer_reads)
+        mixed = self.mixer(self.before_mixer(x), *mixer_inputs)
         x = self._add(x, mixed, self.after_mixer)
         return self._add(x, self.ffn(self.before_ffn(x)), self.after_ffn)
 
@@ -161,7 +155,7 @@ class DecoderLayer:
 
 
 def make_norm(spec: Norm | None, params: NormParams | None) -> NormStep:
-    """The norm as a function of x [T, D]; the identity when there is none."""
+    """Return the norm as a function of x [T, D]; the identity if there is no norm."""
     if spec is None or params is None:
         return lambda x: x
     if spec.kind == "rms" and params.weight.dtype == torch.float32:
@@ -170,7 +164,7 @@ def make_norm(spec: Norm | None, params: NormParams | None) -> NormStep:
 
 
 def _rms(weight: Tensor, eps: float) -> NormStep:
-    """RMSNorm in float32 with few operations: torch's own is a composite of twice as many."""
+    """RMSNorm in float32 with half as many operations as torch's."""
     epsilon, per_element = torch.tensor(eps), 1.0 / weight.shape[0]
 
     def rms(x: Tensor) -> Tensor:

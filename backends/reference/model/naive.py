@@ -1,6 +1,6 @@
 """The readable definition of every model: the whole sequence at once, plain torch, no cache and no paging.
 
-This is the oracle of the fast decoder, so it favours clarity over speed everywhere.
+This is the oracle of the fast decoder, so it prefers clarity to speed everywhere.
 
 Axis letters: T tokens, N query heads, K KV heads, H head dim, D width, V vocab.
 """
@@ -23,10 +23,10 @@ from pagoda.common.models.spec import Attention, Ffn, Layer, Mlp, ModelSpec, Moe
 
 
 class NaiveModel:
-    """A model that answers one question: the logits of a sequence.
+    """A model that computes the logits of one sequence.
 
-    `max_len`: the longest context to be served, which some rotary scalings depend on; default: the spec's.
-    Raises WeightError when a parameter of the spec is missing.
+    `max_len`: the context length, which some rotary scalings depend on; default: the spec's. Raises WeightError if a
+    parameter of the spec is missing.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NaiveModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> Tensor:
-        """Logits [T, V] after each token of one sequence."""
+        """Return the logits [T, V] after each token of one sequence."""
         x = self._embed(token_ids)
         for index, layer in enumerate(self.spec.layers):
             x = self._layer(f"layers.{index}", layer, x)
@@ -54,7 +54,7 @@ class NaiveModel:
 
     @torch.inference_mode()
     def greedy(self, token_ids: list[int], count: int) -> list[int]:
-        """The next `count` tokens, each the most likely one."""
+        """Return the next `count` tokens, sampled greedily."""
         tokens = list(token_ids)
         for _ in range(count):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
@@ -141,7 +141,7 @@ class NaiveModel:
 
 
 def visible(tokens: int, window: int | None) -> Tensor:
-    """bool [T, T]: which tokens (columns) each token (row) may see."""
+    """Return which tokens (columns) each token (row) may see, bool [T, T]."""
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)

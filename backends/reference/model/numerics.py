@@ -1,7 +1,7 @@
-"""Which numbers the CPU computes in, decided once from the dtype asked for and what the processor can do.
+"""Dtypes of CPU computation, from --dtype and the processor's instructions.
 
 A processor without bfloat16 (or float16) instructions emulates them several times slower than float32. There the
-weights keep the values of the dtype asked for, and activations and KV cache stay in float32: more exact and faster.
+weights have the values of the requested dtype, while activations and KV cache are float32: more exact and faster.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """`weights`: values of the parameters. `compute`: activations, KV cache and matrix products."""
+    """Dtypes of a model."""
 
-    weights: torch.dtype
-    compute: torch.dtype
+    weights: torch.dtype  # precision of the parameters
+    compute: torch.dtype  # activations, KV cache and matrix products
 
     @property
     def widened(self) -> bool:
-        """True when products run in a wider dtype than the weights' own."""
+        """True when products run in a wider dtype than the weights."""
         return self.weights != self.compute
 
 
 def numerics(dtype: str) -> Numerics:
-    """Numerics for a dtype name. Raises ConfigError for a name that is none."""
+    """Return the numerics of a dtype name. Raises ConfigError if it is unknown."""
     if dtype not in _DTYPES:
         raise ConfigError("--dtype", f"{dtype} is not one of auto, {', '.join(_DTYPES)}")
     weights = _DTYPES[dtype]
@@ -54,9 +54,9 @@ def _arm_bf16() -> bool:
 
 
 def thread_count() -> int:
-    """Compute threads: one per core this process may use, hyper-threads not counted, OMP_NUM_THREADS above all.
+    """Return the number of compute threads: OMP_NUM_THREADS, or one per physical core this process may use.
 
-    From eight cores on, one is left to the server and the tokenizer.
+    From eight cores on, one is left for the server and the tokenizer.
     """
     if OMP_NUM_THREADS.read() is not None:
         return torch.get_num_threads()
@@ -65,7 +65,7 @@ def thread_count() -> int:
 
 
 def _core_of(cpu: int) -> tuple[str, str]:
-    """(package, core) of a logical processor; each its own core where the kernel does not say."""
+    """Return (package, core) of a logical processor; each is a core of its own if sysfs lacks the topology."""
     base = f"/sys/devices/system/cpu/cpu{cpu}/topology"
     try:
         with open(f"{base}/physical_package_id") as package, open(f"{base}/core_id") as core:

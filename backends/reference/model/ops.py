@@ -1,7 +1,4 @@
-"""The torch maths that the readable model and the fast one share.
-
-Knows tensors and the spec's small values. Does not know layers, caches or parameter names.
-Rounding follows transformers: norms in float32, then one cast.
+"""Torch operations of the naive model and the decoder. Rounding follows transformers: norms in float32, one cast.
 
 Axis letters: T tokens, n heads of any kind, H head dim, D width, E experts, k chosen experts.
 """
@@ -37,7 +34,7 @@ _ACTIVATIONS: dict[PoolerActivation, Callable[[Tensor], Tensor]] = {
 
 
 def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
-    """A tensor over the same memory. A read-only array (a mapped file) gives a tensor that must not be written."""
+    """Return a tensor over the same memory. The tensor of a read-only array (a mapped file) must not be written."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         if array.dtype in _NARROW:
@@ -58,12 +55,12 @@ def norm(x: Tensor, spec: Norm, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def activation(name: PoolerActivation) -> Callable[[Tensor], Tensor]:
-    """The elementwise function of that name."""
+    """Return the elementwise function of that name."""
     return _ACTIVATIONS[name]
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap): about x when small, never beyond the cap."""
+    """Return cap * tanh(x / cap)."""
     return torch.tanh(x / cap) * cap
 
 
@@ -76,7 +73,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
 
 
 def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:
-    """Weights float32 [T, k] and expert numbers int64 [T, k] from router logits [T, E]."""
+    """Return weights float32 [T, k] and expert indices int64 [T, k] from router logits [T, E]."""
     weights, experts = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
     if spec.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -84,7 +81,7 @@ def route(logits: Tensor, spec: Router) -> tuple[Tensor, Tensor]:
 
 
 def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Sum of each token's chosen experts, [T, D]. `expert(e, rows [t, D])` runs one expert on the rows routed to it."""
+    """Return the weighted sum of each token's experts, [T, D]. `expert(e, rows [t, D])` runs expert e on its rows."""
     mixed = torch.zeros_like(x)
     for e in set(experts.flatten().tolist()):
         rows, slots = (experts == e).nonzero(as_tuple=True)

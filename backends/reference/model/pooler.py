@@ -1,7 +1,4 @@
-"""Hidden states -> answers: pooled, through dense layers and a classifier, cut, normalised. All in float32.
-
-Device-neutral: works where its parameters and the hidden states are.
-"""
+"""Hidden states -> pooled outputs: pooling, dense layers, classifier, truncation, normalisation; float32."""
 
 from __future__ import annotations
 
@@ -28,18 +25,18 @@ class ReferencePooler:
         self.weight, self.bias = params.get("pooler.classifier"), params.get("pooler.classifier_bias")
 
     def __call__(self, hidden: Tensor, bounds: Sequence[int], rules: Sequence[PoolingRules]) -> tuple[Tensor, ...]:
-        """Hidden [T, D], tokens bounds[s] to bounds[s+1] of prompt s -> of each prompt [n] or [length, n]."""
+        """Hidden [T, D], tokens bounds[s] to bounds[s+1] of prompt s -> [n] or [length, n] for each prompt."""
         pooled = [self._pool(hidden[begin:end], rule) for (begin, end), rule in zip(pairwise(bounds), rules)]
         rows = torch.cat(pooled)
         for dense in self.dense:
             rows = dense(rows)
         if self.weight is not None:
             rows = F.linear(rows, self.weight, self.bias)
-        answers = rows.split([len(part) for part in pooled])
-        return tuple(self._finish(answer, rule) for answer, rule in zip(answers, rules))
+        outputs = rows.split([len(part) for part in pooled])
+        return tuple(self._finish(output, rule) for output, rule in zip(outputs, rules))
 
     def _pool(self, hidden: Tensor, rules: PoolingRules) -> Tensor:
-        """One prompt's hidden states [length, D] -> [1, D], or as many as there are."""
+        """One prompt's hidden states [length, D] -> [1, D], or [length, D] for token tasks."""
         kind = "all" if rules.task in OF_TOKENS else self.spec.kind
         match kind:
             case "first":

@@ -1,4 +1,4 @@
-"""Tables of cos and sin for every distinct Rope of a model, cut to a step's positions once per step."""
+"""Tables of cos and sin for every distinct Rope of a model, indexed by a step's positions once per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagoda.common.models.spec import ModelSpec, Rope
 class Rotation:
     """Rotates heads by the positions of one step's tokens; channel i of the first `dim` pairs with i + dim/2.
 
-    cos and sin [T, 1, dim], ready to multiply: sin carries the sign of its half. Channels from `dim` on stand still.
+    cos and sin [T, 1, dim]; sin includes the sign of its half. Channels from `dim` on are not rotated.
     """
 
     cos: Tensor
@@ -27,13 +27,13 @@ class Rotation:
         """X [T, n, H] -> [T, n, H]."""
         if self.dim == x.shape[-1]:
             return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
-        turning, still = x[..., : self.dim], x[..., self.dim :]
-        turned = torch.addcmul(turning * self.cos, turning.roll(self.dim // 2, -1), self.sin)
-        return torch.cat((turned, still), -1)
+        head, tail = x[..., : self.dim], x[..., self.dim :]
+        rotated = torch.addcmul(head * self.cos, head.roll(self.dim // 2, -1), self.sin)
+        return torch.cat((rotated, tail), -1)
 
 
 class RotaryTables:
-    """Float64-made tables [max_len, 1, dim] in the compute dtype, one pair per distinct Rope."""
+    """Tables [max_len, 1, dim] in the compute dtype, computed in float64, one pair per distinct Rope."""
 
     def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
         positions = np.arange(max_len)
@@ -45,7 +45,7 @@ class RotaryTables:
             self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)
 
     def at(self, positions: Tensor) -> dict[Rope | None, Rotation | None]:
-        """The rotation of each Rope at positions int64 [T]; None maps to None."""
+        """Return the rotation of each Rope at positions int64 [T]; None maps to None."""
         rotations: dict[Rope | None, Rotation | None] = {None: None}
         for rope, (cos, sin) in self._tables.items():
             rotations[rope] = Rotation(cos[positions], sin[positions], rope.dim)

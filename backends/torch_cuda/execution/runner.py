@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
-from pagoda.backends.torch_cuda.execution.pending import CudaPendingStep, CudaPromptScores
 from pagoda.backends.torch_cuda.execution.programs import StepPrograms
 from pagoda.backends.torch_cuda.execution.step_input import (
     CudaStepShape,
@@ -24,6 +22,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
 )
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, HostToDevice
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles
+from pagoda.common.engine.pending import FetchLogprobs, PendingStep, PromptScores, score_prompts
 from pagoda.common.engine.step import Int32, StepPlan
 
 TOKEN_ALIGN: Final = 16
@@ -56,7 +55,7 @@ class Runner:
         self._block_size, self._tile = block_size, tile
         self._staging = Staging(stream)
 
-    def run(self, plan: StepPlan) -> CudaPendingStep:
+    def run(self, plan: StepPlan) -> PendingStep:
         """Queue a step. Call inside `stream.running`."""
         parts = self.programs.parts
         for start in plan.starts:
@@ -64,18 +63,18 @@ class Runner:
         step = self._padded(plan)
         packed = self._send(step)
         hidden = self._forward(step, packed)
-        prompt_logprobs = tuple(self._prompt_logprobs(plan, hidden)) if hidden is not None else ()
+        scores = self._score_prompts(plan, hidden) if hidden is not None else ()
         self._staging.mark_read()
         if not plan.samples.any():
-            return CudaPendingStep(plan, None, dict, prompt_logprobs)
+            return PendingStep(plan, prompt_scores=scores)
         raw = parts.sampler.edit(parts.buffers.logits[: step.shape.rows], plan)
         tokens = self.programs.sample(step.shape.rows)
         logprobs = parts.sampler.logprobs(raw, tokens, plan, self.stream)
-        return CudaPendingStep(plan, self.stream.fetch(tokens), logprobs, prompt_logprobs)
+        return PendingStep(plan, self.stream.fetch(tokens).array, logprobs, scores)
 
     def _padded(self, plan: StepPlan) -> QueuedStep:
         groups, width = len(plan.block_tables), table_width(plan)
-        size = self.programs.graph_sizes.fit(plan.num_seqs)
+        size = self.programs.graph_sizes.bucket_for(plan.num_seqs)
         lengths = np.diff(plan.query_start)
         if plan.num_tokens == plan.num_seqs:
             return QueuedStep(plan, decode_shape(size, groups, width), size, None)
@@ -111,7 +110,7 @@ class Runner:
             tables(shape, packed),
             programs.parts.sampler.last,
             num_decodes=step.num_decodes,
-            splits=programs.splits[programs.graph_sizes.fit(max(step.num_decodes, 1))],
+            splits=programs.splits[programs.graph_sizes.bucket_for(max(step.num_decodes, 1))],
             tile=self._tile,
         )
         if plan.embeds is not None:  # captured steps read no embeddings
@@ -124,30 +123,17 @@ class Runner:
         return hidden if keeps_hidden else None
 
     def _needs_prompt_logprobs(self, plan: StepPlan) -> bool:
-        return bool(self.programs.parts.sampler.rows.columns["scored"][plan.rows].any())
+        return bool(self.programs.parts.sampler.rows.columns["prompt_logprobs"][plan.rows].any())
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> Iterator[CudaPromptScores]:
-        """Yield, for rows with prompt_logprobs, the logprob of the prompt token after each scheduled one."""
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> tuple[PromptScores, ...]:
+        """Enqueue the logprobs of prompt tokens. hidden: [T, D]."""
         parts = self.programs.parts
-        for index in np.flatnonzero(parts.sampler.rows.columns["scored"][plan.rows]).tolist():
-            state = parts.sampler.rows[plan.rows[index]]
-            begin, context = int(plan.query_start[index]), int(plan.context[index])
-            count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
-            if count < 1:
-                continue
-            targets = state.prompt[context + 1 : context + 1 + count]
-            yield CudaPromptScores(
-                index,
-                tuple(
-                    parts.sampler.score(
-                        parts.decoder.logits(hidden[begin + at : begin + min(at + LOGITS_CHUNK, count)]),
-                        targets[at : at + LOGITS_CHUNK],
-                        state.rules.prompt_logprobs or 0,
-                        self.stream,
-                    )
-                    for at in range(0, count, LOGITS_CHUNK)
-                ),
-            )
+
+        def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
+            logits = parts.decoder.logits(hidden[begin : begin + len(targets)])
+            return parts.sampler.score(logits, targets, best, self.stream)
+
+        return score_prompts(plan, parts.sampler.rows, LOGITS_CHUNK, score)
 
 
 class Staging:

@@ -103,11 +103,11 @@ class CudaTokenEmbedding:
 
         `embedded`: replaces rows after lookup and scaling.
         """
-        x = self._rows(token_ids if embedded is None else embedded.without(token_ids))
+        x = self._rows(token_ids if embedded is None else embedded.mask_ids(token_ids))
         if self.scale != 1.0:
             x = x * self.scale
         if embedded is not None:
-            x = embedded.over(x)
+            x = embedded.insert(x)
         if self.project is not None:
             x = self.project(x)
         if self.positions is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from pagoda.common.backend import RankLink
 
+
+@runtime_checkable
 class Comm(Protocol):
     """One rank's communicator. Every rank makes the same calls in the same order.
 
@@ -48,3 +51,9 @@ class SingleRank:
 
 
 SINGLE_RANK: Final = SingleRank()
+
+
+def comm_of(rank: RankLink) -> Comm:
+    """Return a rank's connection as the one that this backend's `join` made."""
+    assert isinstance(rank.comm, Comm), "made by parallel.ranks.join"
+    return rank.comm

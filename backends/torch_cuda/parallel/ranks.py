@@ -12,7 +12,6 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from pagoda.backends.torch_cuda.device import Device
     from pagoda.backends.torch_cuda.parallel.distributed import TorchComm
 
 
@@ -25,7 +24,9 @@ def check_devices(size: int) -> None:
     """Raise ConfigError if fewer than `size` usable GPUs are visible."""
     import torch
 
-    if device(0).torch.type == "cpu":
+    from pagoda.backends.torch_cuda.device import use_device
+
+    if use_device(0).torch.type == "cpu":
         return
     count = torch.cuda.device_count()
     if count < size:
@@ -36,18 +37,6 @@ def check_devices(size: int) -> None:
         )
 
 
-def device(index: int) -> Device:
-    """Return visible GPU number `index` and make it this thread's current device. Raise ConfigError."""
-    import torch
-
-    from pagoda.backends.torch_cuda.device import find_device
-
-    gpu = find_device(index)
-    if gpu.use_kernels:
-        torch.cuda.set_device(gpu.torch)  # otherwise pinned memory would create a context on GPU 0
-    return gpu
-
-
 def needs_gpu() -> bool:
     """Return whether each rank needs a GPU; False if CPUs replace them, in tests."""
     return TORCH_CUDA_DEVICE.read() != "cpu"
@@ -55,6 +44,7 @@ def needs_gpu() -> bool:
 
 def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
     """Connect to the other ranks. Raise ConfigError or EngineDeadError."""
+    from pagoda.backends.torch_cuda.device import use_device
     from pagoda.backends.torch_cuda.parallel.distributed import join as join_group
 
-    return join_group(rank_info, listener, device(rank_info.device).torch)
+    return join_group(rank_info, listener, use_device(rank_info.device).torch)

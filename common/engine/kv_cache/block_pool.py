@@ -1,13 +1,13 @@
-"""Ref-counted KV blocks: who holds them, which free one goes next, and which ones the prefix cache can still use.
+"""Ref-counted KV blocks: allocation, the order in which free blocks are reused, and the prefix cache's page index.
 
-A free block is in exactly one of three doubly linked lists, and is taken from the first that is not empty:
+A free block is in exactly one of three doubly linked lists, and is allocated from the first that is not empty:
 
-    EMPTY     nothing in it is worth keeping
-    CACHED    holds a hashed page; the least recently released first
-    RESERVED  softly kept for the sequence that owns the extent around it; the far end of an extent first
+    EMPTY     without a cached page
+    CACHED    with a hashed page; least recently released first
+    RESERVED  reserved for the sequence that owns the extent around it; the far end of an extent first
 
-A reservation costs nothing while memory is plentiful and gives way when it is not. It exists because some backends
-read consecutive blocks without a copy. Block 0 is the null block and is never handed out. Knows no tokens.
+A reservation is a preference: its blocks are allocated to others when nothing else is free. It exists because some
+backends read consecutive blocks without a copy. Block 0 is the null block and is never allocated. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PageKey = tuple[bytes, int]
 
 
 class BlockPool:
-    """`num_blocks` blocks, the null block included. `extents`: honour reservations."""
+    """A pool of `num_blocks` blocks, the null block included. `extents`: reservations are enabled."""
 
     def __init__(self, num_blocks: int, *, extents: bool = False) -> None:
         if num_blocks < 2:
@@ -34,41 +34,41 @@ class BlockPool:
         self.extents: Final = extents
         self.num_free = num_blocks - 1
         self._empty, self._cached, self._reserved = (num_blocks + i for i in range(3))
-        # Every block but the null block in EMPTY, in order; made whole, as there may be a million of them.
+        # EMPTY has every block but the null block, in order; built as a whole, because there may be a million.
         self._next: list[int] = [NULL_BLOCK, *range(2, num_blocks), self._empty, 1, self._cached, self._reserved]
         self._prev: list[int] = [NULL_BLOCK, self._empty, *range(1, num_blocks), self._cached, self._reserved]
         self._keys: list[PageKey | None] = [None] * num_blocks
         self._blocks: dict[PageKey, int] = {}
-        # array and bytearray: fast one by one, and numpy sees the same memory when it looks for a run.
+        # array and bytearray: fast element access, and numpy reads the same memory when it searches a run.
         self._refs = array("i", bytes(4 * num_blocks))
-        self._kept = bytearray(num_blocks)
+        self._is_reserved = bytearray(num_blocks)
         self._released_at = array("q", bytes(8 * num_blocks))
         self._clock = 0
         self._refs[NULL_BLOCK] = 1
 
     # --- blocks ---
 
-    def allocate(self, wanted: int = NULL_BLOCK) -> int:
-        """One block with one holder: `wanted` if free, else the least valuable. Raises MemoryError if none is."""
-        block = wanted
+    def allocate(self, preferred: int = NULL_BLOCK) -> int:
+        """Return a block with one reference: `preferred` if free, else the least valuable. Raises MemoryError."""
+        block = preferred
         if block == NULL_BLOCK or self._refs[block]:
             block = self._least_valuable()
         self._unlink(block)
-        self._forget(block)
+        self._drop_page(block)
         self._refs[block] = 1
         self.num_free -= 1
         return block
 
     def is_spare(self, block: int) -> bool:
-        """True when taking `block` costs nobody anything: free, empty, and in no extent."""
-        return block < self.num_blocks and not (self._refs[block] or self._kept[block] or self._keys[block])
+        """True if `block` is free, without a cached page and in no extent."""
+        return block < self.num_blocks and not (self._refs[block] or self._is_reserved[block] or self._keys[block])
 
     def is_free(self, block: int) -> bool:
-        """True when no one holds `block`."""
+        """True if `block` has no references."""
         return not self._refs[block]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each (null blocks are skipped)."""
+        """Add a reference to each block; null blocks are skipped."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -78,7 +78,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each, the last first, so that the end of a sequence is forgotten before its beginning."""
+        """Drop a reference to each, the last first, so that the end of a sequence is evicted before its beginning."""
         self._clock += 1
         for block in reversed(blocks):
             if block == NULL_BLOCK:
@@ -87,75 +87,75 @@ class BlockPool:
             if not self._refs[block]:
                 self.num_free += 1
                 self._released_at[block] = self._clock if self._keys[block] else 0
-                self._shelve(block)
+                self._link_free(block)
 
     # --- the prefix cache ---
 
     def lookup(self, key: PageKey) -> int | None:
-        """The block that holds this page, free or not."""
+        """Return the block of this page, free or not."""
         return self._blocks.get(key)
 
     def register(self, block: int, key: PageKey) -> None:
-        """Remember what a held block contains. The first block with a given content wins."""
+        """Index the content of an allocated block. The first block with a given content wins."""
         if self._keys[block] is None and key not in self._blocks:
             self._keys[block] = key
             self._blocks[key] = block
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache. Blocks stay with their holders."""
+    def clear_cache(self) -> None:
+        """Empty the prefix cache. References are unchanged."""
         for block in self._blocks.values():
             self._keys[block] = None
             self._released_at[block] = 0
             if not self._refs[block]:
                 self._unlink(block)
-                self._shelve(block)
+                self._link_free(block)
         self._blocks.clear()
 
     # --- extents ---
 
-    def reserve(self, pages: int, least: int) -> range:
-        """Keep a free run for a sequence of `pages` pages. Empty when there is none, or extents are off.
+    def reserve(self, pages: int, min_size: int) -> range:
+        """Reserve a run of free blocks for a sequence of `pages` pages. Empty if there is none or extents are off.
 
-        The run has a power-of-two size E and starts at a multiple of E: sequences of one size then start at equal
-        distances. Sizes below `pages` are tried down to `least`. Among runs the least recently used wins.
+        The run has a power-of-two size E and starts at a multiple of E, so that sequences of one size start at equal
+        distances. Sizes below `pages` are tried down to `min_size`. Among runs the least recently used is chosen.
         """
         size = 1 << (pages - 1).bit_length()
-        while self.extents and size >= least:
+        while self.extents and size >= min_size:
             start = self._find_run(size)
             if start is not None:
-                return self._keep(range(start, start + size))
+                return self._reserve(range(start, start + size))
             size //= 2
         return range(0)
 
     def reserve_after(self, first: int, pages: int) -> range:
-        """Keep `pages` blocks from `first` on. Empty if any of them is held or kept, or extents are off."""
+        """Reserve `pages` blocks from `first` on. Empty if any is allocated or reserved, or extents are off."""
         run = range(first, first + pages)
-        if not self.extents or run.stop > self.num_blocks or any(self._refs[b] or self._kept[b] for b in run):
+        if not self.extents or run.stop > self.num_blocks or any(self._refs[b] or self._is_reserved[b] for b in run):
             return range(0)
-        return self._keep(run)
+        return self._reserve(run)
 
     def unreserve(self, blocks: range) -> None:
-        """Give a reservation, or part of one, back."""
+        """Cancel a reservation or part of one."""
         for block in reversed(blocks):
-            self._kept[block] = 0
+            self._is_reserved[block] = 0
             if not self._refs[block]:
                 self._unlink(block)
-                self._shelve(block, oldest=True)
+                self._link_free(block, oldest=True)
 
-    def _keep(self, run: range) -> range:
+    def _reserve(self, run: range) -> range:
         for block in run:
             self._unlink(block)
-            self._kept[block] = 1
-            self._shelve(block)
+            self._is_reserved[block] = 1
+            self._link_free(block)
         return run
 
     def _find_run(self, size: int) -> int | None:
         count = self.num_blocks // size
         if not count:
             return None
-        held = np.frombuffer(self._refs, np.int32, count * size).reshape(count, size).any(axis=1)
-        kept = np.frombuffer(self._kept, np.uint8, count * size).reshape(count, size).any(axis=1)
-        runs = np.flatnonzero(~(held | kept))
+        used = np.frombuffer(self._refs, np.int32, count * size).reshape(count, size).any(axis=1)
+        reserved = np.frombuffer(self._is_reserved, np.uint8, count * size).reshape(count, size).any(axis=1)
+        runs = np.flatnonzero(~(used | reserved))
         if not len(runs):
             return None
         used_at = np.frombuffer(self._released_at, np.int64, count * size).reshape(count, size).max(axis=1)
@@ -164,15 +164,15 @@ class BlockPool:
     # --- free lists ---
 
     def _least_valuable(self) -> int:
-        for shelf in (self._empty, self._cached, self._reserved):
-            block = self._next[shelf]
-            if block != shelf:
+        for head in (self._empty, self._cached, self._reserved):
+            block = self._next[head]
+            if block != head:
                 return block
         raise MemoryError("no KV block is free")
 
-    def _shelve(self, block: int, oldest: bool = False) -> None:
-        """Put a free block into the list it belongs to."""
-        if self._kept[block]:
+    def _link_free(self, block: int, oldest: bool = False) -> None:
+        """Link a free block into its list."""
+        if self._is_reserved[block]:
             self._link(block, self._reserved)
         elif self._keys[block] is None:
             self._link(block, self._empty)
@@ -188,7 +188,7 @@ class BlockPool:
         before, after = self._prev[block], self._next[block]
         self._next[before], self._prev[after] = after, before
 
-    def _forget(self, block: int) -> None:
+    def _drop_page(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
             del self._blocks[key]
@@ -198,21 +198,21 @@ class BlockPool:
     # --- self-check ---
 
     def check_integrity(self) -> None:
-        """Every block is held or in the one list it belongs to, and the hash map agrees. Raises RuntimeError."""
+        """Raise RuntimeError unless every block is allocated or in its list, and the page index agrees."""
         seen: set[int] = set()
-        for shelf in (self._empty, self._cached, self._reserved):
-            for block in self._walk(shelf):
-                if block in seen or self._refs[block] or shelf != self._shelf_of(block):
+        for head in (self._empty, self._cached, self._reserved):
+            for block in self._walk(head):
+                if block in seen or self._refs[block] or head != self._list_of(block):
                     raise RuntimeError(f"free block {block} is in the wrong list")
                 seen.add(block)
-        held = sum(1 for refs in self._refs if refs > 0)
-        if len(seen) != self.num_free or held + len(seen) != self.num_blocks or min(self._refs) < 0:
+        allocated = sum(1 for refs in self._refs if refs > 0)
+        if len(seen) != self.num_free or allocated + len(seen) != self.num_blocks or min(self._refs) < 0:
             raise RuntimeError(
-                f"{held} held + {len(seen)} listed of {self.num_blocks} blocks, {self.num_free} counted free"
+                f"{allocated} allocated + {len(seen)} listed of {self.num_blocks} blocks, {self.num_free} counted free"
             )
         keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
         if keyed != self._blocks:
-            raise RuntimeError("the hash map and the blocks disagree")
+            raise RuntimeError("the page index and the blocks disagree")
 
     def check_counts(self) -> None:
         """Raise RuntimeError if reference counts and the free count disagree. Fast: does not walk the lists."""
@@ -224,15 +224,15 @@ class BlockPool:
                 f"are counted free, the lowest reference count is {refs.min()}; report this bug"
             )
 
-    def _walk(self, shelf: int) -> Iterable[int]:
-        block = self._next[shelf]
-        while block != shelf:
+    def _walk(self, head: int) -> Iterable[int]:
+        block = self._next[head]
+        while block != head:
             if self._prev[self._next[block]] != block:
                 raise RuntimeError(f"the links around block {block} are broken")
             yield block
             block = self._next[block]
 
-    def _shelf_of(self, block: int) -> int:
-        if self._kept[block]:
+    def _list_of(self, block: int) -> int:
+        if self._is_reserved[block]:
             return self._reserved
         return self._empty if self._keys[block] is None else self._cached

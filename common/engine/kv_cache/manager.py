@@ -1,21 +1,21 @@
-"""Which blocks hold the KV of which request, group by group, and what a new request can reuse.
+"""The KV manager: block tables of requests, group by group, and what a new request can reuse.
 
-Knows pages and blocks; asks the pool for them. Does not know steps, budgets or queues.
+Knows pages and blocks; steps, budgets and queues are the scheduler's.
 
     page          0     1     2     3     4     5
     full group    7     8     9    10    11    12
-    window group  0     0     0    23    24    25        0: before the window, given back
-    state group  30                                      one block, whatever the length
+    window group  0     0     0    23    24    25        0: before the window, released
+    state group  30                                      one block for any length
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
-from pagoda.common.engine.kv_cache.hashing import extend_hashes
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, StateCache, WindowCache
 from pagoda.common.engine.request import GroupBlocks, Request
 from pagoda.common.engine.step import NULL_BLOCK, Int32
@@ -23,14 +23,14 @@ from pagoda.common.engine.step import NULL_BLOCK, Int32
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What the cache holds of a request: whole pages, `num_tokens` in all, one list of blocks per group."""
+    """The cached prefix of a request, in whole pages."""
 
     num_tokens: int
-    blocks: tuple[list[int], ...]
+    blocks: tuple[list[int], ...]  # one list per group
 
 
 class GroupRule:
-    """What one KV group keeps. This one, for full and latent caches, keeps every page."""
+    """Which pages one KV group keeps. This one, for full and latent caches, keeps every page."""
 
     shareable = True
 
@@ -39,19 +39,19 @@ class GroupRule:
         self.block_size = block_size
 
     def first_page(self, computed: int) -> int:
-        """The first page that a token at position `computed` or later still reads."""
+        """Return the first page that a token at position `computed` or later reads."""
         return 0
 
     def num_pages(self, pages: int) -> int:
-        """Table entries of a sequence that spans `pages` pages."""
+        """Return the table entries of a sequence that spans `pages` pages."""
         return pages
 
-    def most_held(self, pages: int, step_tokens: int) -> int:
-        """The most blocks held at once on the way to `pages` pages, in steps of at most `step_tokens` tokens."""
+    def max_blocks(self, pages: int, step_tokens: int) -> int:
+        """Return the maximum blocks in use on the way to `pages` pages, in steps of at most `step_tokens` tokens."""
         return self.num_pages(pages)
 
     def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
-        """The longest valid hit, at most `pages` pages: every page from the first on must be there."""
+        """Return the longest valid hit, at most `pages` pages: every page from the first on must be cached."""
         for page in range(pages):
             if pool.lookup((hashes[page], self.index)) is None:
                 return page
@@ -59,22 +59,22 @@ class GroupRule:
 
 
 class WindowRule(GroupRule):
-    """Keeps the pages that the last `window` tokens lie in."""
+    """Keeps the pages of the last `window` tokens."""
 
     def __init__(self, index: int, block_size: int, window: int) -> None:
         super().__init__(index, block_size)
         self.window = window
 
     def first_page(self, computed: int) -> int:
-        """The page of the oldest token that position `computed` sees."""
+        """Return the page of the oldest token that position `computed` sees."""
         return max(0, computed - self.window + 1) // self.block_size
 
-    def most_held(self, pages: int, step_tokens: int) -> int:
-        """One window and one step, wherever the page borders fall."""
+    def max_blocks(self, pages: int, step_tokens: int) -> int:
+        """Return the pages of one window and one step, for any alignment to pages."""
         return min(pages, -(-(self.window - 1 + step_tokens) // self.block_size) + 1)
 
     def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
-        """A hit of n pages needs only those that position n * block_size sees; the longest such n."""
+        """Return the longest n for which the pages that position n * block_size sees are cached."""
         end, page = pages, pages - 1
         while page >= self.first_page(end * self.block_size):
             if pool.lookup((hashes[page], self.index)) is None:
@@ -84,17 +84,17 @@ class WindowRule(GroupRule):
 
 
 class StateRule(GroupRule):
-    """Keeps one block of recurrent state, which belongs to one sequence alone."""
+    """Keeps one block of recurrent state, which is never shared."""
 
     shareable = False
 
     def num_pages(self, pages: int) -> int:
-        """One, as soon as there is a token."""
+        """Return 1 as soon as there is a token."""
         return min(pages, 1)
 
 
 def group_rule(index: int, group: KvGroup, block_size: int) -> GroupRule:
-    """The rule of a cache spec."""
+    """Return the rule of a cache spec."""
     match group.spec:
         case WindowCache(window=window):
             return WindowRule(index, block_size, window)
@@ -105,10 +105,7 @@ def group_rule(index: int, group: KvGroup, block_size: int) -> GroupRule:
 
 
 class KvManager:
-    """Blocks of all requests over one pool.
-
-    `max_tokens`: the longest sequence that fits when it runs alone, in tokens.
-    """
+    """Blocks of all requests over one pool."""
 
     def __init__(
         self,
@@ -128,47 +125,47 @@ class KvManager:
         self.caches_prefixes = prefix_caching and all(rule.shareable for rule in self.rules)
         max_pages = self.pages(max_model_len)
         self._tables = [np.full((max_num_seqs, max_pages), NULL_BLOCK, np.int32) for _ in self.rules]
-        self.max_tokens = self._longest(max_pages) * self.block_size
+        self.max_tokens = self._longest(max_pages) * self.block_size  # of a sequence that runs alone
 
     def pages(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens span."""
+        """Return the pages that `num_tokens` tokens span."""
         return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
-        """True when a sequence of `num_tokens` could be held if it ran alone."""
-        return self._most_held(self.pages(num_tokens)) < self.pool.num_blocks
+        """True if a sequence of `num_tokens` fits when it runs alone."""
+        return self._max_blocks(self.pages(num_tokens)) < self.pool.num_blocks
 
-    def _most_held(self, pages: int) -> int:
-        return sum(rule.most_held(pages, self.max_step_tokens) for rule in self.rules)
+    def _max_blocks(self, pages: int) -> int:
+        return sum(rule.max_blocks(pages, self.max_step_tokens) for rule in self.rules)
 
     def _longest(self, max_pages: int) -> int:
         low, high = 0, max_pages
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._most_held(middle) < self.pool.num_blocks else (low, middle - 1)
+            low, high = (middle, high) if self._max_blocks(middle) < self.pool.num_blocks else (low, middle - 1)
         return low
 
     # --- the prefix cache ---
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix that is valid in every group. At least one token is left to compute."""
+        """Return the longest cached prefix that is valid in every group. At least one token is left to compute."""
         if not (self.caches_prefixes and request.reads_cache):
             return PrefixHit(0, tuple([] for _ in self.rules))
         pages = (request.num_known - 1) // self.block_size
         hashes = extend_hashes(request, self.block_size, pages)
-        settled = False
-        while not settled:
+        agreed = False
+        while not agreed:
             shorter = min(rule.cached_pages(self.pool, hashes, pages) for rule in self.rules)
-            settled, pages = shorter == pages, shorter
+            agreed, pages = shorter == pages, shorter
         return PrefixHit(pages * self.block_size, tuple(self._hit_blocks(rule, hashes, pages) for rule in self.rules))
 
     def _hit_blocks(self, rule: GroupRule, hashes: list[bytes], pages: int) -> list[int]:
         first = rule.first_page(pages * self.block_size)
-        found = (self.pool.lookup((hashes[page], rule.index)) for page in range(first, pages))
-        return [NULL_BLOCK] * first + [block for block in found if block is not None]
+        blocks = (self.pool.lookup((hashes[page], rule.index)) for page in range(first, pages))
+        return [NULL_BLOCK] * first + [block for block in blocks if block is not None]
 
     def register(self, request: Request, num_tokens: int) -> None:
-        """Enter the pages filled by the first `num_tokens` tokens, all known, into the prefix cache."""
+        """Enter the pages of the first `num_tokens` tokens, all known, into the prefix cache."""
         pages = num_tokens // self.block_size
         if not self.caches_prefixes or pages <= request.num_registered:
             return
@@ -182,9 +179,9 @@ class KvManager:
     # --- blocks of a request ---
 
     def admit(self, request: Request, row: int, hit: PrefixHit, num_tokens: int, *, headroom: int) -> bool:
-        """Blocks for the first `num_tokens` tokens of a request that takes `row`, reusing `hit`.
+        """Allocate blocks for the first `num_tokens` tokens of a request in `row`, reusing `hit`.
 
-        False, and nothing changed, when fewer than `headroom` blocks would be left.
+        Returns False, without a change, if fewer than `headroom` blocks would be left.
         """
         pages = self.pages(num_tokens)
         reused = sum(self.pool.is_free(block) for blocks in hit.blocks for block in blocks)
@@ -202,12 +199,12 @@ class KvManager:
         return True
 
     def allocate(self, request: Request, row: int, computed: int, num_tokens: int) -> bool:
-        """Blocks for the first `num_tokens` tokens, `computed` of them in the cache; gives back what no window sees.
+        """Allocate blocks for the first `num_tokens` tokens, `computed` of them cached; release pages out of windows.
 
-        False when the pool has too few.
+        Returns False if the pool has too few.
         """
         for rule, group, table in zip(self.rules, request.groups, self._tables):
-            self._give_back(group, table, row, rule.first_page(computed))
+            self._release_before(group, table, row, rule.first_page(computed))
         pages = self.pages(num_tokens)
         fresh = sum(rule.num_pages(pages) - len(group.table) for rule, group in zip(self.rules, request.groups))
         if fresh > self.pool.num_free:
@@ -216,11 +213,11 @@ class KvManager:
         return True
 
     def capacity(self, request: Request) -> int:
-        """Tokens that the request's blocks hold."""
+        """Return the tokens that fit the request's blocks."""
         return request.num_pages * self.block_size
 
     def free(self, request: Request, row: int) -> None:
-        """Give everything back. Cached pages stay findable until their block is needed."""
+        """Release all blocks. Cached pages can be reused until their block is allocated again."""
         for group, table in zip(request.groups, self._tables):
             self.pool.unreserve(group.reserved)
             self.pool.release(group.table)
@@ -236,21 +233,20 @@ class KvManager:
             raise RuntimeError(f"KV cache leak: the engine is idle, but {used} blocks are in use; report this bug")
 
     def tables(self, rows: Int32, num_tokens: int) -> tuple[Int32, ...]:
-        """One int32 [S, P] per group, copied: the tables of `rows`, wide enough for `num_tokens` tokens."""
+        """Return the block tables of `rows` for `num_tokens` tokens: one int32 [S, P] per group, copied."""
         pages = self.pages(num_tokens)
         return tuple(table[rows, :pages] for table in self._tables)
 
     def _extend(self, request: Request, row: int, pages: int) -> None:
         for rule, group, table in zip(self.rules, request.groups, self._tables):
-            held = group.table
-            for page in range(len(held), rule.num_pages(pages)):
-                block = self.pool.allocate(self._wanted(group, page))
-                held.append(block)
+            for page in range(len(group.table), rule.num_pages(pages)):
+                block = self.pool.allocate(self._preferred(group, page))
+                group.table.append(block)
                 table[row, page] = block
         request.num_pages = pages
 
-    def _wanted(self, group: GroupBlocks, page: int) -> int:
-        """The block that keeps the group's blocks consecutive, if taking it is fair; else no wish."""
+    def _preferred(self, group: GroupBlocks, page: int) -> int:
+        """Return the block that keeps the group's blocks consecutive if it is reserved or spare, else NULL_BLOCK."""
         if not self.pool.extents:
             return NULL_BLOCK
         if group.base is not None and (block := group.base + page) in group.reserved:
@@ -259,7 +255,7 @@ class KvManager:
         return after if after and self.pool.is_spare(after) else NULL_BLOCK
 
     def _reserve(self, rule: GroupRule, group: GroupBlocks, expected: int, needed: int) -> None:
-        """Softly keep a run for the pages that the request will have: after the reused ones, else anywhere."""
+        """Reserve a run for the pages that the request will have: after the reused ones, else anywhere."""
         expected, needed = rule.num_pages(expected), rule.num_pages(needed)
         used = len(group.table)
         if not self.pool.extents or expected <= used:
@@ -271,19 +267,58 @@ class KvManager:
             group.reserved = self.pool.reserve(expected - used, max(needed - used, 2))
             group.base = group.reserved.start - used if group.reserved else None
 
-    def _give_back(self, group: GroupBlocks, table: Int32, row: int, first_page: int) -> None:
+    def _release_before(self, group: GroupBlocks, table: Int32, row: int, first_page: int) -> None:
         """Release the pages before `first_page`."""
         page = first_page - 1
-        passed: list[int] = []
+        released: list[int] = []
         while page >= 0 and group.table[page] != NULL_BLOCK:
-            passed.append(group.table[page])
+            released.append(group.table[page])
             group.table[page] = table[row, page] = NULL_BLOCK
             page -= 1
-        if not passed:
+        if not released:
             return
-        kept = group.reserved
-        if group.base is not None and kept:
-            start = min(max(kept.start, group.base + first_page), kept.stop)
-            self.pool.unreserve(range(kept.start, start))
-            group.reserved = range(start, kept.stop)
-        self.pool.release(passed[::-1])
+        reserved = group.reserved
+        if group.base is not None and reserved:
+            start = min(max(reserved.start, group.base + first_page), reserved.stop)
+            self.pool.unreserve(range(reserved.start, start))
+            group.reserved = range(start, reserved.stop)
+        self.pool.release(released[::-1])
+
+
+# Content hashes of KV pages: a chained SHA-256 over everything that determines their values.
+#
+#     digest[p] = SHA-256(digest[p-1] + token ids of page p + its embeddings),     digest[-1] = root
+#
+# The root includes what is not a token: salt, LoRA version, media. Two equal digests therefore mean equal tokens and
+# embeddings from the first one on, with equal extra keys.
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """What distinguishes requests with equal tokens."""
+
+    cache_salt: str | None = None
+    lora: str | None = None
+    media: tuple[bytes, ...] = ()  # digests of the images or audio behind placeholder tokens, in order
+
+
+def root_digest(extras: ExtraKeys) -> bytes:
+    """Return the 32 bytes that start a chain. Each part is prefixed by its length, so that parts are distinct."""
+    parts = [b"" if text is None else b"+" + text.encode() for text in (extras.cache_salt, extras.lora)]
+    parts.extend(extras.media)
+    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def page_digest(parent: bytes, page_bytes: bytes) -> bytes:
+    """Return the digest of one full page, 32 bytes. `page_bytes`: its token ids as int32, then its embeddings."""
+    return sha256(parent + page_bytes).digest()
+
+
+def extend_hashes(request: Request, block_size: int, num_pages: int) -> list[bytes]:
+    """Return the request's digests, at least `num_pages`; computes missing ones, whose tokens must be known."""
+    hashes = request.hashes
+    while len(hashes) < num_pages:
+        start = len(hashes) * block_size
+        parent = hashes[-1] if hashes else root_digest(ExtraKeys(request.cache_salt))
+        hashes.append(page_digest(parent, request.page_bytes(start, start + block_size)))
+    return hashes

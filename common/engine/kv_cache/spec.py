@@ -1,9 +1,7 @@
-"""What each kind of mixer keeps per sequence, and how layers are gathered into KV groups.
-
-Pure arithmetic: tokens, blocks and bytes. Knows no arrays.
+"""KV cache specs of mixers, and how layers are assigned to KV groups. Pure arithmetic on tokens, blocks and bytes.
 
 One pool of blocks serves all groups. A group holds at most `layers_per_group` layers; layer j of every group uses
-array j of the backend's cache, so a block id costs the same bytes whichever group owns it:
+array j of the backend's cache, so a block id has the same bytes in every group:
 
     group 0 (full)    layers 5, 11        block 7 -> arrays 0, 1
     group 1 (window)  layers 0, 1         block 8 -> arrays 0, 1
@@ -27,20 +25,20 @@ class FullCache:
     head_dim: int
 
     def block_elements(self, block_size: int) -> int:
-        """Numbers kept per block and layer."""
+        """Return the elements per block and layer."""
         return 2 * self.kv_heads * self.head_dim * block_size
 
 
 @dataclass(frozen=True, slots=True)
 class WindowCache:
-    """K and V of the last `window` tokens; blocks wholly before the window are given back."""
+    """K and V of the last `window` tokens; blocks entirely before the window are released."""
 
     kv_heads: int
     head_dim: int
     window: int
 
     def block_elements(self, block_size: int) -> int:
-        """Numbers kept per block and layer."""
+        """Return the elements per block and layer."""
         return 2 * self.kv_heads * self.head_dim * block_size
 
 
@@ -52,18 +50,18 @@ class LatentCache:
     rope_dim: int
 
     def block_elements(self, block_size: int) -> int:
-        """Numbers kept per block and layer."""
+        """Return the elements per block and layer."""
         return (self.rank + self.rope_dim) * block_size
 
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """Recurrent state: `elements` numbers per sequence, in one block, whatever the length. Never shared by prefix."""
+    """Recurrent state: `elements` numbers per sequence, in one block. Never shared between sequences."""
 
     elements: int
 
     def block_elements(self, block_size: int) -> int:
-        """Numbers kept per block and layer."""
+        """Return the elements per block and layer."""
         return self.elements
 
 
@@ -72,20 +70,17 @@ CacheSpec = FullCache | WindowCache | LatentCache | StateCache
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share one block table. `layers`: layer indices; position in the tuple = index of the cache array.
-
-    `windows`: tokens that each layer sees, where layers of several windows share the table; empty: what `spec` says.
-    """
+    """Layers that share one block table."""
 
     spec: CacheSpec
-    layers: tuple[int, ...]
-    windows: tuple[int | None, ...] = ()
+    layers: tuple[int, ...]  # layer indices; layers[j] uses cache array j
+    windows: tuple[int | None, ...] = ()  # of each layer, where several windows share the table; (): of `spec`
 
     @property
     def seen(self) -> tuple[int | None, ...]:
         """The window of each layer, in tokens; None sees all."""
-        own = self.spec.window if isinstance(self.spec, WindowCache) else None
-        return self.windows or (own,) * len(self.layers)
+        window = self.spec.window if isinstance(self.spec, WindowCache) else None
+        return self.windows or (window,) * len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -97,34 +92,34 @@ class KvLayout:
 
     @cached_property
     def views(self) -> tuple[tuple[int, int | None], ...]:
-        """(group, window): the ways in which layers read the cache, each with its block table and its mask."""
+        """Distinct (group, window) pairs: each is a block table with an attention mask."""
         return tuple(dict.fromkeys((number, each) for number, group in enumerate(self.groups) for each in group.seen))
 
     @property
     def layers_per_group(self) -> int:
-        """How many cache arrays the backend allocates."""
+        """Cache arrays that the backend allocates."""
         return max(len(group.layers) for group in self.groups)
 
     @property
     def block_elements(self) -> int:
-        """Numbers that one block id costs over all cache arrays (times the dtype's bytes)."""
+        """Elements of one block id over all cache arrays."""
         widest = max(group.spec.block_elements(self.block_size) for group in self.groups)
         return widest * self.layers_per_group
 
 
 def cache_spec(mixer: Mixer) -> CacheSpec:
-    """What a mixer keeps per sequence."""
+    """Return the cache spec of a mixer."""
     if mixer.window is None:
         return FullCache(mixer.kv_heads, mixer.head_dim)
     return WindowCache(mixer.kv_heads, mixer.head_dim, mixer.window)
 
 
 def kv_layout(spec: ModelSpec, block_size: int, *, hybrid: bool = True) -> KvLayout:
-    """Groups of equal size over the layers of a model; the last group of a kind may be short.
+    """Return groups of equal size over the layers of a model; the last group of a kind may be short.
 
-    The group size is the smallest number of layers that any kind has, so no kind wastes more than one group's padding.
-    `hybrid` False: one group; layers with a window keep everything and still see no more than their window.
-    Raises ConfigError where layers keep too different things for that.
+    The group size is the smallest number of layers of any kind, so that no kind wastes more than one group's padding.
+    `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the layers' K and
+    V differ in shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for index, layer in enumerate(spec.layers):
@@ -146,6 +141,6 @@ def _one_group(spec: ModelSpec, kinds: list[CacheSpec]) -> KvGroup:
     if len(whole) != 1 or not all(isinstance(kind, FullCache | WindowCache) for kind in kinds):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",
-            "the layers of this model keep K and V of different shapes, which one group cannot hold; drop the flag",
+            "the layers of this model keep K and V of different shapes, which one group cannot store; drop the flag",
         )
     return KvGroup(whole.pop(), tuple(range(len(spec.layers))), tuple(layer.mixer.window for layer in spec.layers))

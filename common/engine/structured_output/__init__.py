@@ -1,1 +1,1 @@
-"""Grammars of answers: from what a request asks to the text that a library compiles, and the libraries behind them."""
+"""Structured output: from a request's constraint to a grammar, its library, and the token mask of each step."""

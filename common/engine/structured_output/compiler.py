@@ -1,6 +1,6 @@
-"""The grammars of an engine: compiled in threads beside the step loop, kept for the next request, given out as guides.
+"""Compiles grammars in threads beside the step loop, caches them, and makes mask states of requests.
 
-The vocabulary is read when the first one comes.
+The vocabulary is read when the first grammar is needed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from pagoda.common.engine.structured_output.grammar import (
     refused,
 )
 from pagoda.common.engine.structured_output.guidance import Guidance
-from pagoda.common.engine.structured_output.token_mask import TokenMaskState, settle
+from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 
 MAX_GRAMMARS: Final = 256
-"""Compiled grammars that are kept, those used last."""
+"""Compiled grammars in the cache, least recently used out first."""
 
-MAX_KEPT_CHARS: Final = 8 << 20
-"""Their texts, together; what a compiled grammar weighs grows with its text."""
+MAX_CACHED_CHARS: Final = 8 << 20
+"""Length of their texts in total; the size of a compiled grammar grows with its text."""
 
 THREADS: Final = 2
 STACK_BYTES: Final = 64 << 20
-"""Of a compiling thread: the libraries recurse along a grammar. Only what it touches is memory."""
+"""Stack of a compiling thread: the libraries recurse along a grammar. Only touched pages use memory."""
 
 
 class Structured:
-    """Makes guides. `make_vocabulary`: called once, in a thread; raises RequestError. Safe to use from threads."""
+    """Makes mask states. Thread-safe."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        """`make_vocabulary`: called once, in a thread; raises RequestError."""
         self._make_vocabulary = make_vocabulary
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -55,21 +56,21 @@ class Structured:
     def _vocabulary(self) -> Vocabulary:
         return self._make_vocabulary()
 
-    def begin(self, request: EngineRequest) -> Future[TokenMaskState]:
-        """The guide of a request with a grammar or thinking, soon. Its future raises RequestError."""
+    def submit(self, request: EngineRequest) -> Future[TokenMaskState]:
+        """Make the mask state of a request in a thread. The future raises RequestError."""
         usual = threading.stack_size(STACK_BYTES)
         try:
-            return self._pool.submit(self.guide, request)
+            return self._pool.submit(self.mask_state, request)
         finally:
             threading.stack_size(usual)
 
-    def guide(self, request: EngineRequest) -> TokenMaskState:
-        """The guide of a request, now. Raises RequestError naming the field."""
+    def mask_state(self, request: EngineRequest) -> TokenMaskState:
+        """Return the mask state of a request. Raises RequestError naming the field."""
         try:
             library, matcher = (None, None) if request.grammar is None else self.matcher(request.grammar)
             with self._loading:
                 vocabulary = self._vocabulary
-            guide = TokenMaskState(
+            state = TokenMaskState(
                 request.rules,
                 len(vocabulary),
                 vocabulary.ends,
@@ -77,36 +78,39 @@ class Structured:
                 matcher=matcher,
                 thinking=request.thinking,
             )
-            settle([(guide, ())])
+            refresh_masks([(state, ())])
         except GrammarError as error:
             raise refused(error) from None
-        if guide.error is not None:
-            raise refused(guide.error)
-        return guide
+        if state.error is not None:
+            raise refused(state.error)
+        return state
 
     def matcher(self, grammar: Grammar) -> tuple[Library, Matcher]:
-        """A new answer in a grammar. Raises GrammarError or RequestError."""
+        """Return a matcher at the beginning of a grammar, from the cache if possible.
+
+        Raises GrammarError or RequestError.
+        """
         with self._loading:
             library = self._libraries.get(grammar.engine)
             if library is None:
-                library = self._libraries[grammar.engine] = load(grammar.engine, self._vocabulary)
+                library = self._libraries[grammar.engine] = load_library(grammar.engine, self._vocabulary)
         with self._lock:
-            kept = self._compiled.get(grammar)
-            if kept is not None:
+            cached = self._compiled.get(grammar)
+            if cached is not None:
                 self._compiled.move_to_end(grammar)
-                return library, kept.copy()
+                return library, cached.copy()
         compiled = library.compile(grammar.text)
         with self._lock:
             if grammar not in self._compiled:
                 self._compiled[grammar] = compiled
                 self._chars += len(grammar.text)
-            while len(self._compiled) > MAX_GRAMMARS or self._chars > MAX_KEPT_CHARS:
+            while len(self._compiled) > MAX_GRAMMARS or self._chars > MAX_CACHED_CHARS:
                 self._chars -= len(self._compiled.popitem(last=False)[0].text)
         return library, compiled.copy()
 
 
-def load(engine: GrammarEngine, vocabulary: Vocabulary) -> Library:
-    """A library for a vocabulary. Raises GrammarError when it is not installed."""
+def load_library(engine: GrammarEngine, vocabulary: Vocabulary) -> Library:
+    """Return a library for a vocabulary. Raises GrammarError if it is not installed."""
     if engine == "xgrammar":
         from pagoda.common.engine.structured_output.xgrammar import Xgrammar
 

@@ -1,6 +1,6 @@
-"""What holds an answer's tokens to a form: the grammar that they spell, and the thinking that may come before it.
+"""Types of structured output: grammars, reasoning sections, matchers and vocabularies; errors and JSON schemas.
 
-Values that cross a process boundary; how they are followed is common.engine.guide's.
+`Grammar` and `Thinking` cross process boundaries; `token_mask` follows them.
 """
 
 from __future__ import annotations
@@ -20,37 +20,29 @@ if TYPE_CHECKING:  # the engine's messages import this module, and tokenizers ta
     from pagoda.common.text.tokenizer import Tokenizer
 
 GrammarEngine = Literal["guidance", "xgrammar"]
-"""The library that reads a grammar's text."""
+"""The library that compiles a grammar's text."""
+
+Bits = npt.NDArray[np.uint32]
+"""Token t is bit t % 32 of word t // 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form of an answer. `text`: what the engine's library is given, made by common.structured."""
+    """The grammar of an answer."""
 
-    text: str
+    text: str  # input of the engine's library
     engine: GrammarEngine = "guidance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """The part of an answer that no grammar holds. Each of `starts` and `ends` is a sequence of token ids.
+    """The reasoning section of an answer, which the grammar does not constrain. Sequences are token ids."""
 
-    `ends`: any of them ends the thinking; the first is what a spent budget forces. `open`: the prompt leaves the
-    thinking open. `starts`: what opens it if the answer begins with it; none: it stays closed. `budget`: most tokens
-    of thinking; None: any number. `holds`: the grammar holds the thinking too.
-    """
-
-    ends: tuple[tuple[int, ...], ...]
-    open: bool = True
-    starts: tuple[tuple[int, ...], ...] = ()
-    budget: int | None = None
-    holds: bool = False
-
-
-# The interface of a grammar's library: it compiles a text, and follows one answer in it token by token.
-
-Bits = npt.NDArray[np.uint32]
-"""Token t is bit t % 32 of word t // 32."""
+    ends: tuple[tuple[int, ...], ...]  # any of them ends the reasoning; a spent budget forces the first
+    open: bool = True  # the prompt leaves the reasoning open
+    starts: tuple[tuple[int, ...], ...] = ()  # sequences that open it at the beginning of the answer; (): none does
+    budget: int | None = None  # maximum reasoning tokens; None: unlimited
+    in_grammar: bool = False  # the grammar constrains the reasoning, too
 
 
 class GrammarError(Exception):
@@ -58,107 +50,107 @@ class GrammarError(Exception):
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar."""
+    """The position of one answer in its grammar."""
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, and nothing changed, when the grammar does not allow it."""
+        """Advance by a token. Returns False, without a change, if the grammar does not allow it."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back."""
+        """Undo the last `count` tokens."""
         ...
 
     def copy(self) -> Self:
-        """Another answer at the same place."""
+        """Return an independent copy."""
         ...
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, such as a limit of the library that was passed."""
+        """Why it cannot advance, for example an exceeded limit of the library."""
         ...
 
 
 class Library(Protocol):
-    """Compiles grammars for one vocabulary."""
+    """A grammar library with one vocabulary."""
 
     def compile(self, text: str) -> Matcher:
-        """An answer at its beginning. Raises GrammarError."""
+        """Return a matcher at the beginning of a grammar. Raises GrammarError."""
         ...
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
-        """Into bits [n, ceil(V/32)] what may follow in each of the n matchers; look at their `error` after."""
+        """Write the mask of each of n matchers into bits [n, ceil(V/32)]; check their `error` afterwards."""
         ...
 
 
 def one_line(message: str, limit: int = 300) -> str:
-    """The first line of a library's message, with the line that names the error, cut to `limit` characters."""
+    """Return the first line of a library's message and its last error line, cut to `limit` characters."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    named = [line for line in lines[1:] if line.startswith("error:")]
-    text = " ".join([*lines[:1], *named[-1:]]) or "the grammar cannot be followed"
+    errors = [line for line in lines[1:] if line.startswith("error:")]
+    text = " ".join([*lines[:1], *errors[-1:]]) or "the grammar cannot be followed"
     return text if len(text) <= limit else text[:limit] + "..."
 
 
-# Refusals of structured output, under the name of its field.
+# Errors of structured output.
 
 FIELD: Final = "structured_outputs"
-"""The SamplingParams field that errors name; a request's own spelling of it is put in its place."""
+"""The SamplingParams field that errors name; the API replaces it by the request's own spelling."""
 
 _PACKAGES: Final[Mapping[GrammarEngine, tuple[str, str]]] = {
     "guidance": ("llguidance", "structured"),
     "xgrammar": ("xgrammar", "xgrammar"),
 }
-"""The package of each library, and the extra that brings it."""
+"""The package of each library, and the extra that installs it."""
 
 
 def is_installed(engine: GrammarEngine) -> bool:
-    """Whether a library can be imported; that is not tried, because it may take seconds."""
+    """True if the library is installed. It is not imported, which may take seconds."""
     return importlib.util.find_spec(_PACKAGES[engine][0]) is not None
 
 
 def not_installed(engine: GrammarEngine) -> str:
-    """The message for a library that is missing, with the command that installs it."""
+    """Return the error message for a missing library, with the command that installs it."""
     package, extra = _PACKAGES[engine]
     return f"{package} is not installed; pip install 'pagoda[{extra}]'"
 
 
 def refused(message: object) -> RequestError:
-    """An error whose text begins with the field."""
+    """Return an error whose text begins with the field."""
     return RequestError(FIELD, f"{FIELD}: {message}")
 
 
 def no_tokenizer() -> RequestError:
-    """The error of an engine that runs without the text of its tokens."""
+    """Return the error of an engine without a tokenizer."""
     return RequestError(FIELD, "structured output needs a tokenizer, which is switched off (skip_tokenizer_init)")
 
 
-# What a grammar's library must know of a tokenizer: the bytes of each token, which of them are no text, the ends.
+# What a library must know of a tokenizer.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """`tokens[id]`: its bytes, b"" for an id that stands for nothing. `special`: ids that no text spells.
+    """The bytes of every token."""
 
-    `ends`: ids that end an answer. `encode`: the ids of a text taken literally.
-    """
-
-    tokens: tuple[bytes, ...]
-    special: frozenset[int]
-    ends: tuple[int, ...]
-    encode: Callable[[str], list[int]]
+    tokens: tuple[bytes, ...]  # by id; b"" for unused ids
+    special: frozenset[int]  # ids that no text spells
+    ends: tuple[int, ...]  # ids that end an answer
+    encode: Callable[[str], list[int]]  # ids of a text, without special tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Vocabulary:
-    """Of a model with `size` tokens, padding included. Raises RequestError where tokens do not stand for bytes."""
+    """Return the vocabulary of a model with `size` tokens, padding included.
+
+    Raises RequestError if tokens do not stand for bytes or no token ends an answer.
+    """
     table = tokenizer.byte_table
     if table is None:
         raise RequestError(
             FIELD, "structured output needs a byte-level or sentencepiece tokenizer, and this model's is neither"
         )
-    own = tokenizer.eos_token_id
-    known = tuple(dict.fromkeys(each for each in (own, *ends) if each is not None and 0 <= each < size))
+    eos = tokenizer.eos_token_id
+    known = tuple(dict.fromkeys(each for each in (eos, *ends) if each is not None and 0 <= each < size))
     if not known:
         raise RequestError(FIELD, "structured output needs a token that ends the answer, and this model names none")
     return Vocabulary(
@@ -169,16 +161,16 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Vocab
     )
 
 
-# JSON schemas as requests bring them.
+# JSON schemas of requests.
 
-_OF_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values map names to schemas, so that a key there is no keyword."""
-_OF_DATA: Final = ("enum", "const", "default", "examples")
+_NAME_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values map names to schemas, so that their keys are not keywords."""
+_DATA: Final = ("enum", "const", "default", "examples")
 """Keywords whose values are data, not schemas."""
 
 
 def json_schema(value: str | Mapping[str, Any] | bool) -> Mapping[str, Any]:
-    """A schema given as JSON text, object, or true (any value). Raises RequestError."""
+    """Return a schema given as JSON text, object, or true (any value). Raises RequestError."""
     schema: Any = value
     if isinstance(schema, str):
         try:
@@ -195,7 +187,7 @@ def json_schema(value: str | Mapping[str, Any] | bool) -> Mapping[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """The schema with additionalProperties false in every object that does not say."""
+    """Return the schema with additionalProperties false in every object that does not specify it."""
     try:
         return _closed(schema)
     except RecursionError:
@@ -207,13 +199,13 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: value if key in _OF_DATA else _closed_under(key, value) for key, value in schema.items()}
-    if "properties" in found and "additionalProperties" not in found:
-        found["additionalProperties"] = False
-    return found
+    result = {key: value if key in _DATA else _closed_under(key, value) for key, value in schema.items()}
+    if "properties" in result and "additionalProperties" not in result:
+        result["additionalProperties"] = False
+    return result
 
 
 def _closed_under(key: str, value: Any) -> Any:
-    if key in _OF_NAMES and isinstance(value, Mapping):
+    if key in _NAME_MAPS and isinstance(value, Mapping):
         return {name: _closed(each) for name, each in value.items()}
     return _closed(value)

@@ -1,4 +1,4 @@
-"""llguidance as a library of grammars. It is imported when the first grammar comes."""
+"""llguidance as a grammar library, imported when the first grammar is compiled; requests as its grammar texts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 from pagoda.common.engine.structured_output.grammar import (
     Bits,
     GrammarError,
+    Library,
     Matcher,
     Vocabulary,
     closed,
@@ -24,22 +25,22 @@ from pagoda.common.engine.structured_output.structural_tags import tag_format
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 MAX_THREADS: Final = 8
-"""Threads that fill masks at once; a mask takes some 50 us, so that more only wait for each other."""
+"""Threads that compute masks; a mask takes about 50 us, so more threads only wait for each other."""
 
 MAX_ITEMS_IN_ROW: Final = 10_000
-"""Open possibilities at one place of an answer: a schema of 1,000 optional properties has 4,000."""
+"""Parser items per position of an answer: a schema of 1,000 optional properties has 4,000."""
 
-_WORDS: Final = {
+_MESSAGES: Final = {
     "NoExtension": "the answer is complete, nothing can follow",
     "NoExtensionBias": "no text fits the grammar",
     "ParserTooComplex": "the grammar leaves too many possibilities open; make it simpler",
     "LexerTooComplex": "a pattern of the grammar is too complex; make it simpler",
 }
-"""Why an answer cannot go on, where the library's own words are of its inside."""
+"""Messages in place of the library's internal ones."""
 
 
 def import_llguidance() -> Any:
-    """The package. Raises GrammarError with the command that installs it."""
+    """Import the package. Raises GrammarError with the command that installs it."""
     try:
         import llguidance
     except ImportError:
@@ -47,50 +48,45 @@ def import_llguidance() -> Any:
     return llguidance
 
 
-class GuidanceMatcher:
-    """Implements matcher.Matcher."""
+class GuidanceMatcher(Matcher):
+    """A matcher of llguidance."""
 
     def __init__(self, inner: Any, ends: frozenset[int]) -> None:
         self.inner = inner
         self._ends = ends
 
     def accept(self, token: int) -> bool:
-        """See Matcher."""
         fits = self.inner.is_accepting() if token in self._ends else self.inner.validate_tokens([token]) == 1
         return bool(fits and self.inner.consume_token(token))
 
     def rollback(self, count: int) -> None:
-        """See Matcher."""
         if count:
             self.inner.rollback(count)
 
     def copy(self) -> GuidanceMatcher:
-        """See Matcher."""
         return GuidanceMatcher(self.inner.deep_copy(), self._ends)
 
     @property
     def error(self) -> str | None:
-        """See Matcher."""
         if not self.inner.is_error():
             return None
-        said = one_line(self.inner.get_error())
-        return _WORDS.get(said) or _WORDS.get(self.inner.stop_reason()) or said
+        message = one_line(self.inner.get_error())
+        return _MESSAGES.get(message) or _MESSAGES.get(self.inner.stop_reason()) or message
 
 
-class Guidance:
-    """Implements matcher.Library. Making it walks the vocabulary: a second or so for a large one."""
+class Guidance(Library):
+    """llguidance with one vocabulary, which takes about a second to read if it is large."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         package = import_llguidance()
         self._make = package.LLMatcher
         self._limits = package.LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
-        wrapper = package.TokenizerWrapper(_Spelling(vocabulary))
+        wrapper = package.TokenizerWrapper(_TokenizerAdapter(vocabulary))
         self._tokenizer = package.LLTokenizer(wrapper, n_vocab=len(vocabulary), eos_token=list(vocabulary.ends))
         self._ends = frozenset(vocabulary.ends)
         self._executor = package.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
 
     def compile(self, text: str) -> GuidanceMatcher:
-        """See Library."""
         inner = self._make(self._tokenizer, text, log_level=0, limits=self._limits)
         matcher = GuidanceMatcher(inner, self._ends)
         if matcher.error is not None:
@@ -98,17 +94,16 @@ class Guidance:
         return matcher
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
-        """See Library."""
         inner = [cast(GuidanceMatcher, matcher).inner for matcher in matchers]
         if len(inner) == 1:
             inner[0].unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             return
-        places = [(matcher, index) for index, matcher in enumerate(inner)]
-        self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, bits.shape[1] * 4, len(bits))
+        indexed = [(matcher, index) for index, matcher in enumerate(inner)]
+        self._executor.unsafe_compute_mask_ptr(indexed, bits.ctypes.data, bits.shape[1] * 4, len(bits))
 
 
-class _Spelling:
-    """A vocabulary under the names that llguidance asks for."""
+class _TokenizerAdapter:
+    """A vocabulary with the attributes that llguidance reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.ends[0]
@@ -118,34 +113,34 @@ class _Spelling:
         self._encode = vocabulary.encode
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The token ids of a text; bytes that are no UTF-8 become what they cannot be mistaken for."""
+        """Return the token ids of a text; invalid UTF-8 becomes replacement characters."""
         return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
 
-# What a request asks of its answer's form -> the text that llguidance compiles.
+# StructuredOutputsParams -> the text that llguidance compiles.
 
 ANY_OBJECT: Final = {"type": "object"}
 
 MAX_EBNF_CHARS: Final = 1 << 18
-"""What a converter in Python reads in a second or two: before that, nothing watches its time."""
+"""What the converter, in Python, reads in a second or two; no timeout applies to it."""
 
 
-def guidance_text(asked: StructuredOutputsParams, special: Special) -> str:
-    """The grammar of an answer. `special`: text of each special token -> its id. Raises RequestError."""
-    if asked.json is not None:
-        return _grammars({"json_schema": _with_options(json_schema(asked.json), asked)})
-    if asked.json_object:
-        return _grammars({"json_schema": _with_options(ANY_OBJECT, asked)})
-    if asked.choice:
-        return _grammars({"lark_grammar": choices(asked.choice)})
-    if asked.regex is not None:
-        return _grammars({"lark_grammar": f"start: /{_in_lark(whole_pattern(asked.regex))}/"})
-    if asked.grammar is not None:
-        return _grammars({"lark_grammar": _lark_of(asked.grammar)})
-    assert asked.structural_tag is not None, "one of them is set"
-    found = TagGrammar(special, lambda schema: _with_options(json_schema(schema), asked), _in_lark)
-    main = found.text(tag_format(asked.structural_tag))
-    others = [{"name": name, "lark_grammar": _lark_of(text)} for name, text in found.others.items()]
+def guidance_text(params: StructuredOutputsParams, special: Special) -> str:
+    """Return the grammar of an answer. `special`: text of each special token -> its id. Raises RequestError."""
+    if params.json is not None:
+        return _grammars({"json_schema": _with_options(json_schema(params.json), params)})
+    if params.json_object:
+        return _grammars({"json_schema": _with_options(ANY_OBJECT, params)})
+    if params.choice:
+        return _grammars({"lark_grammar": choices(params.choice)})
+    if params.regex is not None:
+        return _grammars({"lark_grammar": f"start: /{_in_lark(whole_pattern(params.regex))}/"})
+    if params.grammar is not None:
+        return _grammars({"lark_grammar": _lark_of(params.grammar)})
+    assert params.structural_tag is not None, "one of them is set"
+    grammar = TagGrammar(special, lambda schema: _with_options(json_schema(schema), params), _in_lark)
+    main = grammar.text(tag_format(params.structural_tag))
+    others = [{"name": name, "lark_grammar": _lark_of(text)} for name, text in grammar.others.items()]
     return _grammars({"name": "main", "lark_grammar": main}, *others)
 
 
@@ -153,22 +148,22 @@ def _grammars(*grammars: dict[str, Any]) -> str:
     try:
         return msgspec.json.encode({"grammars": grammars}).decode()
     except (RecursionError, TypeError, ValueError) as error:
-        raise refused(f"the schema is nested too deeply or holds what JSON cannot ({error})") from None
+        raise refused(f"the schema is nested too deeply or has values that JSON cannot represent ({error})") from None
 
 
-def _with_options(schema: Mapping[str, Any], asked: StructuredOutputsParams) -> dict[str, Any]:
+def _with_options(schema: Mapping[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if asked.disable_any_whitespace:
+    if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
-    if asked.whitespace_pattern is not None:
-        options["whitespace_pattern"] = asked.whitespace_pattern
-    if asked.disable_additional_properties:
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    if params.disable_additional_properties:
         schema = closed(schema)
     return {**schema, "x-guidance": options} if options else dict(schema)
 
 
 def whole_pattern(pattern: str) -> str:
-    """A pattern is of the whole answer anyway; anchors at its ends are dropped."""
+    """Return the pattern without anchors at its ends: it matches the whole answer anyway."""
     pattern = pattern.removeprefix("^")
     bare = pattern.removesuffix("$")
     escapes = len(bare) - len(bare.rstrip("\\"))
@@ -184,7 +179,7 @@ def _in_lark(pattern: str) -> str:
 
 
 def _lark_of(text: str) -> str:
-    """Lark as it is; EBNF (GBNF) as Lark."""
+    """Return a grammar in Lark, converted from EBNF (GBNF) if necessary."""
     if "::=" not in text:
         return text
     if len(text) > MAX_EBNF_CHARS:
@@ -193,7 +188,7 @@ def _lark_of(text: str) -> str:
         import_llguidance()
         from llguidance.gbnf_to_lark import any_to_lark
 
-        # Blank lines go first: the converter takes hours over a million of them.
+        # Without blank lines: the converter takes hours for a million of them.
         return str(any_to_lark("\n".join(line for line in text.split("\n") if line.strip())))
     except GrammarError as error:
         raise refused(error) from None

@@ -1,7 +1,4 @@
-"""Structural tags in one shape: OpenAI's `structures` and `triggers`, and vLLM's `format`, which holds the former.
-
-Knows their keys, not how a library is told.
-"""
+"""Structural tags as one format: OpenAI's `structures` and `triggers`, and vLLM's `format`, which includes them."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ KEYS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
     ),
     "tags_with_separator": (frozenset({"tags", "separator"}), frozenset({"at_least_one", "stop_after_first"})),
 }
-"""Type of a format -> the keys it needs, and those it may have."""
+"""Type of a format -> required keys, optional keys."""
 
 MAX_DEPTH: Final = 32
 MAX_TAGS: Final = 1024
 
 
 def tag_format(value: str | Mapping[str, Any]) -> Format:
-    """The format of a structural tag, given as JSON text or object. Raises RequestError naming what is wrong in it."""
+    """Return the format of a structural tag, given as JSON text or object. Raises RequestError naming the key."""
     tag = value
     if isinstance(tag, str):
         try:
@@ -67,32 +64,32 @@ def _of_structures(tag: Mapping[str, Any]) -> Format:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _checked(found: object, where: str = "format", depth: int = 0) -> Format:
-    """The format, with its parts and their types as they must be."""
+def _checked(part: object, where: str = "format", depth: int = 0) -> Format:
+    """Return the format if it is valid."""
     if depth > MAX_DEPTH:
         raise refused(f"{where}: formats are nested deeper than {MAX_DEPTH}")
-    if not isinstance(found, Mapping) or not isinstance(found.get("type"), str):
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise refused(f"{where} must be an object with a type")
-    kind = found["type"]
+    kind = part["type"]
     if kind not in KEYS:
-        raise refused(f"{where}: there is no format of type {kind[:80]!r}; use one of {', '.join(KEYS)}")
-    needed, optional = KEYS[kind]
-    given = {key for key, value in found.items() if value is not None} - {"type"}
-    if missing := needed - given:
+        raise refused(f"{where}: unknown format type {kind[:80]!r}; use one of {', '.join(KEYS)}")
+    required, optional = KEYS[kind]
+    given = {key for key, value in part.items() if value is not None} - {"type"}
+    if missing := required - given:
         raise refused(f"{where}: {kind} lacks {', '.join(sorted(missing))}")
-    if unknown := given - needed - optional:
+    if unknown := given - required - optional:
         raise refused(f"{where}: {kind} has no {', '.join(sorted(unknown))[:80]}")
     for key in given:
-        _check_value(found, key, f"{where}.{key}", depth)
-    if found.get("style", "json") != "json":
+        _check_value(part, key, f"{where}.{key}", depth)
+    if part.get("style", "json") != "json":
         raise refused(f"{where}.style: only json is supported")
     if kind == "triggered_tags":
-        _check_triggers(found, where)
-    return found
+        _check_triggers(part, where)
+    return part
 
 
-def _check_value(found: Format, key: str, where: str, depth: int) -> None:
-    value = found[key]
+def _check_value(part: Format, key: str, where: str, depth: int) -> None:
+    value = part[key]
     if key in ("value", "pattern", "grammar", "separator", "begin"):
         _need(isinstance(value, str), where, "a string")
     elif key == "end":
@@ -108,14 +105,14 @@ def _check_value(found: Format, key: str, where: str, depth: int) -> None:
     elif key in ("elements", "tags"):
         _need(isinstance(value, list) and 0 < len(value) <= MAX_TAGS, where, f"a list of 1 to {MAX_TAGS} formats")
         for index, each in enumerate(value):
-            untyped = key == "tags" and isinstance(each, Mapping) and "type" not in each  # they are of one type only
-            part = _checked({**each, "type": "tag"} if untyped else each, f"{where}[{index}]", depth + 1)
-            _need(key == "elements" or part["type"] == "tag", f"{where}[{index}]", "a tag")
+            untyped = key == "tags" and isinstance(each, Mapping) and "type" not in each  # the list has one type only
+            child = _checked({**each, "type": "tag"} if untyped else each, f"{where}[{index}]", depth + 1)
+            _need(key == "elements" or child["type"] == "tag", f"{where}[{index}]", "a tag")
 
 
-def _check_triggers(found: Format, where: str) -> None:
-    for index, tag in enumerate(found["tags"]):
-        if not any(tag["begin"].startswith(trigger) for trigger in found["triggers"]):
+def _check_triggers(part: Format, where: str) -> None:
+    for index, tag in enumerate(part["tags"]):
+        if not any(tag["begin"].startswith(trigger) for trigger in part["triggers"]):
             raise refused(f"{where}.tags[{index}].begin starts with none of the triggers")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, runs_ranks, spread
+from pagoda.backends.registry import BACKENDS, Entry, choose_backend, load_rank_runtime, parallel_sizes, runs_ranks
 from pagoda.common.config import env
 from pagoda.common.config.commands import COMMAND_SETTINGS, DoctorConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
@@ -84,7 +84,7 @@ def spreading(config: DoctorConfig) -> Findings:
     try:
         parallel = ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)
         backend = choose_backend(config.backend)
-        spread(backend, parallel)
+        parallel_sizes(backend, parallel)
         if ranks := runs_ranks(backend, parallel):
             load_rank_runtime(backend).check_devices(tensor)
     except (ConfigError, ImportError, OSError) as error:

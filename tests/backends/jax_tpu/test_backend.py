@@ -11,6 +11,7 @@ pytest.importorskip("flax")
 import jax
 import numpy as np
 import support.jax_devices  # noqa: F401
+from support.backend_options import make_options
 from support.jax_requests import requests
 from support.reference_driver import Driver, random_weights, tiny_spec
 
@@ -18,7 +19,6 @@ from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, RecompileError
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplerOptions, SamplingRules
@@ -124,7 +124,7 @@ def test_a_short_reader_runs_after_the_writer_of_its_page() -> None:
     assert result.token_ids[0] == alone.token_ids[0]
     np.testing.assert_array_equal(result.logprobs[0].token_ids, alone.logprobs[0].token_ids)
     pending = d.backend.execute(plan := shared_page_plan(d))
-    assert pending.steps.steps[0].plan.rows.tolist() == [0, 1]
+    assert pending.plan.rows.tolist() == [0, 1]
     assert pending.result().token_ids.tolist() == result.token_ids.tolist()
     assert plan.rows.tolist() == [1, 0]
 
@@ -172,7 +172,7 @@ def test_too_many_devices_are_refused_in_one_line() -> None:
 def engine(spec: ModelSpec, *, warm: bool = True, **make) -> EngineCore:
     limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
     layout = kv_layout(spec, 8)
-    backend = create(spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32", **make)
+    backend = create(make_options(spec, limits=limits, layout=layout, **make))
     backend.load(random_weights(spec))
     backend.init_cache(60)
     if warm:
@@ -228,7 +228,7 @@ def test_weights_are_strict_both_ways() -> None:
     spec = tiny_spec()
     weights = dict(random_weights(spec))
     limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
-    backend = create(spec, limits=limits, layout=kv_layout(spec, 8), cache=CacheConfig(), dtype="float32")
+    backend = create(make_options(spec, limits=limits))
     missing = dict(list(weights.items())[:-1])
     with pytest.raises(WeightError, match="lacks 1 parameters, first head"):
         backend.load(missing.items())

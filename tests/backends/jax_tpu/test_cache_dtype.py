@@ -20,7 +20,6 @@ from support.tiny_folder import write_model
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.kv_scales import HEADROOM, KV_SCALE
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype
 from pagoda.backends.reference.model.naive import NaiveModel
@@ -28,6 +27,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.shapes import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.server.cli import main
@@ -100,7 +100,7 @@ def test_scales_have_headroom() -> None:
 
 
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
-STEP = Forward(JaxStepShape(64, 64, 8, 1, True))
+STEP = Forward(StepShape(64, 64, 8, 1, True))
 
 
 def test_half_the_bytes_stored_and_read() -> None:
@@ -143,5 +143,5 @@ def test_errors_name_the_remedy() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype: v7x has no int8; use fp8"):
         cache_dtype(int8, jnp.dtype("bfloat16"), CHIPS["v7x"])
     assert cache_dtype(int8, jnp.dtype("bfloat16"), CHIPS["v6e"]) == "int8"
-    with pytest.raises(ConfigError, match="--kv-cache-dtype: the reference backend's cache holds the activations'"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: the reference backend's cache has the activations' dtype"):
         Driver(SPEC, cache=CacheConfig(cache_dtype="fp8"))

@@ -90,7 +90,7 @@ def test_more_and_fewer_devices_than_written_for_give_the_same_tokens(tmp_path: 
         checkpoint = ShardedCheckpoint(folder) if folder.exists() else write(folder, spec, written)
         driver = Driver(spec, block_size=8, backend="jax_tpu", tensor=read)
         driver.backend._leaves = ()
-        driver.backend.load_checkpoint(checkpoint)
+        driver.backend.load_checkpoint(checkpoint.folder)
         assert driver.generate(PROMPT, 12) == wanted
 
 

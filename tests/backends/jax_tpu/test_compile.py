@@ -20,14 +20,14 @@ from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step,
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes, check_tables
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
+from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.memory.budget import Budget, plan_blocks, with_devices
 from pagoda.backends.jax_tpu.memory.plan import GIB, weight_bytes
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
@@ -73,7 +73,7 @@ QWEN_32B = {
 }
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
 BLOCKS = 600  # per device that shares the model: 10 GiB of cache on each
-DECODE, MIXED = JaxStepShape(8, 8, 8, 1, True), JaxStepShape(128, 8, 8, 1, False)
+DECODE, MIXED = StepShape(8, 8, 8, 1, True), StepShape(128, 8, 8, 1, False)
 
 
 def model_on(target: Target, config: dict, tensor: int) -> Model:
@@ -82,7 +82,7 @@ def model_on(target: Target, config: dict, tensor: int) -> Model:
 
 
 @cache
-def compiled(topology: str, tensor: int, shape: JaxStepShape) -> tuple[Target, StepProgramSet, CompiledProgram]:
+def compiled(topology: str, tensor: int, shape: StepShape) -> tuple[Target, StepProgramSet, CompiledProgram]:
     target = find_target(topology)
     model = model_on(target, LLAMA_8B, tensor)
     program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), BLOCKS * tensor, LIMITS.max_num_seqs)
@@ -93,11 +93,11 @@ SHORT = [("v6e:1x1", 1, DECODE), ("v5e:2x2", 4, DECODE), ("v5p:2x2x1", 1, DECODE
 MATRIX = [
     (name, tensor, shape)
     for name, tensor in (("v6e:1x1", 1), ("v6e:2x4", 8), ("v5e:2x2", 4), ("v5p:2x2x1", 1), ("v5p:2x2x1", 4))
-    for shape in (DECODE, MIXED, JaxStepShape(64, 64, 8, 1, True), JaxStepShape(2048, 256, 64, 1, False))
+    for shape in (DECODE, MIXED, StepShape(64, 64, 8, 1, True), StepShape(2048, 256, 64, 1, False))
 ]
 
 
-def check_step(topology: str, tensor: int, shape: JaxStepShape) -> None:
+def check_step(topology: str, tensor: int, shape: StepShape) -> None:
     target, program_set, program = compiled(topology, tensor, shape)
     cache_bytes, layers = program_set.num_blocks * program_set.model.block_bytes, len(program_set.model.spec.layers)
     memory = program.executable.memory_analysis()
@@ -115,7 +115,7 @@ def check_step(topology: str, tensor: int, shape: JaxStepShape) -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize(("topology", "tensor", "shape"), SHORT)
-def test_a_step_updates_the_cache_in_place(topology: str, tensor: int, shape: JaxStepShape) -> None:
+def test_a_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:
     check_step(topology, tensor, shape)
 
 
@@ -130,7 +130,7 @@ def test_weights_arrive_at_four_fifths_of_the_bandwidth() -> None:
 @needs_libtpu
 @pytest.mark.tpu_matrix
 @pytest.mark.parametrize(("topology", "tensor", "shape"), MATRIX)
-def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: JaxStepShape) -> None:
+def test_every_step_updates_the_cache_in_place(topology: str, tensor: int, shape: StepShape) -> None:
     check_step(topology, tensor, shape)
 
 
@@ -211,7 +211,7 @@ def test_one_chip_is_a_separate_host(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_roofline_cost_of_a_step() -> None:
     model = model_on(find_target("cpu"), LLAMA_8B, 1)
-    shape = JaxStepShape(64, 64, 8, 1, True)
+    shape = StepShape(64, 64, 8, 1, True)
     needed = roofline_cost(model, Forward(shape), BatchLoad(64 * 1024, 64 * 1024))
     chip = CHIPS["v6e"]
     layers = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
@@ -226,9 +226,9 @@ def test_roofline_cost_of_a_step() -> None:
 
 
 def test_a_full_batch_fills_its_shape() -> None:
-    assert full_step(JaxStepShape(8, 8, 4, 1, True), 16, 1000) == BatchLoad(512, 512)
-    assert full_step(JaxStepShape(8, 8, 4, 1, True), 16, 10) == BatchLoad(160, 160)
-    assert full_step(JaxStepShape(100, 8, 4, 1, False), 16, 1000) == BatchLoad(100, 64 * 65 // 2 + 36 * 37 // 2)
+    assert full_step(StepShape(8, 8, 4, 1, True), 16, 1000) == BatchLoad(512, 512)
+    assert full_step(StepShape(8, 8, 4, 1, True), 16, 10) == BatchLoad(160, 160)
+    assert full_step(StepShape(100, 8, 4, 1, False), 16, 1000) == BatchLoad(100, 64 * 65 // 2 + 36 * 37 // 2)
 
 
 def test_budget_limits() -> None:

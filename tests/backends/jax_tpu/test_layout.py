@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("flax")
 
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, build_cache_index, segments
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
+from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 

@@ -15,6 +15,7 @@ pytest.importorskip("flax")
 
 import jax
 import support.jax_devices  # noqa: F401
+from support.backend_options import make_pooling_options
 from support.pooling_plans import plan_of
 from support.reference_driver import random_weights, tiny_spec
 
@@ -62,13 +63,13 @@ def requests(lengths: Sequence[int], *, only_tokens: bool = False) -> tuple[Engi
 
 
 def loaded(spec: ModelSpec, **more: Any) -> JaxPooling:
-    backend = create(spec, limits=LIMITS, dtype="float32", **more)
+    backend = create(make_pooling_options(spec, limits=LIMITS, **more))
     backend.load(random_weights(spec))
     return backend
 
 
 def expected(spec: ModelSpec, plan: PoolPlan) -> tuple[np.ndarray, ...]:
-    backend = reference.create(spec, limits=LIMITS, dtype="float32")
+    backend = reference.create(make_pooling_options(spec, limits=LIMITS))
     backend.load(random_weights(spec))
     vectors = backend.execute(plan).result().vectors
     backend.close()
@@ -156,8 +157,8 @@ def test_the_second_start_reads_every_program(tmp_path: Path, compiles: list[str
 
 
 def test_token_ladder() -> None:
-    assert token_ladder(LIMITS) == (64, 128, 256, 320)
-    assert token_ladder(replace(LIMITS, max_num_batched_tokens=16)) == (64, 128, 192)
+    assert token_ladder(LIMITS).sizes == (64, 128, 256, 320)
+    assert token_ladder(replace(LIMITS, max_num_batched_tokens=16)).sizes == (64, 128, 192)
     assert len(list(PoolProgramSet(loaded(SPECS["all tokens"]).model, LIMITS))) == 4, "each token's answers only"
 
 
@@ -195,7 +196,7 @@ def test_errors_name_a_remedy_that_works() -> None:
 def test_a_device_without_room_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.backends.jax_tpu.pooling.pooling_room", lambda model, share: 1 << 20)
     with pytest.raises(ConfigError, match="GiB per device: weights take"):
-        create(SPECS["causal"], limits=LIMITS, dtype="float32")
+        create(make_pooling_options(SPECS["causal"], limits=LIMITS))
 
 
 MINILM = {

@@ -12,6 +12,7 @@ pytest.importorskip("flax")
 import jax.numpy as jnp
 import numpy as np
 import support.jax_devices  # noqa: F401
+from support.backend_options import make_options
 from support.embedded_requests import (
     BLOCKS,
     LIMITS,
@@ -29,7 +30,6 @@ from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, ForwardEmbeds, LogitsProgram, Sample, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.sampling import device
-from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.logit_edits import penalties
@@ -64,27 +64,12 @@ def test_only_the_setting_adds_programs_and_none_for_decoding() -> None:
 def test_a_bundle_has_no_such_programs(tmp_path: Path) -> None:
     spec = SPECS["scaled"]
     with pytest.raises(ConfigError, match="--compiled-bundle: bundles have no programs for embeddings"):
-        create(
-            spec,
-            limits=LIMITS,
-            layout=kv_layout(spec, LIMITS.block_size),
-            cache=CacheConfig(),
-            dtype="float32",
-            prompt_embeds=True,
-            bundle=tmp_path,
-        )
+        create(make_options(spec, limits=LIMITS, prompt_embeds=True, bundle=tmp_path))
 
 
 def load_jax(embeds: bool) -> StepProgramSet:
     spec = SPECS["scaled"]
-    backend = create(
-        spec,
-        limits=LIMITS,
-        layout=kv_layout(spec, LIMITS.block_size),
-        cache=CacheConfig(),
-        dtype="float32",
-        prompt_embeds=embeds,
-    )
+    backend = create(make_options(spec, limits=LIMITS, prompt_embeds=embeds))
     return backend._program_set(BLOCKS)
 
 
@@ -93,9 +78,7 @@ def test_nothing_is_compiled_while_serving() -> None:
     spec = SPECS["scaled"]
     limits = replace(LIMITS, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=8)
     layout = kv_layout(spec, limits.block_size)
-    backend = create(
-        spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32", prompt_embeds=True, strict=True
-    )
+    backend = create(make_options(spec, limits=limits, layout=layout, prompt_embeds=True, strict=True))
     backend.load(random_weights(spec))
     backend.init_cache(BLOCKS)
     wanted = (Forward, ForwardEmbeds)

@@ -19,14 +19,13 @@ from support.tiny_folder import write_model
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
-from pagoda.backends.jax_tpu.execution.step_input import JaxStepShape
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype, quantize
 from pagoda.backends.reference.model.naive import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules
+from pagoda.common.engine.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
@@ -102,7 +101,7 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
 }
 LIMITS = Limits(max_model_len=8192, max_num_batched_tokens=2048, max_num_seqs=256, block_size=128)
-DECODE = Forward(JaxStepShape(64, 64, 8, 1, True))
+DECODE = Forward(StepShape(64, 64, 8, 1, True))
 
 
 def model_on(topology: str, method: str | None, **config):
@@ -152,5 +151,5 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
         matrix_dtype("fp8", tiny_spec(moe=True), CHIPS["v6e"])
     with pytest.raises(ConfigError, match="--quantization: tpu_int8: v7x has no int8; use fp8"):
         matrix_dtype("tpu_int8", SPEC, CHIPS["v7x"])
-    with pytest.raises(ConfigError, match="--quantization: reference cannot make weights fp8; drop it, or use --back"):
+    with pytest.raises(ConfigError, match="--quantization: fp8 is not supported by reference; drop it, or use --back"):
         LLM(str(write_model(tmp_path / "tiny")), quantization="fp8", backend="reference")

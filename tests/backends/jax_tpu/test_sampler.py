@@ -20,7 +20,7 @@ from support.sampling_definition import ROWS, VOCAB, define
 
 from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes, writers_first
+from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import build_model
 from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
@@ -31,6 +31,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine import logit_edits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.engine.step import RowStart, StepPlan, TokenMasks
 
 ROOM = 8

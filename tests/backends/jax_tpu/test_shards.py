@@ -9,19 +9,20 @@ import pytest
 pytest.importorskip("flax")
 
 import support.jax_devices  # noqa: F401
+from support.backend_options import make_options
 from support.jax_requests import requests
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet
-from pagoda.backends.jax_tpu.execution.shapes import StepShapes
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import ShardedScheduler, sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput
+from pagoda.common.engine.shapes import StepShapes
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.spec import Attention, Layer, Mlp, ModelSpec, Norm, Norms, Rope
 
@@ -33,9 +34,7 @@ BLOCKS = 9
 
 def make(data: int, tensor: int = 1) -> JaxBackend:
     cache = CacheConfig()
-    return create(
-        SPEC, limits=LIMITS, layout=LAYOUT, cache=cache, dtype="float32", tensor=tensor, data=data, strict=True
-    )
+    return create(make_options(SPEC, limits=LIMITS, layout=LAYOUT, cache=cache, tensor=tensor, data=data, strict=True))
 
 
 def engine(data: int, tensor: int = 1) -> tuple[EngineCore, JaxBackend]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, define
+from support.sampling_definition import ROWS, VOCAB, decode_step, define
 
 from pagoda.backends.reference import sampling
 from pagoda.backends.reference.sampling import Sampler
@@ -38,23 +38,23 @@ def test_noise_is_gumbel_and_independent_of_neighbours() -> None:
 @given(ROWS, st.integers(0, 2**31), st.sampled_from([1.0, 6.0]))
 def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
     logits = (np.random.default_rng(seed).standard_normal((len(rows), VOCAB)) * spread).astype(np.float32)
-    sampler = Sampler(8)
+    sampler = Sampler(VOCAB, 8, 32)
     want = []
     for row, (rules, history, prompt) in enumerate(rows):
         num_prompt = min(prompt, len(history))
         sampler.start(RowStart(row, np.array(history, np.int32), num_prompt, rules))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    tokens, _ = sampler.sample(torch.from_numpy(logits), list(range(len(rows))))
+    tokens, _ = sampler.sample(torch.from_numpy(logits), decode_step([len(history) for _, history, _ in rows]))
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.999])
 def test_frequencies_follow_the_distribution(top_p: float) -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    sampler, counts, draws = Sampler(1), np.zeros(4), 2_000
+    sampler, counts, draws = Sampler(4, 1, 4), np.zeros(4), 2_000
     for seed in range(draws):
         sampler.start(RowStart(0, np.zeros(1, np.int32), 1, SamplingRules(temperature=1.0, top_p=top_p, seed=seed)))
-        token, _ = sampler.sample(torch.from_numpy(logits[None].copy()), [0])
+        token, _ = sampler.sample(torch.from_numpy(logits[None].copy()), decode_step([1]))
         counts[int(token)] += 1
     np.testing.assert_allclose(counts / draws, np.exp(logits), atol=0.05)
 
@@ -62,23 +62,23 @@ def test_frequencies_follow_the_distribution(top_p: float) -> None:
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
     logits = torch.from_numpy(np.random.default_rng(3).standard_normal((4, VOCAB)).astype(np.float32))
     rules = [SamplingRules(temperature=1.0, seed=s, top_k=k) for s, k in ((1, 0), (2, 40), (3, 0), (4, 7))]
-    sampler = Sampler(4)
+    sampler = Sampler(VOCAB, 4, 4)
     for row, rule in enumerate(rules):
         sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rule))
-    together, _ = sampler.sample(logits.clone(), [0, 1, 2, 3])
+    together, _ = sampler.sample(logits.clone(), decode_step([3] * 4))
     for row, rule in enumerate(rules):
         sampler.start(RowStart(row, np.zeros(3, np.int32), 3, rule))
-        alone, _ = sampler.sample(logits[row : row + 1].clone(), [row])
+        alone, _ = sampler.sample(logits[row : row + 1].clone(), decode_step([3], [row]))
         assert alone.tolist() == [together[row].item()]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = torch.randn(1, VOCAB)
     want = logits.log_softmax(-1)[0]
-    sampler = Sampler(1)
+    sampler = Sampler(VOCAB, 1, 4)
     rules = SamplingRules(logit_bias=((7, 100.0),), logprobs=3)
     sampler.start(RowStart(0, np.zeros(1, np.int32), 1, rules))
-    tokens, logprobs = sampler.sample(logits.clone(), [0])
+    tokens, logprobs = sampler.sample(logits.clone(), decode_step([1]))
     assert tokens.tolist() == [7]
     found = logprobs[0]
     assert found.token_ids[0].tolist() == [7, *want.topk(3).indices.tolist()]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from support.backend_options import make_options
 from support.jax_requests import requests
 from support.reference_driver import Driver, random_weights, tiny_spec
 
@@ -115,9 +116,8 @@ def engine(
         **{"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 6, "block_size": 4, **(limits or {})}
     )
     layout = kv_layout(spec, chosen.block_size, hybrid=hybrid)
-    made = load_backend(backend).create(
-        spec, limits=chosen, layout=layout, cache=CacheConfig(), dtype="float32", **make
-    )
+    device = {"device": make.pop("device")} if "device" in make else {}
+    made = load_backend(backend).create(make_options(spec, limits=chosen, layout=layout, **make), **device)
     made.load(random_weights(spec))
     made.init_cache(blocks)
     if warm:
@@ -334,11 +334,11 @@ def test_weights_are_strict_both_ways() -> None:
     spec = tiny_spec()
     weights = dict(random_weights(spec))
     limits = Limits(max_model_len=64, max_num_batched_tokens=48, max_num_seqs=12, block_size=8)
-    make = {"limits": limits, "layout": kv_layout(spec, 8), "cache": CacheConfig(), "dtype": "float32", "device": CPU}
+    options = make_options(spec, limits=limits)
     missing = dict(list(weights.items())[:-1])
     with pytest.raises(WeightError, match="lacks 1 parameters, first head"):
-        create(spec, **make).load(missing.items())
+        create(options, CPU).load(missing.items())
     with pytest.raises(WeightError, match="stray is unknown"):
-        create(spec, **make).load({**weights, "stray": np.zeros(3, np.float32)}.items())
+        create(options, CPU).load({**weights, "stray": np.zeros(3, np.float32)}.items())
     with pytest.raises(ConfigError, match="--dtype: int8 is not one of auto, float32, bfloat16, float16"):
-        create(spec, **{**make, "dtype": "int8"})
+        create(replace(options, dtype="int8"), CPU)

@@ -8,8 +8,8 @@ import torch
 from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TILE, Chunk, TorchCudaModel, poisoned
 
+from pagoda.backends.torch_cuda.loaded_model import calibrate_kv_scales
 from pagoda.backends.torch_cuda.memory import cache
-from pagoda.backends.torch_cuda.memory.kv_scales import calibrate_kv_scales
 from pagoda.backends.torch_cuda.parallel.sharding import RankShard
 
 SPEC = tiny_spec(window=6)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.backends.torch_cuda.execution.programs import make_ladder, usual_sizes
 from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.engine.shapes import GraphSizes, usual_sizes
 from pagoda.common.errors import ConfigError
 
 
@@ -13,14 +13,14 @@ def test_every_8th_size_to_256_and_every_16th_above() -> None:
     """As vLLM's, so that at most 7 sequences of a step are padding, or 15."""
     assert list(usual_sizes(1024)) == [1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)]
     assert [len(list(usual_sizes(largest))) for largest in (8, 256, 512, 1024)] == [4, 35, 51, 83]
-    ladder = make_ladder(CompilationConfig(), 1024)
+    ladder = GraphSizes.of(CompilationConfig(), 1024)
     for seqs in range(1, 1025):
-        assert 0 <= ladder.fit(seqs) - seqs < (8 if seqs <= 256 else 16)
+        assert 0 <= ladder.bucket_for(seqs) - seqs < (8 if seqs <= 256 else 16)
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 257, 300])
 def test_the_largest_step_has_its_own_size(largest: int) -> None:
-    ladder = make_ladder(CompilationConfig(), largest)
+    ladder = GraphSizes.of(CompilationConfig(), largest)
     assert ladder.sizes == ladder.captured == tuple(sorted(set(ladder.sizes)))
     assert ladder.sizes[-1] == largest
 
@@ -42,7 +42,7 @@ def test_the_largest_step_has_its_own_size(largest: int) -> None:
     ],
 )
 def test_flags_choose_what_is_captured(said: dict, captured: tuple[int, ...]) -> None:
-    ladder = make_ladder(CompilationConfig(**said), 20)
+    ladder = GraphSizes.of(CompilationConfig(**said), 20)
     assert ladder.captured == captured
     assert ladder.sizes[: len(captured)] == captured
     assert ladder.sizes[-1] == 20

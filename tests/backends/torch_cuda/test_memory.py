@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.backend_options import make_options
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.torch_cuda.backend import create
@@ -103,7 +104,7 @@ def test_more_blocks_than_there_is_memory_for(
     limits = Limits(max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2, block_size=4)
     spec = tiny_spec()
     cache, layout = CacheConfig(**configured), kv_layout(spec, 4)
-    backend = create(spec, limits=limits, layout=layout, cache=cache, dtype="float32", device=CPU)
+    backend = create(make_options(spec, limits=limits, layout=layout, cache=cache), CPU)
     backend.load(random_weights(spec))
 
     def full(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     ranks.check_devices(2)
-    ranks.device(1)
+    devices.use_device(1)
     assert current[-1] == torch.device("cuda", 1)
     with pytest.raises(
         ConfigError, match=r"^--tensor-parallel-size: 4 ranks need 4 GPUs, 2 are visible; use 2 or less"
@@ -34,7 +34,7 @@ def test_cpus_stand_for_any_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     ranks.check_devices(64)
     assert not ranks.needs_gpu()
-    assert ranks.device(3) == CPU
+    assert devices.use_device(3) == CPU
 
 
 def test_asking_imports_no_framework() -> None:

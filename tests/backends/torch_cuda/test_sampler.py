@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB, define
-from support.torch_sampling import Now, decode_step, follows_the_definition, run
+from support.sampling_definition import ROWS, VOCAB, decode_step, define
+from support.torch_sampling import Now, follows_the_definition, run
 
 from pagoda.backends.reference.sampling import Sampler as ReferenceSampler
 from pagoda.backends.reference.sampling import token_logprobs
@@ -44,7 +44,7 @@ def test_tokens_follow_the_definition(rows, seed: int, spread: float) -> None:
 def test_several_steps_are_those_of_the_reference_backend(rows, seed: int, best: int, processed: bool) -> None:
     """Tokens and logprobs; the device is told no token that it sampled."""
     options = SamplerOptions("processed_logprobs" if processed else "raw_logprobs")
-    sampler, reference = make(options), ReferenceSampler(ROOM, options)
+    sampler, reference = make(options), ReferenceSampler(VOCAB, ROOM, LENGTH, options)
     ends = []
     for row, (rules, history, prompt) in enumerate(rows):
         asking = replace(rules, logprobs=best if row % 2 else None)
@@ -54,7 +54,7 @@ def test_several_steps_are_those_of_the_reference_backend(rows, seed: int, best:
         ends.append(len(history))
     for step in range(3):
         logits = noisy(seed + step, len(rows))
-        want, want_logprobs = reference.sample(torch.from_numpy(logits.copy()), list(range(len(rows))))
+        want, want_logprobs = reference.sample(torch.from_numpy(logits.copy()), decode_step(ends))
         tokens, logprobs = run(sampler, logits, decode_step(ends), ROOM)
         assert tokens.tolist() == want.tolist()
         assert sampler.last[: len(rows)].tolist() == want.tolist()
@@ -190,7 +190,7 @@ def test_logits_processors_see_every_token_and_edit_their_row() -> None:
 def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> None:
     """Every second row has one. The definition: as if its tokens were the allowed ones; the reference agrees."""
     rng = np.random.default_rng(seed)
-    sampler, reference = make(), ReferenceSampler(ROOM)
+    sampler, reference = make(), ReferenceSampler(VOCAB, ROOM, LENGTH)
     logits, want = noisy(seed, len(rows)), []
     masks = {row: rng.permutation(VOCAB)[:count] for row in range(0, len(rows), 2)}
     for row, (rules, history, prompt) in enumerate(rows):
@@ -213,6 +213,5 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
     )
     tokens, _ = run(sampler, logits, plan, ROOM)
     assert [t for t, w in zip(tokens.tolist(), want) if w is not None] == [w for w in want if w is not None]
-    of_rows = [bits[list(masks).index(row)] if row in masks else None for row in range(len(rows))]
-    same, _ = reference.sample(torch.from_numpy(logits.copy()), list(range(len(rows))), of_rows)
+    same, _ = reference.sample(torch.from_numpy(logits.copy()), plan)
     assert [t for t, w in zip(same.tolist(), want) if w is not None] == [w for w in want if w is not None]

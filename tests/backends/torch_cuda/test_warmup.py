@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.backend_options import make_options
 from support.reference_driver import random_weights, tiny_spec
 from support.warm_launches import compiled
 
@@ -11,7 +12,6 @@ from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution import stream
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 
 MIB = 1 << 20
@@ -60,7 +60,7 @@ def test_a_whole_start(monkeypatch: pytest.MonkeyPatch, seqs: int, measured: int
     spec = tiny_spec(window=6, moe=seqs == 3)
     layout = kv_layout(spec, limits.block_size)
     device = Gpu(CPU.torch, CPU.chip, "NVIDIA H100")
-    backend = create(spec, limits=limits, layout=layout, cache=CacheConfig(), dtype="float32", device=device)
+    backend = create(make_options(spec, limits=limits, layout=layout), device)
     backend.load(random_weights(spec))
     plan = backend.plan_memory()
     assert plan.kv_cache > 48 * MIB, "what is left of nine tenths, which is more than these requests need"

@@ -129,7 +129,7 @@ def test_what_cannot_be_converted(
     model: Path, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    assert "is converted already, and loads on any" in error(capsys, "convert", str(converted), str(out))
+    assert "is already converted and loads on any" in error(capsys, "convert", str(converted), str(out))
     assert "jax_tpu does not support float16; use bfloat16" in error(
         capsys, "convert", str(model), str(out), "--dtype", "half"
     )

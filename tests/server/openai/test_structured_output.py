@@ -144,7 +144,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"jason": {}}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"choice": "no"}}, "structured_outputs.choice", "array"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "needs a format"),
-    ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs", "min_tokens asks for 9"),
+    ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs", "min_tokens is 9"),
     ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "needs a schema"),
@@ -165,7 +165,7 @@ def test_a_bad_form_is_a_400_that_names_its_field(server, asked, param, words, s
     status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | asked)
     if status == 200:  # it turned out while it was answered
         assert stream
-        assert words == "min_tokens asks for 9"
+        assert words == "min_tokens is 9"
         answer = json.loads(answer.decode().split("data: ")[-2])
     assert answer["error"]["code"] == 400, answer
     assert answer["error"]["param"] == param

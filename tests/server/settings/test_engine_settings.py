@@ -162,10 +162,10 @@ MESSAGES = [{"role": "user", "content": "a"}]
 class Doorkeeper(Scheduler):
     """Takes no prompt longer than --additional-config says."""
 
-    def add(self, asked: EngineRequest, guide: TokenMaskState | None = None) -> None:
+    def add(self, asked: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         if len(asked.prompt_token_ids) > self.settings["longest"]:
             raise RequestError("prompt", "the doorkeeper says no")
-        super().add(asked, guide)
+        super().add(asked, mask_state)
 
 
 @pytest.mark.setting("--scheduler-cls", "--additional-config")

@@ -10,15 +10,16 @@ from support.byte_text import byte_tokenizer
 from support.fake_engine import build
 
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.sampling import USUAL
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.settings.args import EngineArgs
-from pagoda.server.settings.backend_options import backend_options
 from pagoda.server.settings.flags import FlagParser
 from pagoda.server.settings.resolve import resolve
+from pagoda.server.startup.build import backend_options
 
 TEXT = byte_tokenizer()
 TINY = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
@@ -316,7 +317,7 @@ def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pyte
 
 
 @pytest.mark.setting("--enable-prompt-embeds")
-def test_only_programs_must_know_of_embeddings_beforehand(folder: Path) -> None:
+def test_backends_know_of_embeddings_beforehand(folder: Path) -> None:
     words = ("--model", str(folder), "--load-format", "dummy", "--enable-prompt-embeds", "--backend")
-    told = {name: backend_options(resolve(config(*words, name), "llm")) for name in ("reference", "jax_tpu")}
-    assert [options.get("prompt_embeds") for options in told.values()] == [None, True]
+    told = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
+    assert [options.prompt_embeds for options in told.values()] == [True, True]

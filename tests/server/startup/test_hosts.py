@@ -22,6 +22,7 @@ from support.ports import two_free_ports
 from support.served import REAL, environment, served, wait_ready
 from support.tiny_folder import write_model
 
+from pagoda.common.backend import ParallelSizes
 from pagoda.common.config.settings import ENGINE_SETTINGS
 from pagoda.common.distributed.messages import Host, HostFingerprint
 from pagoda.common.errors import ConfigError
@@ -142,9 +143,9 @@ def test_a_mesh_that_leaves_devices_out() -> None:
         return Host(facts, f"10.0.0.{rank}")
 
     hosts = [host(0, 4), host(1, 4)]
-    assert check_devices(hosts, {"tensor": 4, "data": 2}) == ""
-    assert check_devices([host(0, 0), host(1, 0)], {"tensor": 4}) == ""
-    assert check_devices(hosts, {"tensor": 4, "data": 1}) == (
+    assert check_devices(hosts, ParallelSizes(4, 2)) == ""
+    assert check_devices([host(0, 0), host(1, 0)], ParallelSizes(4)) == ""
+    assert check_devices(hosts, ParallelSizes(4)) == (
         "the model is sharded across 4 devices, but there are 8 (host 0 (10.0.0.0) has 4, host 1 (10.0.0.1) has 4); "
         "use all of them: --tensor-parallel-size 8"
     )

@@ -101,7 +101,10 @@ def test_two_copies_answer_as_one_and_share_the_requests(model: str, alone: list
         ({"tensor_parallel_size": 2, "backend": "reference"}, "--tensor-parallel-size: reference runs a model on one"),
         ({"data_parallel_size": 2, "backend": "reference"}, "--data-parallel-size: reference runs a model on one dev"),
         ({"data_parallel_size": 9}, "--data-parallel-size: 9 needs 9 devices, 8 available .cpu.; use at most 8"),
-        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "--data-parallel-size-local: all 2 copies are here"),
+        (
+            {"data_parallel_size": 2, "data_parallel_size_local": 1},
+            "--data-parallel-size-local: all 2 replicas run on",
+        ),
     ],
 )
 def test_what_cannot_be_spread_is_refused(model: str, settings: dict[str, Any], message: str) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.sampling_definition import ROWS, VOCAB
-from support.torch_sampling import INTERPRETED, decode_step, follows_the_definition, run
+from support.sampling_definition import ROWS, VOCAB, decode_step
+from support.torch_sampling import INTERPRETED, follows_the_definition, run
 
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine.sampling import SamplingRules

@@ -91,7 +91,7 @@ def test_forgetting_all_empties_the_cache_and_keeps_the_holders():
     blocks = take(pool, 3)
     cache(pool, blocks)
     pool.release(blocks[1:])
-    pool.forget_all()
+    pool.clear_cache()
     pool.check_integrity()
     assert [pool.lookup(KEY[n]) for n in blocks] == [None] * 3
     assert not pool.is_free(1)

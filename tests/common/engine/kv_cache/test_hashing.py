@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from pagoda.common.engine.kv_cache.hashing import ExtraKeys, extend_hashes, page_digest, root_digest
+from pagoda.common.engine.kv_cache.manager import ExtraKeys, extend_hashes, page_digest, root_digest
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.request import Request
 from pagoda.common.engine.sampling import SamplingRules

@@ -79,8 +79,8 @@ def plans_of(made: Structured, free: int) -> list[StepPlan]:
     """The plans of one held answer beside so many others."""
     core = engine(made, max_num_seqs=16, max_num_batched_tokens=64)
     core.add_request(asking(grammar(choice=["aaaaaaab"]), name="held"))
-    for _, guide in core._grammars._compiling.values():
-        guide.result(10)  # it is compiled, so that all begin together
+    for _, state in core._grammars._compiling.values():
+        state.result(10)  # it is compiled, so that all begin together
     for number in range(free):
         core.add_request(plain(str(number), max_tokens=20, prompt_token_ids=[number, 7]))
     drain(core)
@@ -154,7 +154,7 @@ def test_an_answer_that_cannot_go_on_ends_alone(made):
     found = drain(core)
     last = found["short"][-1]
     assert last.finish_reason == "error"
-    assert "min_tokens asks for 4" in (last.error or ("", ""))[1]
+    assert "min_tokens is 4" in (last.error or ("", ""))[1]
     assert text_of(tokens(found["good"])) in CHOICES
 
 
@@ -206,8 +206,8 @@ def test_a_spent_budget_ends_the_thinking(made):
 
 def test_aborted_while_its_grammar_compiles(made, monkeypatch):
     slow, go = Structured(vocabulary), threading.Event()
-    usual = slow.guide
-    monkeypatch.setattr(slow, "guide", lambda request: go.wait(5) and usual(request))
+    usual = slow.mask_state
+    monkeypatch.setattr(slow, "mask_state", lambda request: go.wait(5) and usual(request))
     core = engine(slow)
     core.add_request(asking(grammar(choice=CHOICES)))
     with pytest.raises(RequestError, match="already in the engine"):

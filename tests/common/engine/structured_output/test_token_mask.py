@@ -30,7 +30,7 @@ from support.grammars import (
 
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
-from pagoda.common.engine.structured_output.token_mask import masks_after, settle
+from pagoda.common.engine.structured_output.token_mask import masks_after, refresh_masks
 from pagoda.common.errors import RequestError
 
 
@@ -56,7 +56,7 @@ def is_forced(allowed: set[int], fits: list[str], said: str) -> bool:
 def follow(made: Structured, held: Grammar, fits: list[str], seed: int) -> str:
     """A random answer, whose every mask is held against all texts that fit."""
     answer, rng = Answer(asking(held), made), random.Random(seed)
-    while not answer.guide.finished:
+    while not answer.mask_state.finished:
         want = fitting(fits, text_of(answer.outputs))
         assert answer.allowed == want or is_forced(answer.allowed, fits, text_of(answer.outputs))
         answer.go(rng.choice(sorted(answer.allowed)))
@@ -148,16 +148,16 @@ def test_rules_and_grammar_hold_together(made):
 
 def test_rules_that_leave_nothing_are_an_error(made):
     held = grammar(choice=["a", "b"])
-    with pytest.raises(RequestError, match="allowed_token_ids leave none"):
+    with pytest.raises(RequestError, match="allowed_token_ids exclude all"):
         Answer(asking(held, allowed_token_ids=(TEXTS.index(","),)), made)
     answer = Answer(asking(held, min_tokens=3, stop_ids=(EOS,)), made).go(TEXTS.index("a"))
-    assert answer.guide.error == "the grammar is complete after 1 tokens, but min_tokens asks for 3"
+    assert answer.mask_state.error == "the grammar is complete after 1 tokens, but min_tokens is 3"
 
 
 def test_a_token_that_does_not_fit_is_an_error_of_the_answer(made):
     answer = Answer(asking(grammar(choice=["a", "b"])), made)
-    answer.guide.accept(TEXTS.index(","))
-    assert "does not fit" in (answer.guide.error or "")
+    answer.mask_state.accept(TEXTS.index(","))
+    assert "does not fit" in (answer.mask_state.error or "")
 
 
 OPEN = Thinking(ends=((END_THINK,),), open=True)
@@ -174,7 +174,7 @@ def test_the_grammar_begins_after_the_thinking(made):
 
 
 def test_a_grammar_that_holds_the_thinking_too(made):
-    holds = Thinking(ends=((END_THINK,),), open=True, holds=True)
+    holds = Thinking(ends=((END_THINK,),), open=True, in_grammar=True)
     assert Answer(asking(grammar(choice=["a", "b"]), holds), made).allowed == {TEXTS.index("a"), TEXTS.index("b")}
 
 
@@ -210,17 +210,17 @@ def test_a_budget_forces_the_end_with_and_without_a_grammar(made):
 
 
 def test_who_must_wait_for_the_newest_token(made):
-    held = Answer(asking(grammar(choice=["ab"])), made).guide
+    held = Answer(asking(grammar(choice=["ab"])), made).mask_state
     assert (held.depends_on(0), held.depends_on(1)) == (False, True)
     budget = Thinking(ends=((END_THINK,),), open=True, budget=2)
     free = Answer(asking(None, budget), made)
-    assert (free.guide.depends_on(1), free.guide.depends_on(2)) == (False, True)
-    assert not free.go(END_THINK).guide.depends_on(9)
+    assert (free.mask_state.depends_on(1), free.mask_state.depends_on(2)) == (False, True)
+    assert not free.go(END_THINK).mask_state.depends_on(9)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_masks_after_drafts_are_those_of_going_there(made, seed):
-    """And the guide itself stays where it was."""
+    """The state itself is unchanged."""
     rng, held = random.Random(seed), grammar(regex="(a|b){3,6},")
     answer = Answer(asking(held, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), made)
     drafts: list[int] = []
@@ -229,19 +229,19 @@ def test_masks_after_drafts_are_those_of_going_there(made, seed):
     for _ in range(3):
         drafts.append(rng.choice(sorted(ahead.allowed)))
         want.append(ahead.go(drafts[-1]).allowed)
-        if ahead.guide.finished:
+        if ahead.mask_state.finished:
             want[-1] = set(range(SIZE))
             break
     before = answer.allowed
-    masks = masks_after(answer.guide, drafts, answer.outputs)
+    masks = masks_after(answer.mask_state, drafts, answer.outputs)
     assert [set_of(row) for row in masks] == want
     assert answer.allowed == before
     assert answer.go(drafts[0]).allowed == want[1]
 
 
 def test_nobody_gets_past_a_draft_that_is_not_allowed(made):
-    guide = Answer(asking(grammar(choice=["ab", "ba"])), made).guide
-    masks = masks_after(guide, [TEXTS.index("a"), TEXTS.index(","), TEXTS.index("b")], [])
+    state = Answer(asking(grammar(choice=["ab", "ba"])), made).mask_state
+    masks = masks_after(state, [TEXTS.index("a"), TEXTS.index(","), TEXTS.index("b")], [])
     assert set_of(masks[1]) == {TEXTS.index("b")}
     assert (masks[2:] == np.uint32(0xFFFFFFFF)).all()
 
@@ -266,7 +266,7 @@ def test_answers_to_one_grammar_do_not_touch_each_other(made):
 )
 def test_a_bad_grammar_is_told(made, asked, words):
     with pytest.raises(RequestError, match=words) as caught:
-        made.guide(asking(grammar(**asked)))
+        made.mask_state(asking(grammar(**asked)))
     assert caught.value.field == "structured_outputs"
     assert "\n" not in str(caught.value)
 
@@ -284,12 +284,12 @@ class Counted(list[int]):
 def test_many_bad_words_cost_what_may_end_here():
     a, b, comma = (TEXTS.index(text) for text in "ab,")
     words = ((a, b), (a, a, b), (comma,), *((b, token) for token in range(60)), *((b, b, t) for t in range(60)))
-    guide = Structured(vocabulary).guide(asking(grammar(regex="[ab,]{1,9}"), bad_words=words))
+    state = Structured(vocabulary).mask_state(asking(grammar(regex="[ab,]{1,9}"), bad_words=words))
     outputs = Counted([a])
-    guide.accept(a)
-    settle([(guide, outputs)])
-    assert guide.bits is not None
-    allowed = np.flatnonzero(np.unpackbits(guide.bits.view(np.uint8), bitorder="little"))
+    state.accept(a)
+    refresh_masks([(state, outputs)])
+    assert state.bits is not None
+    allowed = np.flatnonzero(np.unpackbits(state.bits.view(np.uint8), bitorder="little"))
     assert a in allowed
     assert not {b, comma} & set(allowed.tolist())
     assert outputs.looks <= 2

@@ -44,14 +44,14 @@ def test_what_only_guidance_does_is_refused(asked):
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is not None, reason="it is installed here")
 def test_without_the_package_the_extra_is_named():
     with pytest.raises(RequestError, match=r"xgrammar is not installed; pip install 'pagoda\[xgrammar\]'"):
-        Structured(vocabulary).guide(asking(grammar(choice=["a"])))
+        Structured(vocabulary).mask_state(asking(grammar(choice=["a"])))
 
 
 @installed
 @pytest.mark.parametrize("seed", range(6))
 def test_masks_against_brute_force(seed):
     answer, rng = Answer(asking(grammar(choice=CHOICES)), Structured(vocabulary)), random.Random(seed)
-    while not answer.guide.finished:
+    while not answer.mask_state.finished:
         said = text_of(answer.outputs)
         fits = [text[len(said) :] for text in CHOICES if text.startswith(said)]
         want = {token for token, text in enumerate(TEXTS) if any(each.startswith(text) for each in fits)}
@@ -64,5 +64,5 @@ def test_masks_against_brute_force(seed):
 def test_what_does_not_compile_is_told():
     for bad in (grammar(regex="(a"), grammar(json={"type": "banana"}), grammar(grammar="root ::= (")):
         with pytest.raises(RequestError) as caught:
-            Structured(vocabulary).guide(asking(bad))
+            Structured(vocabulary).mask_state(asking(bad))
         assert caught.value.field == "structured_outputs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.buckets import Bucket, Buckets, ShapeLadder
+from pagoda.common.engine.shapes import ShapeLadder, StepShape, StepShapes
 
 
 def test_powers_of_two_up_to_the_limit_itself():
@@ -29,10 +29,10 @@ def test_the_smallest_rung_that_holds():
 
 def test_every_step_within_the_limits_falls_into_a_listed_bucket():
     limits = Limits(max_model_len=100, max_num_batched_tokens=40, max_num_seqs=12, block_size=4)
-    buckets = Buckets.of(limits)
-    listed = set(buckets)
-    assert max(listed) == Bucket(40, 12, 25)
+    shapes = StepShapes.of(limits, 1)
+    listed = set(shapes)
+    assert max(listed) == StepShape(40, 12, 25, 1, False)
     for rows in range(1, 13):
         for tokens in range(rows, 41):
             for pages in (1, 8, 9, 25):
-                assert buckets.bucket_for(tokens, rows, pages) in listed
+                assert shapes.shape_for(tokens, rows, pages, tokens == rows) in listed

@@ -1,0 +1,145 @@
+"""The step shapes that backends prepare before serving: ladders of sizes, padded XLA steps, CUDA graph sizes.
+
+The scheduler never plans beyond the top of a ladder; a backend pads each step up to the next size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import Final
+
+from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.compilation import CompilationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeLadder:
+    """Allowed sizes along one axis, ascending."""
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def between(cls, low: int, high: int, *, factor: int = 2) -> ShapeLadder:
+        """Return powers of two from `low` (rounded up) below `high`, neighbours `factor` apart, then `high`.
+
+        `factor`: a power of two. Raises ValueError unless 1 <= low <= high.
+        """
+        if not 1 <= low <= high:
+            raise ValueError(f"no ladder from {low} to {high}")
+        size, sizes = 1 << (low - 1).bit_length(), []
+        while size < high:
+            sizes.append(size)
+            size *= factor
+        return ShapeLadder((*sizes, high))
+
+    def bucket_for(self, size: int) -> int:
+        """Return the smallest allowed size that is at least `size`. Raises ValueError above the top."""
+        if size > self.sizes[-1]:
+            raise ValueError(f"{size} is above the top of the ladder, {self.sizes[-1]}")
+        return self.sizes[bisect_left(self.sizes, size)]
+
+
+# Padded shapes of static-shape programs.
+
+MIN_TOKENS: Final = 16
+MIN_ROWS: Final = 8
+SHORT_PAGES: Final = 8
+"""The shorter of the two page tables is this many times shorter than the longest."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """The padded shape of a step."""
+
+    tokens: int  # T
+    seqs: int  # S
+    pages: int  # P, of the longest sequence
+    groups: int  # G block tables, one per KV group
+    decode_only: bool  # every sequence has one token, so T equals S
+
+
+@dataclass(frozen=True, slots=True)
+class StepShapes:
+    """The closed set of step shapes of one engine, all compiled before serving.
+
+    Steps of one token per sequence have T equal to S. All others have few sequences or the maximum, so that the set
+    grows with the logarithm of the limits, not with their product.
+    """
+
+    decode: ShapeLadder  # sequences of decode-only steps
+    tokens: ShapeLadder
+    rows: ShapeLadder  # sequences of all other steps
+    pages: ShapeLadder
+    groups: int
+
+    @classmethod
+    def of(cls, limits: Limits, groups: int, *, factor: int = 2) -> StepShapes:
+        """Return the shapes up to the limits; `factor` (a power of two) from one size to the next."""
+        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        pages = -(-limits.max_model_len // limits.block_size)
+        return cls(
+            decode=ShapeLadder.between(min(MIN_ROWS, seqs), seqs, factor=factor),
+            tokens=ShapeLadder.between(min(MIN_TOKENS, tokens), tokens, factor=factor),
+            rows=ShapeLadder(tuple(sorted({min(MIN_ROWS, seqs), seqs}))),
+            pages=ShapeLadder(tuple(sorted({-(-pages // SHORT_PAGES), pages}))),
+            groups=groups,
+        )
+
+    def shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool) -> StepShape:
+        """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
+        if decode_only:
+            rows = self.decode.bucket_for(seqs)
+            return StepShape(rows, rows, self.pages.bucket_for(pages), self.groups, True)
+        rows = self.rows.bucket_for(seqs)
+        return StepShape(self.tokens.bucket_for(tokens), rows, self.pages.bucket_for(pages), self.groups, False)
+
+    def __iter__(self) -> Iterator[StepShape]:
+        """Yield every shape that a step can have: as many tokens as sequences, or more."""
+        for pages in self.pages.sizes:
+            for rows in self.decode.sizes:
+                yield StepShape(rows, rows, pages, self.groups, True)
+            for tokens in self.tokens.sizes:
+                for rows in self.rows.sizes:
+                    if rows <= self.rows.bucket_for(min(tokens, self.rows.sizes[-1])):
+                        yield StepShape(tokens, rows, pages, self.groups, False)
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        """Every padded number of sequences that a step can have."""
+        return tuple(sorted({*self.decode.sizes, *self.rows.sizes}))
+
+
+# Sizes that decode steps are padded to where CUDA graphs are captured.
+
+_SMALL: Final = (1, 2, 4)
+_DENSE: Final = 256
+"""At most 7 sequences of a step are padding up to this size, above it at most 15."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes(ShapeLadder):
+    """Sequences that a decode step is padded to."""
+
+    captured: tuple[int, ...]  # the sizes that replay a CUDA graph
+
+    @classmethod
+    def of(cls, config: CompilationConfig, max_num_seqs: int) -> GraphSizes:
+        """Return sizes up to `max_num_seqs`. If sizes are stated, only those are captured."""
+        usual = tuple(usual_sizes(max_num_seqs))
+        captured = tuple(size for size in config.capture_sizes or usual if size <= max_num_seqs)
+        if config.max_capture_size is not None:
+            captured = tuple(size for size in captured if size <= config.max_capture_size)
+        if not config.captures_graphs:
+            captured = ()
+        largest = max(captured, default=0)
+        return cls((*captured, *(size for size in usual if size > largest)), captured)
+
+
+def usual_sizes(largest: int) -> Iterator[int]:
+    """Yield 1, 2, 4, every 8th size to 256, every 16th above, as vLLM does, and `largest` last."""
+    sizes = chain(_SMALL, range(8, _DENSE, 8), range(_DENSE, largest, 16))
+    yield from takewhile(lambda size: size < largest, sizes)
+    yield largest
