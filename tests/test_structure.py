@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from structure import ROOT, Tree
+from trace_request import CARRIERS_IN, CARRIERS_OUT
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,10 @@ def test_no_class_name_is_used_twice(tree: Tree) -> None:
 
 def test_small_files_with_one_importer_are_inside_it(tree: Tree) -> None:
     assert tree.small_files() == []
+
+
+def test_the_types_that_carry_a_request_exist(tree: Tree) -> None:
+    assert {*CARRIERS_IN, *CARRIERS_OUT} <= tree.classes.keys()
 
 
 def test_the_counts_see_circles_duplicates_and_small_files(tmp_path: Path) -> None:

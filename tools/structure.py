@@ -1,7 +1,7 @@
 """Print how the product is structured: files, lines, import circles, small files, class names, one request's path.
 
     python tools/structure.py                 the static counts
-    python tools/structure.py --request       also trace one non-streamed chat request
+    python tools/trace_request.py             the files, functions and types of one chat request
 
 `tests/test_structure.py` holds the counts that have a limit.
 """
@@ -88,14 +88,19 @@ class Tree:
                 graph[each.importer].add(each.imported)
         return [sorted(group) for group in _components(self.files, graph) if len(group) > 1]
 
-    def duplicate_classes(self) -> dict[str, list[str]]:
-        """Class name -> the files that define it, where they are several."""
-        found = defaultdict(list)
+    @cached_property
+    def classes(self) -> dict[str, list[str]]:
+        """Class name -> the files that define it."""
+        files: dict[str, list[str]] = defaultdict(list)
         for name, tree in self.syntax.items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
-                    found[node.name].append(self.relative(name))
-        return {name: files for name, files in sorted(found.items()) if len(files) > 1}
+                    files[node.name].append(self.relative(name))
+        return dict(sorted(files.items()))
+
+    def duplicate_classes(self) -> dict[str, list[str]]:
+        """Class name -> the files that define it, where they are several."""
+        return {name: files for name, files in self.classes.items() if len(files) > 1}
 
     def small_files(self) -> list[tuple[str, int, str]]:
         """(path, lines, importer) of each file below SMALL that one module imports, at its top, without a reason."""
