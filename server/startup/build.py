@@ -63,6 +63,8 @@ def assemble(
     config = resolved.config
     make_scheduler, options = _generation_options(resolved)
     if workers is not None:
+        if config.parallel.nnodes == 1:
+            module.check(options)  # every rank would raise it, and another rank's error could arrive first
         with phases("meet the others"):
             options = replace(options, rank=workers.arrive(checkpoint))
     own = module.create(options)
