@@ -307,7 +307,7 @@ def _signature(function: Callable[..., Any]) -> str:
             parts.append("*")
         stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(each.kind, "")
         annotation = "" if each.annotation is each.empty else f": {each.annotation}"
-        default = "" if each.default is each.empty else f" = {each.default!r}"
+        default = "" if each.default is each.empty else f" = {getattr(each.default, '__name__', repr(each.default))}"
         if name != "self":
             parts.append(f"{stars}{name}{annotation}{default}")
     result = "" if signature.return_annotation in (signature.empty, "None") else f" -> {signature.return_annotation}"

@@ -136,7 +136,7 @@ def test_a_bad_line_costs_the_others_nothing(batch: Batch, capsys: pytest.Captur
         assert answer["custom_id"] == custom_id
         assert message in answer["error"]["message"]
         assert answer["response"]["status_code"] == answer["error"]["code"] == (404 if custom_id == "model" else 400)
-    assert f"10 of 12 requests failed; their lines in {batch.output} say why" in capsys.readouterr().err
+    assert f"10 of 12 requests failed; see their lines in {batch.output}" in capsys.readouterr().err
 
 
 POOLED = {

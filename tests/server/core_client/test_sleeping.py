@@ -174,5 +174,5 @@ def test_routes() -> None:
 def test_other_backends_refuse_it(name: str, value: Any, tmp_path: Any) -> None:
     config = EngineArgs(str(tmp_path), backend="reference", **{name: value}).create_engine_config()
     flag = "--" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag}: reference leaves its memory .* --backend torch_cuda"):
+    with pytest.raises(ConfigError, match=f"{flag}: reference cannot move its weights; .* --backend torch_cuda"):
         resolve(config, "llm")
