@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pagoda.server.outputs import RequestOutput as RequestOutput
     from pagoda.server.outputs import ScoringOutput as ScoringOutput
     from pagoda.server.outputs import ScoringRequestOutput as ScoringRequestOutput
-    from pagoda.server.settings.args import AsyncEngineArgs as AsyncEngineArgs
-    from pagoda.server.settings.args import EngineArgs as EngineArgs
+    from pagoda.server.settings.flags import AsyncEngineArgs as AsyncEngineArgs
+    from pagoda.server.settings.flags import EngineArgs as EngineArgs
 
 __version__ = "0.1.0"
 
@@ -32,8 +32,8 @@ _NAMES = {
     "LLM": "pagoda.server.llm",
     "LLMEngine": "pagoda.server.llm_engine",
     "AsyncLLM": "pagoda.server.async_llm",
-    "EngineArgs": "pagoda.server.settings.args",
-    "AsyncEngineArgs": "pagoda.server.settings.args",
+    "EngineArgs": "pagoda.server.settings.flags",
+    "AsyncEngineArgs": "pagoda.server.settings.flags",
     "SamplingParams": "pagoda.common.sampling_params",
     "BeamSearchParams": "pagoda.common.beam_search",
     "RepetitionDetectionParams": "pagoda.common.sampling_params",

@@ -28,15 +28,15 @@ from pagoda.server.anthropic.request import AnthropicCountTokensRequest, Anthrop
 from pagoda.server.cohere import embed
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
-from pagoda.server.http.fields.errors import ClientDisconnectedError, HttpError, error_response, http_error
-from pagoda.server.http.middleware import (
+from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
+from pagoda.server.http.response import encode_json
+from pagoda.server.http.server import (
     IGNORED_HEADER,
     ApiKeyMiddleware,
     DirectSendMiddleware,
     IgnoredPartsMiddleware,
     RequestIdMiddleware,
 )
-from pagoda.server.http.response import encode_json
 from pagoda.server.http.state import ServerState
 from pagoda.server.openai import chat, completion, models, render
 from pagoda.server.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
@@ -44,8 +44,8 @@ from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.openai.responses import route as responses
 from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.plugins import load as load_plugin
-from pagoda.server.pooling import generative_scoring, scoring
 from pagoda.server.pooling import routes as embeddings
+from pagoda.server.pooling import scoring
 from pagoda.server.pooling.fields import (
     ClassificationChatRequest,
     ClassificationCompletionRequest,
@@ -54,8 +54,7 @@ from pagoda.server.pooling.fields import (
     PoolingChatRequest,
     PoolingCompletionRequest,
 )
-from pagoda.server.pooling.generative_scoring import GenerativeScoringRequest
-from pagoda.server.pooling.scoring import RerankRequest, ScoreRequest
+from pagoda.server.pooling.scoring import GenerativeScoringRequest, RerankRequest, ScoreRequest
 
 BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -155,7 +154,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:
     generating = (chat.router, completion.router, responses.router, messages.router, render.router)
-    pooling = (generative_scoring.router, embeddings.router, scoring.router, embed.router)
+    pooling = (embeddings.router, scoring.router, embed.router)
     server = (tokenize.router, sagemaker.router, models.router, health.router, health.metrics_router)
     for router in (*generating, *pooling, *server, unsupported_routes.router):
         app.include_router(router)

@@ -8,21 +8,21 @@ from typing import Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
+from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats
-from pagoda.common.engine.sleep import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.core_client.start import check_first_host
+from pagoda.server.core_client import check_first_host
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
 from pagoda.server.processing.output_processor import OutputProcessor
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.worker_group import BuiltEngine
+from pagoda.server.startup.executors import BuiltEngine
 
 
 class LLMEngine:

@@ -9,7 +9,7 @@ import interface
 import pytest
 from support.live_server import LiveServer, live_server
 
-from pagoda.server.http.middleware import OPEN_PATHS
+from pagoda.server.http.server import OPEN_PATHS
 
 EVERYTHING = {
     "server_dev_mode": True,

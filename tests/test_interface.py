@@ -23,7 +23,7 @@ from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.settings import Setting
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.main import MODULES, main
-from pagoda.server.settings.args import resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 

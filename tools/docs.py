@@ -34,7 +34,7 @@ from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
-from pagoda.server.http.fields.sampling import SamplingFields, StreamOptions
+from pagoda.server.http.fields import SamplingFields, StreamOptions
 from pagoda.server.settings.flags import default_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]

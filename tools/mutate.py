@@ -67,7 +67,7 @@ class Mutant:
 TARGETS: Final = (
     Target(
         "scheduler",
-        ("common/engine/scheduler.py", "common/engine/waiting.py", "common/engine/batch_state.py"),
+        ("common/engine/scheduler.py", "common/engine/request.py", "common/engine/request.py"),
         (
             "tests/common/engine/test_scheduler.py",
             "tests/common/engine/test_waiting.py",
@@ -86,7 +86,7 @@ TARGETS: Final = (
     ),
     Target(
         "sampling",
-        ("common/engine/sampling.py", "common/engine/sampling_state.py", "common/engine/logit_edits.py"),
+        ("common/engine/sampling.py", "common/engine/sampling_state.py", "common/engine/sampling_state.py"),
         (
             "tests/common/engine/test_sampling.py",
             "tests/backends/reference",
@@ -96,18 +96,18 @@ TARGETS: Final = (
     Target("reference sampler", ("backends/reference/sampling.py",), ("tests/backends/reference",)),
     Target(
         "output processing",
-        ("server/processing/output_processor.py", "common/engine/results.py"),
+        ("server/processing/output_processor.py", "common/engine/scheduler.py"),
         ("tests/server/processing", "tests/common/engine/test_core.py"),
     ),
     Target(
         "parsers",
         (
             "server/parsers/reader.py",
-            "server/parsers/blocks.py",
-            "server/parsers/reasoning/tagged.py",
+            "server/parsers/parser.py",
+            "server/parsers/reasoning/formats.py",
             "server/parsers/tool/scanner.py",
             "server/parsers/tool/json_text.py",
-            "server/parsers/tool/formats/tagged_parameters.py",
+            "server/parsers/tool/formats/elements.py",
         ),
         ("tests/server/parsers",),
     ),

@@ -25,8 +25,8 @@ SMALL: Final = 80
 
 REASONS: Final[Mapping[str, str]] = {
     "common/models/families/": "a file per model family",
-    "backends/torch_cuda/kernels/": "a folder per kernel: api, kernel, arg_specs",
-    "kernels_pallas/": "a folder per kernel: api, reference, kernel, arg_specs",
+    "backends/torch_cuda/kernels/": "a folder per kernel",
+    "kernels_pallas/": "a folder per kernel",
     "server/openai/": "a file per endpoint",
     "server/admin/": "a file per endpoint",
 }

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
-from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.execution.program_keys import (
     SCORE_TOKENS,
     Forward,
@@ -27,7 +26,8 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ScorePrompt,
     StepProgramSet,
 )
-from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
+from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
+from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import (
     check_tables,
     make_batch,
@@ -40,10 +40,8 @@ from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype, plan_memory
 from pagoda.backends.jax_tpu.model.decoder import Caches
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.parallel.platform import platform
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
-from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
+from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel import make_mesh, platform
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype

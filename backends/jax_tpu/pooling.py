@@ -16,16 +16,14 @@ import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
-from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
-from pagoda.backends.jax_tpu.execution.packed_input import PackedShape, pack_prompts
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet
-from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms, JaxCompileReport
+from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
+from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PackedShape, pack_prompts
 from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
-from pagoda.backends.reference.model.attention import Projection
+from pagoda.backends.reference.model.attention import Projection, RotaryTables, Rotation
 from pagoda.backends.reference.model.decoder import DecoderLayer, TokenEmbedding, make_norm
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import ReferencePooler
-from pagoda.backends.reference.model.rotary import RotaryTables, Rotation
 from pagoda.backends.reference.weights import AttentionParams, ModelParams, Packer
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits

@@ -15,16 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.common.engine.logit_edits import additions, allowed, banned_words, penalties
-from pagoda.common.engine.sampling import (
-    MIX_1,
-    MIX_2,
-    TOKEN_STRIDE,
-    USUAL,
-    LogprobsMode,
-    SamplerOptions,
-)
-from pagoda.common.engine.sampling_state import RowTable, SampledRows
+from pagoda.common.engine.sampling import MIX_1, MIX_2, TOKEN_STRIDE, USUAL, LogprobsMode, SamplerOptions
+from pagoda.common.engine.sampling_state import RowTable, SampledRows, additions, allowed, banned_words, penalties
 from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan, TokenLogprobs, UInt32
 
 CANDIDATES: Final = 256

@@ -15,10 +15,10 @@ from typing import Final, cast
 
 import torch
 
+from pagoda.backends.torch_cuda import parallel
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionRequirements, PrefillAttention
 from pagoda.backends.torch_cuda.device import Device, find_device, use_device
-from pagoda.backends.torch_cuda.execution.programs import StepParts, StepPrograms
-from pagoda.backends.torch_cuda.execution.runner import Runner
+from pagoda.backends.torch_cuda.execution.runner import Runner, StepParts, StepPrograms
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPlans
 from pagoda.backends.torch_cuda.loaded_model import LoadedModel, RankConfig, calibrate_kv_scales, load_model
@@ -26,8 +26,7 @@ from pagoda.backends.torch_cuda.memory.arena import Storage
 from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes, cache_dtype
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.parallel import sharding
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, comm_of
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, comm_of
 from pagoda.backends.torch_cuda.weights import packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
@@ -74,7 +73,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     spec, layout = options.spec, options.layout
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
-    sharding.check(spec, options.parallel.tensor)
+    parallel.check(spec, options.parallel.tensor)
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
     if device is None:

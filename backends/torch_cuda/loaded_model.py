@@ -21,8 +21,7 @@ from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
-from pagoda.backends.torch_cuda.parallel.comm import Comm
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight

@@ -17,7 +17,7 @@ from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHo
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits

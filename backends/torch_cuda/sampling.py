@@ -20,10 +20,17 @@ from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.gumbel_max import gumbel_max, store_tokens
 from pagoda.backends.torch_cuda.kernels.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.top_k_top_p import top_k_top_p
-from pagoda.common.engine.logit_edits import additions, allowed, banned_words, grammar_masks, penalties
 from pagoda.common.engine.pending import FetchLogprobs
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
-from pagoda.common.engine.sampling_state import RowTable, SampledRows
+from pagoda.common.engine.sampling_state import (
+    RowTable,
+    SampledRows,
+    additions,
+    allowed,
+    banned_words,
+    grammar_masks,
+    penalties,
+)
 from pagoda.common.engine.step import Int32, RowStart, StepPlan, TokenLogprobs
 
 

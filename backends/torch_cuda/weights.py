@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix, Scheme, pack
 from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, Pack, RankParams
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.backend import Weight
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.shapes import Param, params

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
-from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeBlockSizes, DecodeShape, blocks, candidates
+from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import DecodeBlockSizes, DecodeShape, blocks, candidates
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, verdict, worst
 
 PAGE = 16

@@ -22,10 +22,10 @@ from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.server.cli import main, serve
-from pagoda.server.core_client import engine_process
+from pagoda.server.core_client import engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.startup import engine as engine_build
-from pagoda.server.startup.worker_group import BuiltEngine
+from pagoda.server.startup.executors import BuiltEngine
 
 BLOCKS = 100_000
 """Pretended: none of them is allocated."""
@@ -90,7 +90,7 @@ def start(config: EngineConfig, *, in_process: bool) -> ProcessClient:
 
 if __name__ == "__main__":
     if sys.argv[1].startswith("ipc://"):
-        status = engine_process.serve(sys.argv[1], build)
+        status = engine.serve(sys.argv[1], build)
         os._exit(status)
     serve.start_engine = start
     sys.exit(main.main(["serve", *sys.argv[1:]]))

@@ -119,8 +119,7 @@ def variant(dump: Path, chip_name: str, heads: int, layout: Any, case: Case, *, 
     from pagoda.kernels_pallas.aot import facts, one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.ragged_paged_attention import call
-    from pagoda.kernels_pallas.ragged_paged_attention.arguments import make_knobs
-    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes
+    from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes, make_knobs
 
     sharding, chip = one_chip(chip_name), CHIPS[chip_name]
     group = heads // layout.kv_heads * layout.heads_per_row
@@ -168,7 +167,7 @@ def batch_of(case: Case) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from pagoda.kernels_pallas.ragged_paged_attention.arguments import RaggedBatch
+    from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch
 
     count = len(case.seqs)
     new, before = np.array([*case.seqs, *[(0, 0)] * (SEQS - count)]).T

@@ -41,7 +41,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, estimated_cycles, key_name
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
-from pagoda.backends.jax_tpu.memory.budget import plan_blocks
+from pagoda.backends.jax_tpu.memory.plan import plan_blocks
 from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits

@@ -129,11 +129,10 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     """Compare kernel and reference of top-k and top-p."""
     import jax
 
-    from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
+    from pagoda.backends.jax_tpu.ahead_of_time.report import read_schedule
     from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.top_k_top_p.api import reference
-    from pagoda.kernels_pallas.top_k_top_p.arg_specs import TopKTopPArgs
+    from pagoda.kernels_pallas.top_k_top_p import TopKTopPArgs, reference
     from pagoda.kernels_pallas.top_k_top_p.kernel import ROWS as BLOCK
 
     chip, sharding, measured, results = CHIPS[chip_name], one_chip(chip_name), passes(), []
@@ -163,7 +162,7 @@ def products(chip_name: str, dump: Path) -> list[dict]:
 
     from pagoda.kernels_pallas.aot import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
+    from pagoda.kernels_pallas.grouped_matmul import SPECS
     from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose_block_sizes, visits
 
     def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts

@@ -21,13 +21,14 @@ from pagoda.common.distributed.messages import (
     BlockCount,
     End,
     Execute,
+    OnLoss,
+    Peer,
     SleepRanks,
     SleepResult,
     WakeUpRanks,
     WarmedUp,
 )
-from pagoda.common.distributed.peer import OnLoss, Peer
-from pagoda.common.engine.sleep import Sleeper
+from pagoda.common.engine.core import Sleeper
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError
 

@@ -25,8 +25,10 @@ from pagoda.common.distributed.messages import (
     Hello,
     Host,
     HostFingerprint,
+    Peer,
     Verdict,
     decode,
+    describe,
     differences,
     encode,
     host_name,
@@ -35,7 +37,6 @@ from pagoda.common.distributed.messages import (
     send_frame,
     wire_version,
 )
-from pagoda.common.distributed.peer import Peer, describe
 from pagoda.common.errors import ConfigError
 
 _HANDSHAKE_SECONDS: Final = 5.0

@@ -26,14 +26,16 @@ from pagoda.common.distributed.messages import (
     AgreedBlocks,
     BlockCount,
     Execute,
+    MessageT,
+    OnLoss,
+    Peer,
     SleepRanks,
     SleepResult,
     WakeUpRanks,
     WarmedUp,
     encode,
 )
-from pagoda.common.distributed.peer import MessageT, OnLoss, Peer
-from pagoda.common.engine.sleep import KV_CACHE, WEIGHTS
+from pagoda.common.engine.core import KV_CACHE, WEIGHTS
 from pagoda.common.engine.step import StepPlan
 from pagoda.common.errors import EngineDeadError, ModelError, PagodaError
 

@@ -17,9 +17,8 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.pooling import Pooled, PoolingRules, PoolingTask, PoolPlan, PoolResult
-from pagoda.common.engine.request import Request, RequestStatus
+from pagoda.common.engine.request import FcfsQueue, PriorityQueue, Request, RequestStatus, WaitingQueue
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
-from pagoda.common.engine.waiting import FcfsQueue, PriorityQueue, WaitingQueue
 from pagoda.common.errors import RequestError
 
 

@@ -6,17 +6,20 @@ step touches live in `batch_state.RunningBatch`, under its row.
 
 from __future__ import annotations
 
+import heapq
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.step import EMBEDDED, Int32, UInt8
+from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Bool, Int32, UInt8
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
 NO_ROW: Final = -1
@@ -152,3 +155,216 @@ class Request:
 
 def _embed_rows(values: bytes, prompt: Int32) -> UInt8:
     return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)
+
+
+# Queues of requests that wait for a row: first come first served, or by priority. Operations are O(1) or O(log n).
+
+
+class WaitingQueue(Protocol):
+    """A queue of waiting requests."""
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        ...
+
+    def push_front(self, request: Request) -> None:
+        """Add a preempted request, before all others of the same rank."""
+        ...
+
+    def peek(self) -> Request:
+        """Return the next request. Raises IndexError when the queue is empty."""
+        ...
+
+    def pop(self) -> Request:
+        """Remove and return the next request. Raises IndexError when the queue is empty."""
+        ...
+
+    def remove(self, request_id: str) -> Request | None:
+        """Remove a request; None if it is not in the queue."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class FcfsQueue(WaitingQueue):
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[str, Request] = OrderedDict()
+
+    def push(self, request: Request) -> None:
+        self._queue[request.request_id] = request
+
+    def push_front(self, request: Request) -> None:
+        self._queue[request.request_id] = request
+        self._queue.move_to_end(request.request_id, last=False)
+
+    def peek(self) -> Request:
+        if not self._queue:
+            raise IndexError("no request is waiting")
+        return self._queue[next(iter(self._queue))]
+
+    def pop(self) -> Request:
+        if not self._queue:
+            raise IndexError("no request is waiting")
+        return self._queue.popitem(last=False)[1]
+
+    def remove(self, request_id: str) -> Request | None:
+        return self._queue.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+
+class PriorityQueue(WaitingQueue):
+    """By rank: (priority, arrival, order of adding). Removed requests stay in the heap until they reach its top."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, ...], str]] = []
+        self._live: dict[str, Request] = {}
+
+    def push(self, request: Request) -> None:
+        self._live[request.request_id] = request
+        heapq.heappush(self._heap, (request.rank, request.request_id))
+
+    def push_front(self, request: Request) -> None:
+        self.push(request)  # the rank alone decides, and it is unique
+
+    def peek(self) -> Request:
+        return self._live[self._drop_removed()]
+
+    def pop(self) -> Request:
+        request_id = self._drop_removed()
+        heapq.heappop(self._heap)
+        return self._live.pop(request_id)
+
+    def remove(self, request_id: str) -> Request | None:
+        return self._live.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def _drop_removed(self) -> str:
+        """Drop removed requests from the top of the heap; return the id of the first live one."""
+        while self._heap:
+            rank, request_id = self._heap[0]
+            request = self._live.get(request_id)
+            if request is not None and request.rank == rank:
+                return request_id
+            heapq.heappop(self._heap)
+        raise IndexError("no request is waiting")
+
+
+# The numbers of running requests that every step reads or writes, one array per number, indexed by row.
+#
+# A step over hundreds of decoding sequences is then a few numpy operations, without a loop over objects.
+#
+# |<-------- computed -------->|<- wanted ->|
+# [ prompt ........ | generated, known | in flight ]
+# |<---------------------- total ----------------->|        total <= limit
+
+Int64 = npt.NDArray[np.int64]
+NEVER: Final = np.iinfo(np.int32).max
+
+
+class RunningBatch:
+    """State of all rows, free and taken. Arrays have shape [max_num_seqs]."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        def zeros() -> Int32:
+            return np.zeros(max_num_seqs, np.int32)
+
+        self.computed = zeros()  # tokens whose KV the steps planned so far write
+        self.total = zeros()  # tokens known or in flight
+        self.limit = zeros()  # total at which the request ends
+        self.capacity = zeros()  # tokens its blocks hold
+        self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
+        self.inflight = zeros()  # sampled tokens not yet reported
+        self.next_page = zeros()  # known tokens at which another page can enter the prefix cache
+        self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
+        self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
+        self.request: list[Request | None] = [None] * max_num_seqs
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._epochs = 0
+
+    @property
+    def num_free(self) -> int:
+        """Free rows."""
+        return len(self._free)
+
+    def next_free(self) -> int:
+        """Return the row that `assign` will use next."""
+        return self._free[-1]
+
+    def assign(self, request: Request, computed: int) -> None:
+        """Give `request` the row that `next_free` named; `computed` of its tokens are in the KV cache already."""
+        row = request.row = self._free.pop()
+        self._epochs += 1
+        self.epoch[row] = self._epochs
+        self.request[row] = request
+        self.computed[row] = computed
+        self.total[row] = len(request.tokens)
+        self.limit[row] = request.limit
+        self.newest[row] = request.tokens[-1]
+        self.inflight[row] = 0
+        self.next_page[row] = NEVER
+        self.masked[row] = request.mask_state is not None
+
+    def release(self, request: Request) -> None:
+        """Free the request's row."""
+        row, request.row = request.row, NO_ROW
+        self.epoch[row] = 0
+        self.request[row] = None
+        self._free.append(row)
+
+    def request_at(self, row: int) -> Request:
+        """Return the request in a row. Raises RuntimeError if the row is free."""
+        request = self.request[row]
+        if request is None:
+            raise RuntimeError(f"row {row} is free")
+        return request
+
+    def requests_at(self, rows: Int32) -> list[Request]:
+        """Return the requests in `rows`, all of them taken."""
+        return [request for row in rows.tolist() if (request := self.request[row]) is not None]
+
+    def embeds(self, rows: Int32, counts: Int32) -> UInt8 | None:
+        """Return the embeddings [n, bytes] among the next `counts` tokens of `rows`, in order; None without any."""
+        starts = self.computed[rows]
+        spans = zip(self.requests_at(rows), starts.tolist(), (starts + counts).tolist())
+        parts = [request.embeds_of(*span) for request, *span in spans if request.embeds is not None]
+        parts = [part for part in parts if len(part)]
+        return np.concatenate(parts) if parts else None
+
+    def token_ids(self, rows: Int32, counts: Int32, query_start: Int32, samples: Bool) -> Int32:
+        """Return the next `counts` [n] tokens of `rows` [n], int32 [T], row by row from `query_start` [n + 1] on.
+
+        `samples` bool [n]: these are all tokens that the row has left. A single newest token may be in flight; all
+        other tokens were known when the row was assigned.
+        """
+        newest = samples & (counts == 1)
+        if newest.all():
+            return self.newest[rows]
+        ids = np.empty(query_start[-1], np.int32)
+        ids[query_start[:-1][newest]] = self.newest[rows[newest]]
+        for i in np.flatnonzero(~newest):
+            row, start, count = int(rows[i]), int(query_start[i]), int(counts[i])
+            first = int(self.computed[row])
+            ids[start : start + count] = self.request_at(row).tokens[first : first + count]
+        return ids
+
+    def plan(self, rows: Int32, counts: Int32, samples: Bool) -> None:
+        """Record that the next step computes `counts` tokens of each row and samples one where `samples`."""
+        self.computed[rows] += counts
+        sampling = rows[samples]
+        self.total[sampling] += 1
+        self.inflight[sampling] += 1
+        self.newest[sampling] = PREVIOUS
+
+    def report(self, rows: Int32, token_ids: Int32) -> Int32:
+        """Record the sampled `token_ids` [n] of `rows` [n]. Returns the rows with another page for the prefix cache."""
+        left = self.inflight[rows] - 1
+        self.inflight[rows] = left
+        self.newest[rows] = np.where(left == 0, token_ids, PREVIOUS)
+        known = self.total[rows] - left
+        return rows[known >= self.next_page[rows]]

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
+from pagoda.common.models.family import Rename, Rule, Split, Stack
 from pagoda.common.models.shapes import Param
-from pagoda.common.models.weight_rules import Rename, Rule, Split, Stack
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.files import NamedTensor
 

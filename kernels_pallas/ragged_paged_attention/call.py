@@ -11,11 +11,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch, divided
 from pagoda.kernels_pallas.ragged_paged_attention.attend import SUBLANES, Stage, State
 from pagoda.kernels_pallas.ragged_paged_attention.kernel import LOG2E, AttentionKernelBody
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
-from pagoda.kernels_pallas.ragged_paged_attention.plan import KernelPlan, Scalars, Static, choose_block_sizes
+from pagoda.kernels_pallas.ragged_paged_attention.plan import (
+    KernelPlan,
+    Knobs,
+    RaggedBatch,
+    Scalars,
+    Static,
+    choose_block_sizes,
+    divided,
+)
 from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagoda.kernels_pallas.ragged_paged_attention.arguments import Knobs, RaggedBatch, divided
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES, PagedKvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.plan import Knobs, RaggedBatch, divided
 
 QUERY_BLOCK = 128
 DECODE_BATCH = 16

@@ -14,7 +14,7 @@ from pydantic import Field
 from pagoda.common.config.env import is_secret
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.http.body import RequestBody, read_body
-from pagoda.server.http.fields.errors import HttpError
+from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
 from pagoda.server.redact import HIDDEN, Redactor
 

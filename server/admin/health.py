@@ -11,7 +11,7 @@ from fastapi.responses import Response
 import pagoda
 from pagoda.common.errors import EngineDeadError
 from pagoda.common.observe.metrics import CONTENT_TYPE
-from pagoda.server.http.fields.errors import HttpError
+from pagoda.server.http.errors import HttpError
 from pagoda.server.http.state import server_of
 
 router = APIRouter(tags=["health"])

@@ -13,8 +13,7 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.chat.conversation import Conversation
-from pagoda.server.chat.prompt import rendered
+from pagoda.server.chat_prompt import Conversation, rendered
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, parse_body, read_body, read_json
 from pagoda.server.http.state import ServerState, server_of
 from pagoda.server.openai.chat import check_messages, ignored_of_tools, offered_tools

@@ -8,7 +8,7 @@ from typing import Final
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from pagoda.server.http.fields.errors import HttpError
+from pagoda.server.http.errors import HttpError
 
 _NO_TRANSFER: Final = "weights are read from the checkpoint; restart the server, or use /sleep level 2 and /wake_up"
 _NO_ELASTIC: Final = "the number of replicas is fixed; restart the server with another --data-parallel-size"

@@ -14,21 +14,15 @@ from pydantic_core import from_json
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from pagoda.server.chat.prompt import prepare
+from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
-from pagoda.server.http.fields.errors import (
-    REQUEST_ID_HEADER,
-    UnavailableError,
-    http_error,
-    messages_error,
-    new_request_id,
-)
+from pagoda.server.http.errors import REQUEST_ID_HEADER, UnavailableError, http_error, messages_error, new_request_id
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.response import EventStyle, encode_json, named_event, respond
 from pagoda.server.http.state import model_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
 from pagoda.server.parsers.output_parser import DeltaParser
+from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
 
 UNSIGNED: Final = "unsigned"
 """Signature of thinking blocks. Clients expect one to send back; it is not verified."""

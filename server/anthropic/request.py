@@ -11,21 +11,11 @@ from pydantic import Field, Tag
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import template_kwargs_error
-from pagoda.server.chat.conversation import Conversation, NamedTool
-from pagoda.server.chat.conversation import ToolChoice as Choice
+from pagoda.server.chat_prompt import Conversation, NamedTool
+from pagoda.server.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
-from pagoda.server.http.fields.errors import HttpError
-from pagoda.server.http.fields.tagged import (
-    LIST,
-    OTHER,
-    TEXT,
-    Null,
-    OtherTool,
-    Unsupported,
-    by_type,
-    refused,
-    text_or_list,
-)
+from pagoda.server.http.errors import HttpError
+from pagoda.server.http.fields import LIST, OTHER, TEXT, Null, OtherTool, Unsupported, by_type, refused, text_or_list
 
 
 class CacheControl(RequestBody):

@@ -12,8 +12,7 @@ from pagoda.common.config.commands import OWN_SETTINGS, ChatConfig, ClientConfig
 from pagoda.common.config.env import CLIENT_API_KEY
 from pagoda.common.config.settings import build
 from pagoda.server.cli.http_client import ApiClient, ApiError
-from pagoda.server.settings.args import resolve_flags
-from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
 
 def connect(config: ClientConfig) -> tuple[ApiClient, str]:

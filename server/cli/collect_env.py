@@ -14,7 +14,7 @@ import pagoda
 from pagoda.backends.registry import BACKENDS
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import PREFIXES, VARIABLES, is_secret
-from pagoda.server.cli.doctor import machine
+from pagoda.server.cli import machine
 from pagoda.server.redact import HIDDEN, Redactor
 from pagoda.server.settings.flags import FlagParser
 

@@ -20,8 +20,7 @@ from pagoda.common.config.settings import ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.bench.offline import write_results
 from pagoda.server.plugins import sampler_options
-from pagoda.server.settings.args import EngineArgs, add_config_file, resolve_settings
-from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.flags import EngineArgs, FlagParser, add_config_file, add_settings, resolve_settings
 from pagoda.server.settings.resolve import Resolved, resolve
 
 SETTINGS: Final = COMMAND_SETTINGS["compile"]

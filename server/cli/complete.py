@@ -10,8 +10,7 @@ from pagoda.common.config.commands import OWN_SETTINGS, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.chat import TerminalReply, connect, input_lines, show
 from pagoda.server.cli.http_client import ApiClient
-from pagoda.server.settings.args import resolve_flags
-from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["complete"]
 

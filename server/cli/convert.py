@@ -21,8 +21,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, bui
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.processing.inputs import open_tokenizer
-from pagoda.server.settings.args import EngineArgs, resolve_settings
-from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
 from pagoda.server.settings.resolve import Resolved, resolve
 from pagoda.server.startup.parameters import read_weights
 

@@ -76,7 +76,7 @@ COMMANDS: Final = {
     "chat": Command("Chat with a running server.", "pagoda.server.cli.chat"),
     "complete": Command("Complete a prompt with a running server.", "pagoda.server.cli.complete"),
     "bench": Command("Run benchmarks.", commands=BENCH),
-    "run-batch": Command("Run a file of batch requests.", "pagoda.server.cli.batch.run", usage="server"),
+    "run-batch": Command("Run a file of batch requests.", "pagoda.server.cli.batch", usage="server"),
     "compile": Command(
         "Compile a model's TPU programs ahead of time, without a TPU; report their cost and memory use.",
         "pagoda.server.cli.compile",
@@ -86,7 +86,7 @@ COMMANDS: Final = {
         "Convert a model's weights to the TPU backend's sharded format, for --load-format sharded_state.",
         "pagoda.server.cli.convert",
     ),
-    "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.doctor.run"),
+    "doctor": Command("Check this machine and suggest fixes.", "pagoda.server.cli.doctor"),
     "collect-env": Command(
         "Print information about the environment, for bug reports.", "pagoda.server.cli.collect_env"
     ),

@@ -27,13 +27,12 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
+from pagoda.server.core_client import check_start, start_engine
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
-from pagoda.server.core_client.start import check_start, start_engine
 from pagoda.server.parsers.registry import check_formats
-from pagoda.server.settings.args import AsyncEngineArgs, resolve_settings
-from pagoda.server.settings.flags import FlagParser, add_settings
-from pagoda.server.settings.machine import check_machine
+from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.resolve import check_machine
 
 if TYPE_CHECKING:
     from pagoda.server.async_llm import AsyncLLM

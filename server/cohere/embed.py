@@ -18,9 +18,8 @@ from pagoda.server.http.state import server_of
 from pagoda.server.outputs import Array
 from pagoda.server.pooling.fields import check_count, renamed
 from pagoda.server.pooling.routes import PoolingCall, count_tokens
-from pagoda.server.processing.inputs import Prompt
+from pagoda.server.processing.inputs import Prompt, TextOptions
 from pagoda.server.processing.scoring import texts_of
-from pagoda.server.processing.tokenization import TextOptions
 
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
 _BINARY_OFFSET: Final = 128  # from unsigned to signed bytes

@@ -93,7 +93,7 @@ def _merge_outputs(outputs: list[EngineOutput]) -> EngineOutput:
     )
 
 
-ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.core_client.engine_process")
+ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.core_client.engine")
 
 _MAX_MESSAGES: Final = 32
 """Maximum messages delivered before the event loop handles other events."""

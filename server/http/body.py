@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
-from pagoda.server.http.fields.errors import ClientDisconnectedError, HttpError
+from pagoda.server.http.errors import ClientDisconnectedError, HttpError
 
 BodyT = TypeVar("BodyT", bound="RequestBody")
 

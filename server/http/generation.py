@@ -19,12 +19,12 @@ from pagoda.common.observe.logs import shortened
 from pagoda.common.observe.metrics import FINISH_REASONS, FinishedRequest, FinishedSequence
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_N, RequestOutputKind, SamplingParams
-from pagoda.server.async_requests import LONG_TEXT
+from pagoda.server.async_llm import LONG_TEXT
 from pagoda.server.http.state import ServerState
 from pagoda.server.outputs import AnswerMetrics, RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType
+from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
-from pagoda.server.processing.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
 

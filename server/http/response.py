@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import PagodaError
-from pagoda.server.http.fields.errors import ClientDisconnectedError, UnavailableError, http_error
+from pagoda.server.http.errors import ClientDisconnectedError, UnavailableError, http_error
 from pagoda.server.http.state import ServerState, StopSignal
 from pagoda.server.outputs import RequestOutput
 

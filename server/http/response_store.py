@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from pagoda.server.http.fields.errors import ResponseNotFoundError
+from pagoda.server.http.errors import ResponseNotFoundError
 
 OVERHEAD: Final = 1024
 """Bytes that a response counts besides its content."""

@@ -15,17 +15,16 @@ from typing import Protocol
 from fastapi import Request
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.engine.sleep import ASLEEP
+from pagoda.common.engine.core import ASLEEP
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.observe.logs import stats_line
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import BUILT_IN_TEMPLATES, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.http.fields.errors import ModelNotFoundError, UnavailableError
+from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.response_store import ResponseStore
-from pagoda.server.parsers.delimiters import DelimiterSet
-from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
+from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 
 logger = logging.getLogger(__name__)

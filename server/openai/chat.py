@@ -15,16 +15,17 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.chat.conversation import (
+from pagoda.server.chat_prompt import (
     EFFORTS,
     FUNCTION_KEYS,
     TOOL_KEYS,
+    ChatPrompt,
     Conversation,
     NamedTool,
     ToolChoice,
     is_function,
+    prepare,
 )
-from pagoda.server.chat.prompt import ChatPrompt, prepare
 from pagoda.server.http.body import (
     MAX_LIST_OBJECTS,
     Ignored,
@@ -35,8 +36,7 @@ from pagoda.server.http.body import (
     read_body,
     unsupported,
 )
-from pagoda.server.http.fields.logprobs import chat_logprobs, prompt_logprobs
-from pagoda.server.http.fields.sampling import SamplingFields, check_stream_options
+from pagoda.server.http.fields import SamplingFields, chat_logprobs, check_stream_options, prompt_logprobs
 from pagoda.server.http.response import respond
 from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source

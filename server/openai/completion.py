@@ -16,15 +16,13 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Int64, read_body, unsupported
-from pagoda.server.http.fields.logprobs import CompletionLogprobs, joined, prompt_logprobs
-from pagoda.server.http.fields.sampling import SamplingFields, check_stream_options
+from pagoda.server.http.fields import CompletionLogprobs, SamplingFields, check_stream_options, joined, prompt_logprobs
 from pagoda.server.http.response import respond
 from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
-from pagoda.server.processing.inputs import Prompt, PromptType
+from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept
 from pagoda.server.processing.prompt_embeds import from_base64
-from pagoda.server.processing.tokenization import encode_kept
 
 MAX_PROMPTS: Final = 4096
 DEFAULT_MAX_TOKENS: Final = 16

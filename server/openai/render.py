@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.chat.prompt import prepare
+from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
-from pagoda.server.http.fields.sampling import SamplingFields
+from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
 from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest, prompt_of

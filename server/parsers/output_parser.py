@@ -16,8 +16,16 @@ from typing import Final
 
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.outputs import CompletionOutput, LogprobsOnePosition
-from pagoda.server.parsers.delimiters import DelimiterSet, DelimiterStripper
-from pagoda.server.parsers.parser import Arguments, Content, Event, Parser, Reasoning, ToolCall
+from pagoda.server.parsers.parser import (
+    Arguments,
+    Content,
+    DelimiterSet,
+    DelimiterStripper,
+    Event,
+    Parser,
+    Reasoning,
+    ToolCall,
+)
 
 MAX_CHUNK_CHARS: Final = 4096
 """Longer text is fed in chunks: per delimiter, a stage takes time proportional to the unread part of its chunk."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +135,172 @@ class Brackets(Protocol):
     def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         """Return the alternative delimiters; empty if calls may appear without any."""
         ...
+
+
+# Group parser events into consecutive blocks of reasoning, text and tool calls (Responses items, Messages blocks).
+
+BlockKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True, eq=False)
+class OutputBlock:
+    """One block under construction."""
+
+    kind: BlockKind
+    name: str = ""  # of the function, for calls
+    call_id: str | None = None
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text so far; for calls, the arguments."""
+        if len(self.parts) > 1:
+            self.parts = ["".join(self.parts)]
+        return self.parts[0] if self.parts else ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStart:
+    """An empty block begins."""
+
+    block: OutputBlock
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    """`text` was appended to the block."""
+
+    block: OutputBlock
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStop:
+    """The block is complete."""
+
+    block: OutputBlock
+
+
+BlockEvent = BlockStart | BlockDelta | BlockStop
+
+
+class BlockBuilder:
+    """Converts parser events into block events. White space alone, as between reasoning and a call, opens no block."""
+
+    def __init__(self) -> None:
+        self._open: OutputBlock | None = None
+        self._has_blocks = False
+        self._blank_kind: BlockKind = "text"
+        self._blank: list[str] = []  # leading white space of a possible block of that kind
+
+    def feed(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
+        """Yield the block events of parser events."""
+        for event in events:
+            match event:
+                case Content(text):
+                    yield from self._text("text", text)
+                case Reasoning(text):
+                    yield from self._text("reasoning", text)
+                case ToolCall(_, name, call_id):
+                    yield from self._start(OutputBlock("call", name, call_id))
+                case Arguments(_, text):
+                    yield from self._append(text)
+
+    def finish(self) -> Iterator[BlockEvent]:
+        """Close the open block. If there was none, yield one text block, possibly empty."""
+        if not self._has_blocks:
+            blank = "".join(self._blank) if self._blank_kind == "text" else ""
+            yield from self._start(OutputBlock("text"))
+            yield from self._append(blank)
+        yield from self._stop()
+
+    def _text(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
+        if self._open is None or self._open.kind != kind:
+            if self._blank_kind != kind:
+                self._blank_kind, self._blank = kind, []
+            self._blank.append(text)
+            if not text or text.isspace():
+                return
+            text = "".join(self._blank)
+            yield from self._start(OutputBlock(kind))
+        yield from self._append(text)
+
+    def _start(self, block: OutputBlock) -> Iterator[BlockEvent]:
+        yield from self._stop()
+        self._blank = []
+        self._open, self._has_blocks = block, True
+        yield BlockStart(block)
+
+    def _stop(self) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            yield BlockStop(self._open)
+            self._open = None
+
+    def _append(self, text: str) -> Iterator[BlockEvent]:
+        if text and self._open is not None:
+            self._open.parts.append(text)
+            yield BlockDelta(self._open, text)
+
+
+# Search for delimiters in text that arrives in pieces, buffering what may still become one.
+
+
+class DelimiterSet:
+    """A set of delimiters to search for. Stateless: the caller prepends the remainder of `split` to the next piece."""
+
+    __slots__ = ("_first_chars", "_longest", "_pattern", "_prefixes")
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, known)) if known else r"(?!)")
+        self._prefixes = frozenset(text[:end] for text in known for end in range(1, len(text)))
+        self._first_chars = "".join(sorted({text[0] for text in known}))
+        self._longest = max(map(len, known), default=0)
+
+    def split(self, text: str, *, final: bool = False) -> tuple[str, str, str]:
+        """Return (text before the first delimiter, the delimiter or "", remainder).
+
+        Without a delimiter the remainder is the possible prefix of one, empty if `final`. Of delimiters that start
+        at the same position the longest wins, whatever the boundaries of the pieces.
+        """
+        safe = len(text) if final else self._safe_length(text)
+        match = self._pattern.search(text)
+        if match is None or match.start() >= safe:
+            return text[:safe], "", text[safe:]
+        return text[: match.start()], match.group(), text[match.end() :]
+
+    def _safe_length(self, text: str) -> int:
+        """Return the length of the text before its longest suffix that is a proper prefix of a delimiter."""
+        length = len(text)
+        for start in range(max(0, length - self._longest + 1), length):
+            if text[start] in self._first_chars and text[start:] in self._prefixes:
+                return start
+        return length
+
+
+class DelimiterStripper:
+    """Removes delimiters from one text that arrives in pieces, e.g. spelled-out special tokens."""
+
+    __slots__ = ("_buffer", "_delimiters")
+
+    def __init__(self, delimiters: DelimiterSet) -> None:
+        self._delimiters = delimiters
+        self._buffer = ""
+
+    def feed(self, text: str) -> str:
+        """Return the text that is certain to contain no delimiter."""
+        return self._strip(self._buffer + text, final=False)
+
+    def finish(self) -> str:
+        """Flush the buffer at the end of the text."""
+        return self._strip(self._buffer, final=True)
+
+    def _strip(self, text: str, *, final: bool) -> str:
+        kept: list[str] = []
+        more = True
+        while more:
+            before, delimiter, text = self._delimiters.split(text, final=final)
+            kept.append(before)
+            more = bool(delimiter)
+        self._buffer = text
+        return "".join(kept)

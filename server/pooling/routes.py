@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.chat.prompt import rendered
+from pagoda.server.chat_prompt import rendered
 from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.generation import PoolingBatch
 from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header
@@ -26,17 +26,15 @@ from pagoda.server.pooling.fields import (
     ConversationFields,
     EmbeddingChatRequest,
     EmbeddingCompletionRequest,
+    Encoding,
     InputFields,
     PoolingChatRequest,
     PoolingCompletionRequest,
-    is_conversation,
-)
-from pagoda.server.pooling.response import (
-    Encoding,
     PoolingMeta,
     binary_response,
     check_binary,
     classes_response,
+    is_conversation,
     vectors_response,
 )
 from pagoda.server.processing.inputs import InputProcessor, Prompt

@@ -11,8 +11,7 @@ import numpy as np
 from pagoda.common.engine.pooling import PoolingTask
 from pagoda.common.errors import RequestError
 from pagoda.server.outputs import Array, RawPoolingOutput, ScoringOutput, ScoringRequestOutput
-from pagoda.server.processing.inputs import InputProcessor, PairTemplate, Prompt
-from pagoda.server.processing.tokenization import TextOptions, shortened
+from pagoda.server.processing.inputs import InputProcessor, PairTemplate, Prompt, TextOptions, shortened
 
 Text = str | Mapping[str, Any]
 """A text, or {"content": [{"type": "text", "text": ...}]}."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.settings import ENGINE_GROUPS, ResolvedSettings, Setting, build
-from pagoda.server.settings.args import EngineArgs, resolve_settings
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.help import status_text
 from pagoda.server.settings.resolve import Resolved, ResolvedRow, resolve
 

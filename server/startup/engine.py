@@ -8,27 +8,284 @@ The backend's framework is imported in a thread while the checkpoint is opened a
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, cast
 
 from pagoda.backends.modules import BackendModule
-from pagoda.backends.registry import choose_backend, load_backend, runs_ranks
+from pagoda.backends.registry import choose_backend, load_backend, load_pooling, runs_ranks
+from pagoda.common.backend import (
+    Backend,
+    BackendOptions,
+    CheckpointBackend,
+    PoolingBackend,
+    PoolingOptions,
+    ProgramOptions,
+    ShardedBackend,
+    SleepingBackend,
+    Weight,
+)
 from pagoda.common.config.defaults import Usage
-from pagoda.common.config.engine import EngineConfig
+from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.compilation import CompilationConfig
+from pagoda.common.distributed.follower import FollowingBackend
+from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
+from pagoda.common.engine.data_parallel import sharded_core
+from pagoda.common.engine.kv_cache.spec import FullCache, KvLayout, LatentCache
+from pagoda.common.engine.pooling_scheduler import pooling_core
+from pagoda.common.engine.sampling import SamplerOptions
+from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.errors import ConfigError
+from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local
-from pagoda.server.plugins import load_general_plugins
+from pagoda.common.weights.sharded import ShardedCheckpoint
+from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.plugins import load_general_plugins, sampler_options, scheduler_of
+from pagoda.server.processing.grammar_check import structured_of
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
-from pagoda.server.startup.build import assemble, check_assembly
+from pagoda.server.startup.executors import BuiltEngine, Phases, Prefetch, WorkerGroup
 from pagoda.server.startup.hosts import check_hosts, meeting
 from pagoda.server.startup.parameters import read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
-from pagoda.server.startup.worker_group import BuiltEngine, Phases, Prefetch, WorkerGroup
+
+# From resolved settings to a warm engine: backend -> weights -> memory plan and KV cache -> warm-up.
+#
+# A pooling model has no KV cache; everything else is the same for both kinds of model.
+
+logger = logging.getLogger(__name__)
+
+
+def assemble(
+    resolved: Resolved,
+    module: BackendModule,
+    checkpoint: Checkpoint,
+    weights: Prefetch,
+    workers: WorkerGroup | None,
+    phases: Phases,
+) -> BuiltEngine:
+    """Return the warm engine. `workers`: other hosts or ranks. Raises ConfigError or WeightError."""
+    if resolved.pooling is not None:
+        return _assemble_pooling(resolved, weights, phases)
+    config = resolved.config
+    make_scheduler, options = _generation_options(resolved)
+    if workers is not None:
+        if config.parallel.nnodes == 1:
+            module.check(options)  # every rank would raise it, and another rank's error could arrive first
+        with phases("meet the others"):
+            options = replace(options, rank=workers.arrive(checkpoint))
+    own = module.create(options)
+    together = None if workers is None else workers.joined(own)
+    backend: Backend = together or own
+    try:
+        with phases("load weights"):
+            if isinstance(checkpoint, ShardedCheckpoint):
+                cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
+            else:
+                backend.load(weights)
+        with phases("allocate KV cache"):
+            memory = backend.plan_memory()
+            num_blocks = config.cache.num_gpu_blocks_override or memory.num_blocks
+            limits = _fit(config, resolved.limits, resolved.layout, num_blocks)
+            backend.init_cache(num_blocks)
+        with phases("warm up"):
+            backend.warmup()
+    except BaseException:
+        backend.close()
+        raise
+    copies = config.parallel.data_parallel_size
+    info = _info(
+        resolved,
+        backend,
+        limits,
+        phases,
+        sampling_defaults=dict(resolved.generation.sampling),
+        num_blocks=copies * num_blocks,
+        memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
+        embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
+    )
+    structured = structured_of(config, info)
+    core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured)
+    sleeping = own if isinstance(together, FollowingBackend) else backend
+    sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
+    return BuiltEngine(core, backend, info, together, sleeper, structured)
+
+
+def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> BuiltEngine:
+    assert resolved.pooling is not None, "a pooling model"
+    backend = _create_pooling(resolved)
+    try:
+        with phases("load weights"):
+            backend.load(weights)
+        with phases("warm up"):
+            backend.warmup()
+    except BaseException:
+        backend.close()
+        raise
+    memory = f"weights {backend.num_bytes / (1 << 30):.2f} GiB"
+    info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=resolved.pooling)
+    return BuiltEngine(pooling_core(backend, backend.limits, resolved.pooling.tasks), backend, info)
+
+
+def check_assembly(resolved: Resolved, module: BackendModule) -> None:
+    """Raise ConfigError where `assemble` would before it reads weights, as far as one host can know."""
+    if resolved.pooling is not None:
+        _create_pooling(resolved).close()
+        return
+    _, options = _generation_options(resolved)
+    if resolved.config.parallel.nnodes > 1:
+        return  # the devices are known once the hosts have met
+    num_blocks = module.check(options)
+    if num_blocks is not None:
+        _fit(resolved.config, resolved.limits, resolved.layout, num_blocks)
+
+
+def _generation_options(resolved: Resolved) -> tuple[MakeScheduler, BackendOptions]:
+    """Return the scheduler class and the backend's options. Raises ConfigError."""
+    config = resolved.config
+    make_scheduler = scheduler_of(config)
+    options = backend_options(resolved, sampler_options(config))
+    if config.cache.num_gpu_blocks_override is not None:
+        _fit(config, resolved.limits, resolved.layout, config.cache.num_gpu_blocks_override)
+    return make_scheduler, options
+
+
+def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOptions:
+    """Return the options of the backend's `create`. Raise ConfigError for settings that it does not support."""
+    config, backend = resolved.config, resolved.backend
+    _warn_memory_utilization(config, backend)
+    _warn_compilation(config.compilation, backend, resolved.limits.max_num_seqs)
+    return BackendOptions(
+        spec=resolved.spec,
+        limits=resolved.limits,
+        layout=resolved.layout,
+        cache=config.cache,
+        dtype=resolved.dtype,
+        sampling=sampling,
+        parallel=resolved.parallel_sizes,
+        programs=program_options(config.compilation, backend),
+        compilation=config.compilation,
+        quantization=config.model.runtime_quantization,
+        attention=config.attention.kernel(backend),
+        sleep_mode=config.model.enable_sleep_mode,
+        prompt_embeds=config.model.enable_prompt_embeds,
+    )
+
+
+def _warn_memory_utilization(config: EngineConfig, backend: str) -> None:
+    fraction = config.cache.gpu_memory_utilization
+    if backend == "reference" and fraction != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization has no effect on %s; use --kv-cache-memory-bytes", backend)
+
+
+def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:
+    for key in config.ignored_keys:
+        logger.warning("--compilation-config: %s has no effect: torch.compile is not used", key)
+    if backend != "torch_cuda" and config.graph_flags:
+        logger.warning("%s: no effect on %s, which captures no CUDA graphs", " and ".join(config.graph_flags), backend)
+    if backend == "torch_cuda" and (too_large := [size for size in config.capture_sizes if size > max_num_seqs]):
+        sizes = ", ".join(map(str, too_large))
+        logger.warning("--cudagraph-capture-sizes: ignoring %s, above --max-num-seqs %d", sizes, max_num_seqs)
+
+
+def program_options(config: CompilationConfig, backend: str) -> ProgramOptions:
+    """Return where compiled programs come from and go to; defaults for backends other than jax_tpu.
+
+    Raise ConfigError if another backend is given --compiled-bundle.
+    """
+    bundle, cache = config.compiled_bundle, config.xla_cache_path
+    if backend != "jax_tpu":
+        if bundle is not None:
+            raise ConfigError("--compiled-bundle", f"not supported by {backend}; drop it, or use --backend jax_tpu")
+        if cache or config.xla_check_recompilation:
+            logger.warning("--xla-cache-path and --xla-check-recompilation have no effect on %s", backend)
+        return ProgramOptions()
+    folder = _user_cache() / "xla" if cache is None else Path(cache).expanduser() if cache else None
+    return ProgramOptions(None if bundle is None else Path(bundle), folder, config.xla_check_recompilation)
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagoda"
+
+
+def _create_pooling(resolved: Resolved) -> PoolingBackend:
+    """Return the backend, without weights."""
+    config = resolved.config
+    options = PoolingOptions(
+        spec=resolved.spec,
+        limits=resolved.limits,
+        dtype=resolved.dtype,
+        parallel=resolved.parallel_sizes,
+        programs=program_options(config.compilation, resolved.backend),
+        memory_share=config.cache.gpu_memory_utilization,
+        batch_stated=config.scheduler.max_num_batched_tokens is not None,
+    )
+    return load_pooling(resolved.backend).create(options)
+
+
+def _info(
+    resolved: Resolved, backend: Backend | PoolingBackend, limits: Limits, phases: Phases, **more: Any
+) -> EngineInfo:
+    """Return the description of the engine. `more`: fields that depend on the kind of model."""
+    return EngineInfo(
+        names=resolved.config.model.names,
+        limits=limits,
+        vocab_size=resolved.spec.vocab,
+        eos_token_ids=resolved.generation.eos_token_ids,
+        backend=backend.capabilities.name,
+        device=backend.capabilities.device,
+        dtype=resolved.dtype,
+        phases=tuple(phases.seconds),
+        **more,
+    )
+
+
+def _generation_core(
+    backend: Backend,
+    layout: KvLayout,
+    limits: Limits,
+    num_blocks: int,
+    copies: int,
+    make_scheduler: MakeScheduler,
+    structured: Structured | None,
+) -> EngineCore:
+    """Return the step loop; `num_blocks`: of each copy of the model."""
+    if copies == 1:
+        return generation_core(backend, layout, limits, num_blocks, make_scheduler, structured)
+    return sharded_core(cast(ShardedBackend, backend), layout, limits, num_blocks, copies, make_scheduler, structured)
+
+
+def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: int) -> Limits:
+    """Return limits whose longest sequence fits the KV cache. Raises ConfigError if a stated length does not fit."""
+    groups = sum(isinstance(group.spec, FullCache | LatentCache) for group in layout.groups)
+    if not groups:
+        return limits
+    capacity = (num_blocks - 1) // groups * layout.block_size
+    if capacity >= limits.max_model_len:
+        return limits
+    if config.model.max_model_len is None and capacity > 0:
+        return replace(limits, max_model_len=capacity)
+    size = "--kv-cache-memory-bytes" if config.cache.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
+    raise ConfigError(
+        "--max-model-len",
+        f"a sequence of {limits.max_model_len} tokens does not fit the KV cache: {num_blocks} blocks have room for "
+        f"{capacity} tokens; lower --max-model-len to {capacity} or raise {size}",
+    )
+
+
+def _sleeper(config: EngineConfig, backend: Backend, core: EngineCore, resolved: Resolved) -> Sleeper:
+    def weights() -> Iterator[Weight]:
+        return read_weights(config, open_model(config, weights=True), resolved)
+
+    return Sleeper(cast(SleepingBackend, backend), core, weights)
+
 
 FLAG: Final = "--cpu-omp-threads-bind"
 

@@ -20,8 +20,7 @@ from pagoda.common.backend import Backend, ParallelSizes
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.handshake import meet
 from pagoda.common.distributed.leader import LeadingBackend, current_error
-from pagoda.common.distributed.messages import Host, HostFingerprint
-from pagoda.common.distributed.peer import Peer
+from pagoda.common.distributed.messages import Host, HostFingerprint, Peer
 from pagoda.common.errors import ConfigError
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.settings.resolve import Resolved

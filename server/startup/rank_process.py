@@ -26,14 +26,13 @@ from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import current_error
-from pagoda.common.distributed.peer import Peer
+from pagoda.common.distributed.messages import Peer
 from pagoda.common.errors import PagodaError
 from pagoda.common.observe.logs import configure
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import Gather, build_engine, import_backend
-from pagoda.server.startup.executors import Job, receive_job
+from pagoda.server.startup.executors import BuiltEngine, Job, receive_job
 from pagoda.server.startup.ranks import FollowingRank
-from pagoda.server.startup.worker_group import BuiltEngine
 
 Build = Callable[[EngineConfig, Usage, Gather], BuiltEngine]
 

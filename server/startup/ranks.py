@@ -23,8 +23,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend, current_error
-from pagoda.common.distributed.messages import RankInfo
-from pagoda.common.distributed.peer import Peer
+from pagoda.common.distributed.messages import Peer, RankInfo
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.executors import Executor, Job, ProcessExecutor, Worker, encode

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan
-from pagoda.kernels_pallas.ragged_paged_attention.arg_specs import SPECS, RaggedAttentionArgs, spec
+from pagoda.kernels_pallas.ragged_paged_attention import SPECS, PagedKvLayout, RaggedAttentionArgs, plan, spec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is missing")
 PROGRAM = Path(__file__).parents[1] / "support" / "kernel_aot.py"

@@ -15,8 +15,7 @@ from support.ragged_batch import STRICT, races_found
 from support.small_kernels import compile_for_tpu
 
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.grouped_matmul import grouped_matmul, kernel
-from pagoda.kernels_pallas.grouped_matmul.arg_specs import SPECS
+from pagoda.kernels_pallas.grouped_matmul import SPECS, grouped_matmul, kernel
 from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose_block_sizes, visits
 
 ROWS, GROUPS, PARTS, INNER, OUTER = 70, 6, 2, 64, 256

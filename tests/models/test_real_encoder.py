@@ -18,9 +18,9 @@ from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.processing.inputs import open_tokenizer
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.worker_group import BuiltEngine
+from pagoda.server.startup.executors import BuiltEngine
 
 pytestmark = pytest.mark.model
 

@@ -15,11 +15,11 @@ from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, Reque
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.core_client.thread_client import ThreadClient
+from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.processing.inputs import PromptType
-from pagoda.server.processing.request_stream import RequestStream
-from pagoda.server.settings.args import AsyncEngineArgs
+from pagoda.server.processing.output_processor import RequestStream
+from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 DELTA = RequestOutputKind.DELTA

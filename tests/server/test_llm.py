@@ -17,7 +17,7 @@ from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutp
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 
 TEXT = byte_tokenizer()
 

@@ -14,11 +14,11 @@ import pagoda
 from pagoda import PoolingParams, SamplingParams
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.core_client.thread_client import ThreadClient
+from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import PoolingOutput
-from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.settings.flags import AsyncEngineArgs, EngineArgs
 
 TEXT = framed_tokenizer()
 

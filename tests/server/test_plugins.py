@@ -15,7 +15,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.scheduler import Scheduler
 from pagoda.common.errors import ConfigError
 from pagoda.server import plugins
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 
 called: list[Any] = []
 
@@ -132,8 +132,8 @@ def test_a_plugin_runs_in_the_api_process_and_in_the_engine_process(tmp_path: Pa
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: somewhat\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[pagoda.general_plugins]\nsomewhat = somewhat:run\n")
     code = (
-        "import os; from pagoda.server.settings.args import EngineArgs\n"
-        "from pagoda.server.core_client.start import start_engine\n"
+        "import os; from pagoda.server.settings.flags import EngineArgs\n"
+        "from pagoda.server.core_client import start_engine\n"
         "config = EngineArgs('/no/such/model', additional_config={'word': 'hear'}).create_engine_config()\n"
         "client = start_engine(config, in_process=False)\n"
         "try: client.wait_ready()\n"

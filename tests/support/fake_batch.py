@@ -7,9 +7,8 @@ from support.byte_text import byte_tokenizer
 from support.fake_engine import build
 
 from pagoda.server.async_llm import AsyncLLM
-from pagoda.server.cli import main
-from pagoda.server.cli.batch import run
-from pagoda.server.core_client.thread_client import ThreadClient
+from pagoda.server.cli import batch, main
+from pagoda.server.core_client.engine import ThreadClient
 
 
 def start_fake(config: Any, *, in_process: bool) -> ThreadClient:
@@ -17,7 +16,7 @@ def start_fake(config: Any, *, in_process: bool) -> ThreadClient:
 
 
 if __name__ == "__main__":
-    run.start_engine = start_fake
+    batch.start_engine = start_fake
     assert AsyncLLM.__init__.__kwdefaults__ is not None
     AsyncLLM.__init__.__kwdefaults__["open_text"] = lambda _: byte_tokenizer()
     sys.exit(main.main(["run-batch", *sys.argv[1:]]))

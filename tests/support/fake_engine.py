@@ -22,13 +22,12 @@ from support.fake_pooling import INFOS, fake_pooling_core
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.core import generation_core
-from pagoda.common.engine.sleep import Sleeper
+from pagoda.common.engine.core import Sleeper, generation_core
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ConfigError
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.startup.worker_group import BuiltEngine
+from pagoda.server.startup.executors import BuiltEngine
 
 MAX_LEN = 64
 
@@ -121,6 +120,6 @@ PROGRAM = (sys.executable, "-P", __file__)
 
 
 if __name__ == "__main__":
-    from pagoda.server.core_client import engine_process
+    from pagoda.server.core_client import engine
 
-    os._exit(engine_process.serve(sys.argv[1], build))
+    os._exit(engine.serve(sys.argv[1], build))

@@ -8,8 +8,8 @@ from support.fake_engine import PROGRAM, build
 
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli import main, serve
+from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.thread_client import ThreadClient
 
 
 def start_fake(config: Any, *, in_process: bool) -> ProcessClient | ThreadClient:

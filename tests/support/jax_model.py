@@ -14,7 +14,7 @@ import torch
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.model.model import Model, build_model
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import kv_layout

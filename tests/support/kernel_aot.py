@@ -17,7 +17,7 @@ def main(pairs: list[str]) -> None:
     for pair in pairs:
         chip, *kernel, name = pair.split("/")
         package = f"pagoda.kernels_pallas.{kernel[0] if kernel else 'ragged_paged_attention'}"
-        case = importlib.import_module(f"{package}.arg_specs").SPECS[name]
+        case = importlib.import_module(package).SPECS[name]
         compiled = case.function(CHIPS[chip]).lower(*case.arguments(one_chip(chip))).compile()
         print(json.dumps({"pair": pair, **vars(facts(compiled))}), flush=True)
 

@@ -20,10 +20,10 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import create_app
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli.serve import bind
-from pagoda.server.core_client.thread_client import ThreadClient
+from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.http.server import http_server
 from pagoda.server.http.state import ServerState
-from pagoda.server.settings.args import AsyncEngineArgs
+from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 FRAMED = framed_tokenizer()

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from pagoda.backends.torch_cuda.parallel.distributed import TorchComm, join
+from pagoda.backends.torch_cuda.parallel import TorchComm, join
 from pagoda.common.distributed.messages import RankInfo
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

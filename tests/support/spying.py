@@ -10,8 +10,7 @@ import pytest
 from support.scripted import ScriptedParser
 
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.chat.conversation import Conversation
-from pagoda.server.chat.prompt import ChatPrompt
+from pagoda.server.chat_prompt import ChatPrompt, Conversation
 from pagoda.server.http import generation
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.parser import Event
@@ -39,7 +38,7 @@ class Spy:
 
 def spy_on(monkeypatch: pytest.MonkeyPatch, module: str) -> Spy:
     """Install a spy on a route module until the test ends."""
-    from pagoda.server.chat.prompt import prepare as real
+    from pagoda.server.chat_prompt import prepare as real
 
     spy = Spy()
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.parallel.comm import Comm
+from pagoda.backends.torch_cuda.parallel import Comm
 
 T = TypeVar("T")
 

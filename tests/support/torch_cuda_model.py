@@ -17,8 +17,7 @@ from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.parameters import Pack
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm, RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.execution.compile_cache import KeyT, ProgramSet
-from pagoda.backends.jax_tpu.execution.executable import from_bytes, model_facts, to_bytes
+from pagoda.backends.jax_tpu.execution.programs import KeyT, ProgramSet, from_bytes, model_facts, to_bytes
 from pagoda.common.config.engine import Limits
 from pagoda.common.errors import ConfigError
 

@@ -10,31 +10,26 @@ from typing import Any, Final
 
 import jax
 
-from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report, Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roofline_cost
-from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
-from pagoda.backends.jax_tpu.execution.compile_cache import ProgramSet
-from pagoda.backends.jax_tpu.execution.executable import serialisable
-from pagoda.backends.jax_tpu.execution.packed_input import PackedShape
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.program_keys import (
     Forward,
     ForwardEmbeds,
     LogitsProgram,
+    PoolProgramSet,
     Sample,
     ScorePrompt,
     SetHistoryRow,
     StepProgramSet,
 )
-from pagoda.backends.jax_tpu.execution.programs import compile_all
+from pagoda.backends.jax_tpu.execution.programs import ProgramSet, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
-from pagoda.backends.jax_tpu.memory.budget import ProgramMemory, make_budget, plan_blocks
-from pagoda.backends.jax_tpu.memory.plan import cache_dtype, fit_pooling
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PackedShape
+from pagoda.backends.jax_tpu.memory.plan import ProgramMemory, cache_dtype, fit_pooling, make_budget, plan_blocks
 from pagoda.backends.jax_tpu.model.model import Model, build_model
-from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.placement import matrix_dtype
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig

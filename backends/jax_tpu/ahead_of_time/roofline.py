@@ -11,7 +11,6 @@ from math import prod
 from typing import Final, TypeAlias
 
 from pagoda.backends.jax_tpu.execution import program_keys
-from pagoda.backends.jax_tpu.execution.packed_input import TILE, PackedShape
 from pagoda.backends.jax_tpu.execution.program_keys import (
     Forward,
     ForwardEmbeds,
@@ -20,6 +19,7 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     ScorePrompt,
     SetHistoryRow,
 )
+from pagoda.backends.jax_tpu.execution.step_input import TILE, PackedShape
 from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded, segments
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.weights.placement import Path

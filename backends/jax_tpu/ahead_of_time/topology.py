@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from pagoda.backends.jax_tpu.parallel.platform import platform
+from pagoda.backends.jax_tpu.parallel import platform
 from pagoda.common.errors import ConfigError
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo, chip_of
 

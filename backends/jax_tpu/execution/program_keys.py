@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, packed_size
+from pagoda.backends.jax_tpu import sampling
+from pagoda.backends.jax_tpu.execution.step_input import MIN_TOKENS, KernelChoice, PackedInput, PackedShape, packed_size
 from pagoda.backends.jax_tpu.model.layout import padded
-from pagoda.backends.jax_tpu.model.model import Model
-from pagoda.backends.jax_tpu.parallel.sharding import DATA, named_sharding, partition, replicated
-from pagoda.backends.jax_tpu.sampling import device
-from pagoda.backends.jax_tpu.sampling.device import logprobs, sample
-from pagoda.common.engine import logit_edits
+from pagoda.backends.jax_tpu.model.model import Leaves, Model
+from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
+from pagoda.backends.jax_tpu.sampling import logprobs, sample
+from pagoda.common.config.engine import Limits
+from pagoda.common.engine import sampling_state
 from pagoda.common.engine.sampling import LogprobsMode
 from pagoda.common.engine.sampling_state import KINDS, Kind
-from pagoda.common.engine.shapes import StepShape, StepShapes
+from pagoda.common.engine.shapes import ShapeLadder, StepShape, StepShapes
 
 SCORE_TOKENS: Final = 64
 """Prompt tokens per call of the `ScorePrompt` program."""
@@ -195,12 +196,12 @@ class StepProgramSet:
                 function = self._per_shard(_penalise, ("R.", "", ""), "R.")
                 return function, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
-                return device.adjust, (), (logits, array((3, logit_edits.ENTRIES), jnp.int32))
+                return sampling.adjust, (), (logits, array((3, sampling_state.ENTRIES), jnp.int32))
             case "ban_words":
-                words, heads = array((2, logit_edits.WORDS), jnp.int32), array((4, logit_edits.HEADS), jnp.int32)
-                return device.ban_words, (), (logits, history, words, heads)
+                words, heads = array((2, sampling_state.WORDS), jnp.int32), array((4, sampling_state.HEADS), jnp.int32)
+                return sampling.ban_words, (), (logits, history, words, heads)
             case "mask":
-                return device.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
+                return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))
             case "logprobs":
                 function = self._per_shard(partial(logprobs, self.mode), ("R.", "R"), ("R.", "R.", "R"))
                 return function, (), (logits, array((rows,), jnp.int32))
@@ -220,12 +221,71 @@ class StepProgramSet:
 
 
 def _penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
-    """Apply `device.penalise` to a shard's rows [S, V]; `packed` has the columns of all shards."""
+    """Apply `sampling.penalise` to a shard's rows [S, V]; `packed` has the columns of all shards."""
     rows = logits.shape[0]
     index = packed[0] - jax.lax.axis_index(DATA) * rows
     local = (index >= 0) & (index < rows)
-    return device.penalise(logits, history, packed.at[0].set(jnp.where(local, index, rows)))
+    return sampling.penalise(logits, history, packed.at[0].set(jnp.where(local, index, rows)))
 
 
 def _set_history_row(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
     return history.at[row].set(tokens)
+
+
+# The programs of a pooling model: one per bucket of tokens, with outputs per prompt or per token.
+
+
+@dataclass(frozen=True, slots=True)
+class PoolProgramSet:
+    """Programs (leaves, packed batch) -> pooled outputs float32 [S or T, n], keyed by padded shape."""
+
+    model: Model
+    limits: Limits
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return what bundled programs depend on besides model and limits. There is no persistent KV cache."""
+        return {"num_blocks": 0}
+
+    def __iter__(self) -> Iterator[PackedShape]:
+        """Yield every shape, the largest first."""
+        assert self.model.spec.pooler is not None, "the model pools"
+        per_prompt = () if self.model.spec.pooler.kind == "all" else (False,)
+        for tokens in reversed(token_ladder(self.limits).sizes):
+            yield from (self.shape_for(tokens, of_tokens) for of_tokens in (True, *per_prompt))
+
+    def shape_for(self, tokens: int, of_tokens: bool) -> PackedShape:
+        """Return the smallest shape that fits `tokens`. `of_tokens`: one output per token instead of per prompt."""
+        size = token_ladder(self.limits).bucket_for(tokens)
+        pages = -(-min(self.limits.max_model_len, size) // self.limits.block_size)
+        return PackedShape(size, min(self.limits.max_num_seqs, size), pages, of_tokens)
+
+    def lower(self, key: PackedShape) -> jax.stages.Lowered:
+        """Trace and lower a program. Not thread-safe."""
+        with self.model.matmul_precision:
+            options, outputs = compiler_options(self.model.kernel), replicated(self.model.mesh)
+            jitted = jax.jit(partial(self._pool, key), out_shardings=outputs, compiler_options=options)
+            return jitted.lower(self.model.leaves, self._packed(key))
+
+    def signature(self, key: PackedShape) -> str:
+        """Return the kernel choice and the shapes, dtypes and shardings of all arguments."""
+        arguments = (*self.model.leaves, self._packed(key))
+        return repr([self.model.kernel, *((each.shape, each.dtype.name, each.sharding.spec) for each in arguments)])
+
+    def _packed(self, key: PackedShape) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((key.size,), jnp.dtype(jnp.int32), sharding=replicated(self.model.mesh))
+
+    def _pool(self, key: PackedShape, leaves: Leaves, packed: jax.Array) -> jax.Array:
+        def run(leaves: Leaves, packed: jax.Array) -> jax.Array:
+            return self.model.decoder(leaves).pooled(PackedInput.unpack(packed, key, self.model.kernel))
+
+        specs = tuple(map(partition, self.model.axes)), partition("")
+        # check_vma=False: every device computes the same outputs
+        mapped = jax.shard_map(run, mesh=self.model.mesh, in_specs=specs, out_specs=partition(""), check_vma=False)
+        return mapped(leaves, packed)
+
+
+def token_ladder(limits: Limits) -> ShapeLadder:
+    """Return the padded numbers of tokens, doubling up to the longest step."""
+    longest = -(-max(limits.max_num_batched_tokens, limits.max_model_len) // MIN_TOKENS) * MIN_TOKENS
+    return ShapeLadder.between(MIN_TOKENS, longest)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.common.config.groups.pooler import PoolingKind
+from pagoda.common.engine.pooling import PoolPlan
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.engine.step import PREVIOUS, Int32
 from pagoda.common.models.spec import Attention
@@ -153,3 +155,178 @@ def pack(
     for table, pages in zip(tables, page_tables):
         table[:seqs, : pages.shape[1]] = pages
     return packed
+
+
+# The batch of a pooling program: whole prompts concatenated, in one packed int32 array.
+
+MIN_TOKENS: Final = 64
+"""Tokens of the smallest program; all sizes are multiples of it."""
+TILE: Final = 256
+"""Tile size of bidirectional attention, in queries and in keys."""
+
+_LOW: Final = -1e30  # initial running maximum: finite, so that exp(-inf - _LOW) is 0 instead of NaN
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PackedShape:
+    """The padded shape of a step."""
+
+    tokens: int  # T
+    seqs: int  # S
+    pages: int  # of the longest prompt, for causal layers
+    of_tokens: bool  # one output per token instead of per prompt
+
+    @property
+    def size(self) -> int:
+        """Return the length of the packed array."""
+        return 4 * self.tokens + self.seqs + 1
+
+    @property
+    def tile(self) -> int:
+        """Return the attention tile size in tokens; it divides T."""
+        return TILE if self.tokens % TILE == 0 else MIN_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """One step on the device. Each padding token counts as a prompt of one token."""
+
+    token_ids: jax.Array  # int32 [T]
+    starts: jax.Array  # int32 [T]: first token of each token's prompt
+    ends: jax.Array  # int32 [T]: end (exclusive) of each token's prompt
+    token_types: jax.Array  # int32 [T]
+    query_start: jax.Array  # int32 [S+1]: first token of each prompt; last entry: number of real tokens
+    page_tables: jax.Array  # int32 [S, pages]: of the scratch cache of one layer
+    kernel: KernelChoice
+    shape: PackedShape
+
+    @classmethod
+    def unpack(cls, packed: jax.Array, shape: PackedShape, kernel: KernelChoice) -> PackedInput:
+        """Split int32 [shape.size] in the order of `pack_prompts`."""
+        ids, starts, ends, types, query_start = jnp.split(packed, np.cumsum([shape.tokens] * 4))
+        pages = -(-jnp.diff(query_start) // kernel.page_size)
+        page_tables = (1 + jnp.cumsum(pages) - pages)[:, None] + jnp.arange(shape.pages)
+        return cls(ids, starts, ends, types, query_start, page_tables, kernel, shape)
+
+    def scratch(self, kv_heads: int, head_dim: int) -> jax.Array:
+        """Return a cache for one layer: pages for T tokens, one partial page per prompt, and the null block."""
+        layout = self.kernel.kv_layout(kv_heads, head_dim)
+        return layout.init(1, 1 + self.shape.seqs + -(-self.shape.tokens // layout.page_size))
+
+    @property
+    def positions(self) -> jax.Array:
+        """Return each token's position in its prompt, int32 [T]."""
+        return jnp.arange(self.shape.tokens, dtype=jnp.int32) - self.starts
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        spec: Attention,
+        scales: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend within each prompt: q [T, N, H], k and v [T, K, H] -> [T, N, H], and the scratch cache.
+
+        Causal layers use the paged attention kernel; every layer overwrites the same pages. Bidirectional layers use
+        no cache.
+        """
+        if not spec.causal:
+            return self._attend_bidirectional(q, k, v, spec), cache
+        lengths = jnp.diff(self.query_start)
+        return ragged_paged_attention(
+            q,
+            k,
+            v,
+            cache,
+            layout=self.kernel.kv_layout(*k.shape[1:]),
+            layer=0,
+            query_start=self.query_start,
+            kv_len=lengths,
+            page_table=self.page_tables,
+            counts=jnp.stack([jnp.zeros((), jnp.int32), (lengths > 0).sum(dtype=jnp.int32)]),
+            scale=spec.scale,
+            softcap=spec.softcap,
+            window=spec.window,
+            **self.kernel.options,
+        )
+
+    def _attend_bidirectional(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention) -> jax.Array:
+        """Tiled attention with online softmax. Key tiles that no query of a tile may attend to are skipped.
+
+        The cost of a prompt and the memory for scores do not depend on the other prompts.
+        """
+        tile = self.shape.tile
+        key_begin, key_end = self._key_range(spec)
+        values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)  # the column of ones sums the weights
+
+        def attend_tile(start: jax.Array) -> jax.Array:
+            queries = _rows(q, start, tile).reshape(tile, k.shape[1], -1, k.shape[2])
+            begins, ends = _rows(key_begin, start, tile)[:, None], _rows(key_end, start, tile)[:, None]
+
+            def add_keys(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                old_max, acc = state
+                first = index * tile
+                scores = jnp.einsum(
+                    "tkgh,skh->kgts", queries, _rows(k, first, tile), preferred_element_type=jnp.float32
+                )
+                scores = scores * spec.scale
+                if spec.softcap is not None:
+                    scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+                key = first + jnp.arange(tile)
+                scores = jnp.where((key >= begins) & (key < ends), scores, -jnp.inf)
+                new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
+                weights = jnp.exp(scores - new_max).astype(v.dtype)
+                tile_values = _rows(values, first, tile)
+                new = jnp.einsum("kgts,skh->kgth", weights, tile_values, preferred_element_type=jnp.float32)
+                return new_max, acc * jnp.exp(old_max - new_max) + new
+
+            groups = queries.shape[1:3]
+            initial = jnp.full((*groups, tile, 1), _LOW), jnp.zeros((*groups, tile, values.shape[-1]), jnp.float32)
+            last = (ends[-1, 0] + tile - 1) // tile
+            _, acc = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, initial)
+            return (acc[..., :-1] / acc[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
+
+        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(q.shape)
+
+    def _key_range(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
+        """Return the range of keys [begin, end) each token attends to; both are non-decreasing."""
+        token = jnp.arange(self.shape.tokens, dtype=jnp.int32)
+        begin, end = self.starts, self.ends
+        if spec.window is not None:
+            begin, end = jnp.maximum(begin, token - spec.window + 1), jnp.minimum(end, token + spec.window)
+        return begin, end
+
+    def pool(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
+        """Pool hidden states [T, D] -> float32 [S, D]; unpooled float32 [T, D] for outputs per token."""
+        begins, ends = self.query_start[:-1], self.query_start[1:]
+        if self.shape.of_tokens:
+            return hidden.astype(jnp.float32)
+        if kind != "mean":
+            return hidden[begins if kind == "first" else jnp.maximum(ends - 1, 0)].astype(jnp.float32)
+        token = jnp.arange(len(hidden))[None]
+        inside = (token >= begins[:, None]) & (token < ends[:, None])
+        weights = inside / jnp.maximum(ends - begins, 1)[:, None]
+        return jnp.matmul(weights.astype(jnp.float32), hidden.astype(jnp.float32), precision="highest")
+
+
+def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+
+def pack_prompts(shape: PackedShape, plan: PoolPlan) -> Int32:
+    """Pack a plan into int32 [shape.size]."""
+    real, lengths = plan.num_tokens, np.diff(plan.query_start)
+    tokens = np.zeros((4, shape.tokens), np.int32)
+    tokens[0, :real] = plan.token_ids
+    tokens[1] = np.arange(shape.tokens)
+    tokens[2] = tokens[1] + 1
+    tokens[1, :real] = np.repeat(plan.query_start[:-1], lengths)
+    tokens[2, :real] = np.repeat(plan.query_start[1:], lengths)
+    if plan.token_types is not None:
+        tokens[3, :real] = plan.token_types
+    query_start = np.full(shape.seqs + 1, real, np.int32)
+    query_start[: plan.num_seqs] = plan.query_start[:-1]
+    return np.concatenate([tokens.ravel(), query_start])

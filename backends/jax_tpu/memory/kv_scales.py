@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.execution.step_input import pack
 from pagoda.backends.jax_tpu.model.decoder import Caches
 from pagoda.backends.jax_tpu.model.layout import segments
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.parallel.sharding import replicated
+from pagoda.backends.jax_tpu.parallel import replicated
 from pagoda.common.engine.shapes import StepShape
 
 KV_SCALE: Final = "kv_scale"

@@ -19,7 +19,7 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import Caches, JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import JaxBuildContext
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
-from pagoda.backends.jax_tpu.parallel.sharding import DATA, MODEL, named_sharding, partition
+from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.shapes import StepShape

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pagoda import __version__
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.parallel.sharding import DATA, MODEL, replicated
+from pagoda.backends.jax_tpu.parallel import DATA, MODEL, replicated
 from pagoda.backends.jax_tpu.weights.loading import constants
 from pagoda.backends.jax_tpu.weights.placement import Path, placements, split_slot_axis
 from pagoda.common.errors import ConfigError, WeightError

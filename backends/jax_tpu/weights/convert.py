@@ -12,8 +12,8 @@ import jax
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import build_model
-from pagoda.backends.jax_tpu.parallel.platform import dtype as dtype_of
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.parallel import dtype as dtype_of
+from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.checkpoint import import_orbax, save
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Weight

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.memory.kv_scales import KV_SCALE
+from pagoda.backends.jax_tpu.model.layers import ropes, table
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
-from pagoda.backends.jax_tpu.model.rotary import ropes, table
-from pagoda.backends.jax_tpu.parallel.sharding import named_sharding
+from pagoda.backends.jax_tpu.parallel import named_sharding
 from pagoda.backends.jax_tpu.weights.placement import SCALE, Path, Placement, placements, quantize, split_slot_axis
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.attention import PagedAttention
+from pagoda.backends.reference.model.attention import PagedAttention, RotaryTables
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import activation, mix_experts, norm, route, softcap
-from pagoda.backends.reference.model.rotary import RotaryTables
 from pagoda.backends.reference.weights import LayerParams, MlpParams, ModelParams, MoeParams, NormParams
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe, Norm
 

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip, Launch
 
 TARGETS: Final = ("sm_80", "sm_90", "sm_100")
-FOLDERS: Final = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/arg_specs.py")))
+FOLDERS: Final = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/kernel.py")))
 _WARP: Final = 32
 
 
@@ -98,7 +98,7 @@ class CompiledKernel:
 
 def launches(folder: str, chip: Chip) -> dict[str, Launch]:
     """Return a folder's specialisations for a chip, by name."""
-    module = importlib.import_module(f"pagoda.backends.torch_cuda.kernels.{folder}.arg_specs")
+    module = importlib.import_module(f"pagoda.backends.torch_cuda.kernels.{folder}.kernel")
     by_name: dict[str, Launch] = module.launches(chip)
     return by_name
 

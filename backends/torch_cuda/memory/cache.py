@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import CacheSpec, FullCache, KvLayout, WindowCache
 from pagoda.common.errors import ConfigError, ModelError

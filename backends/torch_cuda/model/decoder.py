@@ -31,7 +31,7 @@ from pagoda.backends.torch_cuda.model.parts import (
     linear,
     rotary_tables,
 )
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
 from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
 Stream = tuple[Tensor | None, Tensor]

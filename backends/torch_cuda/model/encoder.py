@@ -13,7 +13,7 @@ from pagoda.backends.torch_cuda.model.attention import make_projection_norm, per
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoderLayer, Stream
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, rotary_tables
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK
 from pagoda.common.models.spec import Attention, ModelSpec
 
 PAGE = 16

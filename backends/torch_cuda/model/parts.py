@@ -17,8 +17,7 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.norm import norm
 from pagoda.backends.torch_cuda.kernels.weight_only import weight_only_linear
 from pagoda.backends.torch_cuda.model.parameters import Matrix, RankParams
-from pagoda.backends.torch_cuda.parallel.comm import Comm
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import Comm, RankShard
 from pagoda.common.models.rope import cos_sin
 from pagoda.common.models.spec import Embedding, ModelSpec, Norm, Rope
 

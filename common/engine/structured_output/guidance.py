@@ -20,8 +20,7 @@ from pagoda.common.engine.structured_output.grammar import (
     one_line,
     refused,
 )
-from pagoda.common.engine.structured_output.lark import Special, TagGrammar, choices
-from pagoda.common.engine.structured_output.structural_tags import tag_format
+from pagoda.common.engine.structured_output.structural_tags import Special, TagGrammar, choices, tag_format
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 MAX_THREADS: Final = 8

@@ -19,8 +19,7 @@ from pagoda.common.engine.structured_output.grammar import (
     one_line,
     refused,
 )
-from pagoda.common.engine.structured_output.lark import quoted
-from pagoda.common.engine.structured_output.structural_tags import tag_format
+from pagoda.common.engine.structured_output.structural_tags import quoted, tag_format
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 # StructuredOutputsParams -> the text that Xgrammar.compile reads.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.family import Family, PoolUse, classifier
+from pagoda.common.models.family import Family, PoolUse, Rename, Rule, classifier, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-from pagoda.common.models.weight_rules import Rename, Rule, linear
 
 _POOLER: Final = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 """`pooler_*` keys of the original release, which its code does not read."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pagoda.common.models.family import Family
+from pagoda.common.models.family import Family, Rename, Rule, Split, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
-from pagoda.common.models.weight_rules import Rename, Rule, Split, linear
 
 
 def _gpt2(config: HfConfig) -> ModelSpec:

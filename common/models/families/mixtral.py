@@ -9,6 +9,8 @@ from pagoda.common.models.family import (
     EMBED_RULES,
     PRE_NORM_RULES,
     Family,
+    Rename,
+    Stack,
     gated_mlp,
     pre_norm_decoder,
     rms_norm,
@@ -16,7 +18,6 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import ModelSpec, Moe, Router
-from pagoda.common.models.weight_rules import Rename, Stack
 
 
 def _mixtral(config: HfConfig) -> ModelSpec:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.family import Family, PoolUse, classifier
+from pagoda.common.models.family import Family, PoolUse, Rename, classifier, fused_linear, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Dense, Embedding, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-from pagoda.common.models.weight_rules import Rename, fused_linear, linear
 
 
 def _modernbert(config: HfConfig) -> ModelSpec:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.family import Family
+from pagoda.common.models.family import Family, Rename, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Norms
-from pagoda.common.models.weight_rules import Rename, linear
 
 
 def _opt(config: HfConfig) -> ModelSpec:

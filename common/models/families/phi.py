@@ -8,14 +8,15 @@ from pagoda.common.models.family import (
     EMBED_RULES,
     PRE_NORM_RULES,
     Family,
+    fused_linear,
     gated_mlp,
+    linear,
     pre_norm_decoder,
     rms_norm,
     rotary_attention,
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.models.weight_rules import fused_linear, linear
 
 
 def _phi3(config: HfConfig) -> ModelSpec:

@@ -11,6 +11,8 @@ from pagoda.common.models.family import (
     PRE_NORM_RULES,
     QK_NORM_RULES,
     Family,
+    Rename,
+    Stack,
     gated_mlp,
     pre_norm_decoder,
     rms_norm,
@@ -18,7 +20,6 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Ffn, Mlp, ModelSpec, Moe, Router
-from pagoda.common.models.weight_rules import Rename, Stack
 
 
 def _qwen2(config: HfConfig) -> ModelSpec:

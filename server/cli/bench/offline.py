@@ -17,8 +17,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings, bui
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
-from pagoda.server.settings.args import EngineArgs, resolve_settings
-from pagoda.server.settings.flags import FlagParser, add_settings
+from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import check_engine
 

@@ -27,8 +27,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings
 from pagoda.common.errors import PagodaError
 from pagoda.server.cli.bench.offline import add_load_arguments, check_load, settle_load, write_results
 from pagoda.server.cli.http_client import ApiClient, ApiError
-from pagoda.server.settings.args import EngineArgs
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench startup"

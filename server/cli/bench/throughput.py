@@ -18,8 +18,7 @@ from pagoda.server.cli.bench.offline import (
     start_llm,
     write_results,
 )
-from pagoda.server.settings.args import EngineArgs
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench throughput"

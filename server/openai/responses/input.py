@@ -11,7 +11,7 @@ from pydantic import Field, Tag, TypeAdapter
 
 from pagoda.common.errors import RequestError
 from pagoda.server.http.body import RequestBody, hint
-from pagoda.server.http.fields.tagged import LIST, OTHER, TEXT, Null, Unsupported, by_type, text_or_list
+from pagoda.server.http.fields import LIST, OTHER, TEXT, Null, Unsupported, by_type, text_or_list
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.server.http.fields.errors import http_error
-from pagoda.server.http.fields.logprobs import TokenNames, chat_logprobs
+from pagoda.server.http.errors import http_error
+from pagoda.server.http.fields import TokenNames, chat_logprobs
 from pagoda.server.openai.responses.input import encode_reasoning
 from pagoda.server.outputs import LogprobsOnePosition, RequestOutput
-from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
 from pagoda.server.parsers.output_parser import DeltaParser, ParsedDelta
+from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
 
 Event = dict[str, Any]
 ItemEvent = tuple[str, Event]

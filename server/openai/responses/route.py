@@ -17,12 +17,11 @@ from starlette.types import Message
 
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.server.chat.prompt import ChatPrompt, prepare, prepare_fitting
+from pagoda.server.chat_prompt import ChatPrompt, prepare, prepare_fitting
 from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored, read_body
-from pagoda.server.http.fields.errors import HttpError, http_error
-from pagoda.server.http.fields.logprobs import TokenNames
+from pagoda.server.http.errors import HttpError, http_error
+from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.middleware import owner_of
 from pagoda.server.http.response import (
     KEEP_ALIVE,
     EventStream,
@@ -34,6 +33,7 @@ from pagoda.server.http.response import (
     with_pauses,
 )
 from pagoda.server.http.response_store import StoredResponse
+from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, model_of, server_of
 from pagoda.server.openai.responses.input import ITEMS, Item, items_of, output_items
 from pagoda.server.openai.responses.output import ResponsesBuilder, ResponseView

@@ -6,11 +6,212 @@ output often lacks the start tag.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
-from pagoda.server.parsers.parser import Parser
-from pagoda.server.parsers.reasoning.tagged import PlainParser, TaggedFormat
+from pagoda.server.parsers.parser import Content, DelimiterSet, Event, Parser, Reasoning
+
+# Reasoning between a start and an end tag at the beginning of the output: the common case.
+
+MAX_SPACE: Final = 256
+"""Maximum number of white-space characters stripped around a tag; bounds how much text is buffered."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedFormat:
+    """Reasoning from one of `starts` to one of `ends`, with white space around both tags stripped.
+
+    A start tag counts only at the beginning of the output or right after an end tag (which resumes the reasoning); in
+    the middle of content it is content. An end tag without a start is dropped.
+    """
+
+    starts: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    starts_thinking: bool = False  # output starts inside the reasoning unless the prompt closed it
+    turn_starts: tuple[str, ...] = ("<|im_start|>assistant",)  # what opens the assistant turn in the prompt
+    content_tags: tuple[str, str] | None = None  # optional tags around the content, stripped
+    call_starts: tuple[str, ...] = ()  # a tool call that starts with one of these also ends the reasoning
+    special_tokens: bool = False  # the tags are special tokens, so they count in the middle of content, too
+
+    def thinks(self, prompt: str) -> bool:
+        """Return whether output for this prompt starts inside the reasoning.
+
+        Decided by what the prompt contains of the assistant turn. If no turn start is recognized (a template of
+        another model), only a tag at the very end of the prompt counts, since users may write tags.
+        """
+        start = max((prompt.rfind(turn) + len(turn) for turn in self.turn_starts if turn in prompt), default=-1)
+        turn = prompt[start:].strip() if start >= 0 else self._last_tag(prompt.rstrip())
+        if not turn:
+            return self.starts_thinking
+        return turn.startswith(self.starts) and not any(end in turn for end in self.ends)
+
+    def _last_tag(self, prompt: str) -> str:
+        return next((tag for tag in (*self.starts, *self.ends) if prompt.endswith(tag)), "")
+
+    def parser(self, prompt: str) -> Parser:
+        return TaggedParser(self, self.thinks(prompt))
+
+
+@cache
+def _delimiters(texts: tuple[str, ...]) -> DelimiterSet:
+    return DelimiterSet(texts)
+
+
+class TaggedParser:
+    """State machine for one output. Each state consumes what it can of the unread text and sets the next state."""
+
+    __slots__ = (
+        "_content_end",
+        "_ends",
+        "_format",
+        "_has_reasoning",
+        "_has_text",
+        "_starts_thinking",
+        "_state",
+        "_tags",
+        "_unread",
+    )
+
+    def __init__(self, format: TaggedFormat, starts_thinking: bool) -> None:
+        self._format = format
+        self._starts_thinking = starts_thinking
+        self._ends = _delimiters((*format.ends, *format.call_starts))
+        self._tags = _delimiters((*format.starts, *format.ends) if format.special_tokens else ())
+        self._content_end = _delimiters(format.content_tags[1:] if format.content_tags else ())
+        self._unread = ""
+        self._has_text = False  # text other than white space was emitted since the last tag
+        self._has_reasoning = False  # reasoning was emitted before; more of it starts on a new line
+        self._state: Callable[[bool], list[Event]] = self._before
+
+    def feed(self, text: str) -> list[Event]:
+        self._unread += text
+        return self._run(False)
+
+    def finish(self) -> list[Event]:
+        return self._run(True)
+
+    def _run(self, final: bool) -> list[Event]:
+        events: list[Event] = []
+        while True:
+            state, length = self._state, len(self._unread)
+            events += state(final)
+            if not self._unread or (self._state == state and len(self._unread) == length):
+                return events
+
+    def _before(self, final: bool) -> list[Event]:
+        """At the beginning: expect a start tag or a superfluous end tag."""
+        format = self._format
+        tag = self._next_tag(format.starts if self._starts_thinking else (*format.starts, *format.ends), final)
+        if tag is None:
+            return []
+        if tag in format.ends:
+            self._skip(tag)
+            self._state = self._after
+        elif tag or self._starts_thinking:
+            self._skip(tag)
+            self._state = self._reasoning
+        else:
+            self._state = self._before_content
+        return []
+
+    def _reasoning(self, final: bool) -> list[Event]:
+        return self._text_until(self._ends, Reasoning, self._after, final)
+
+    def _before_content(self, final: bool) -> list[Event]:
+        """No reasoning: expect content or its opening tag."""
+        tags = self._format.content_tags
+        tag = self._next_tag(tags[:1] if tags else (), final)
+        if tag is None:
+            return []
+        if tag:
+            self._skip(tag)
+        self._state = self._tagged_content if tag else self._content
+        return []
+
+    def _after(self, final: bool) -> list[Event]:
+        """After an end tag: reasoning may resume or be closed again, else content follows."""
+        starts, ends, content_tags = self._format.starts, self._format.ends, self._format.content_tags
+        tag = self._next_tag((*starts, *ends, *(content_tags[:1] if content_tags else ())), final)
+        if tag is None:
+            return []
+        self._skip(tag)
+        if tag in starts:
+            self._state = self._reasoning
+        elif tag not in ends:
+            self._state = self._tagged_content if tag else self._content
+        return []
+
+    def _tagged_content(self, final: bool) -> list[Event]:
+        return self._text_until(self._content_end, Content, self._content, final)
+
+    def _text_until(
+        self,
+        ends: DelimiterSet,
+        kind: type[Content] | type[Reasoning],
+        then: Callable[[bool], list[Event]],
+        final: bool,
+    ) -> list[Event]:
+        """Emit text up to one of `ends`, stripped. Trailing white space is buffered until other text follows."""
+        text, end, rest = ends.split(self._unread, final=final)
+        text = text if self._has_text else text.lstrip()
+        emitted = text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
+        resumes = kind is Reasoning and self._has_reasoning and not self._has_text
+        self._has_reasoning = self._has_reasoning or (kind is Reasoning and bool(emitted))
+        if end:
+            self._unread = (end if end in self._format.call_starts else "") + rest
+            self._state, self._has_text = then, False
+        else:
+            self._unread = ("" if final else text[len(emitted) :]) + rest
+            self._has_text = self._has_text or bool(emitted)
+        return [kind("\n" + emitted if resumes else emitted)] if emitted else []
+
+    def _content(self, final: bool) -> list[Event]:
+        """Emit content: up to the next tag if tags are special tokens, else all of it."""
+        text, tag = self._unread, ""
+        self._unread = ""
+        if self._format.special_tokens:
+            text, tag, self._unread = self._tags.split(text, final=final)
+        if tag:
+            self._state = self._reasoning if tag in self._format.starts else self._after
+        return [Content(text)] if text else []
+
+    def _next_tag(self, tags: tuple[str, ...], final: bool) -> str | None:
+        """Return which of `tags` follows after white space; "": none of them; None: undecided, needs more text."""
+        text = self._unread.lstrip()
+        if len(self._unread) - len(text) > MAX_SPACE:
+            return ""
+        tag = next((tag for tag in tags if text.startswith(tag)), None)
+        if tag is not None:
+            return tag
+        if not final and (not text or any(tag.startswith(text) for tag in tags)):
+            return None
+        return ""
+
+    def _skip(self, tag: str) -> None:
+        """Drop the next white space and `tag`."""
+        space = len(self._unread) - len(self._unread.lstrip())
+        self._unread = self._unread[min(space, MAX_SPACE) + len(tag) :]
+
+
+class PlainParser:
+    """Emits all text as content, after `prefix`."""
+
+    __slots__ = ("_prefix",)
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        text, self._prefix = self._prefix + text, ""
+        return [Content(text)]
+
+    def finish(self) -> list[Event]:
+        return []
+
 
 # A tool call also ends the reasoning. Models quote the tags of their instructions while they reason, so a tag counts
 # only together with what follows it in a call.

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final, Literal
 
-from pagoda.server.parsers.delimiters import DelimiterSet
-from pagoda.server.parsers.parser import Content, Event, Parser, Reasoning
+from pagoda.server.parsers.parser import Content, DelimiterSet, Event, Parser, Reasoning
 
 _START: Final = "<|start|>assistant"
 _MESSAGE: Final = "<|message|>"

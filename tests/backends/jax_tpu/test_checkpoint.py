@@ -21,7 +21,7 @@ from support.reference_driver import Driver, random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
+from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights import checkpoint as checkpoints
 from pagoda.backends.jax_tpu.weights.convert import convert
 from pagoda.backends.jax_tpu.weights.loading import load

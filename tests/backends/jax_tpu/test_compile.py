@@ -15,14 +15,12 @@ import support.jax_devices  # noqa: F401
 from jax.experimental import topologies
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
-from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.memory.budget import Budget, plan_blocks, with_devices
-from pagoda.backends.jax_tpu.memory.plan import GIB, weight_bytes
+from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, plan_blocks, weight_bytes, with_devices
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model import layers
 from pagoda.backends.jax_tpu.model.layers import JaxBuildContext, MoeFfn
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh, partition
+from pagoda.backends.jax_tpu.parallel import make_mesh, partition
 from pagoda.common.models.spec import Mlp, Moe, Router
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 

@@ -20,7 +20,7 @@ from support.pooling_plans import plan_of
 from support.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.execution.pool_program_keys import PoolProgramSet, token_ladder
+from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet, token_ladder
 from pagoda.backends.jax_tpu.execution.programs import RecompileError
 from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create

@@ -26,16 +26,15 @@ from support.embedded_requests import (
 )
 from support.reference_driver import random_weights
 
+from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, ForwardEmbeds, LogitsProgram, Sample, StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
-from pagoda.backends.jax_tpu.sampling import device
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.logit_edits import penalties
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import SampledRow, SamplingState
+from pagoda.common.engine.sampling_state import SampledRow, SamplingState, penalties
 from pagoda.common.engine.step import EMBEDDED, RowStart, StepPlan
 from pagoda.common.errors import ConfigError
 
@@ -103,7 +102,7 @@ def test_an_embedding_is_no_token_to_a_penalty() -> None:
     rules = SamplingRules(repetition_penalty=1.7, presence_penalty=0.5)
     place = SampledRow(index=0, row=1, known=40, state=SamplingState(rules, np.zeros(39, np.int32)))
     logits = np.ones((1, 96), np.float32)
-    after = np.asarray(device.penalise(*map(jnp.asarray, (logits, history, penalties([place], 1)))))
+    after = np.asarray(sampling.penalise(*map(jnp.asarray, (logits, history, penalties([place], 1)))))
     assert np.flatnonzero(after[0] != logits[0]).tolist() == [3, 8]
 
 

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from support.reference_driver import tiny_spec
 from support.sampling_definition import ROWS, VOCAB, define
 
+from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
+from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import build_model
-from pagoda.backends.jax_tpu.parallel.sharding import make_mesh
-from pagoda.backends.jax_tpu.sampling import device
-from pagoda.backends.jax_tpu.sampling.device import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
-from pagoda.backends.jax_tpu.sampling.sampler import JaxSampler
+from pagoda.backends.jax_tpu.parallel import make_mesh
+from pagoda.backends.jax_tpu.sampling import JaxSamplingRules, keep_threshold, logprobs, sample, sorted_logprobs
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine import logit_edits
+from pagoda.common.engine import sampling_state
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling import SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.shapes import StepShapes
@@ -69,10 +69,10 @@ def padded(logits: np.ndarray) -> jax.Array:
 
 def test_noise_has_the_same_integers_in_numpy_and_jax() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 10_000, dtype=np.uint32)
-    np.testing.assert_array_equal(np.asarray(device.mix(jnp.asarray(bits))), mix(bits))
+    np.testing.assert_array_equal(np.asarray(sampling.mix(jnp.asarray(bits))), mix(bits))
     keys = noise_keys(np.array([0, -5, 2**62]), np.array([0, 7, 10**6]))
     ids = np.arange(5_000, dtype=np.uint32)
-    ours = np.asarray(device.gumbel(jnp.asarray(keys), jnp.asarray(ids)))
+    ours = np.asarray(sampling.gumbel(jnp.asarray(keys), jnp.asarray(ids)))
     np.testing.assert_allclose(ours, gumbel(keys, ids), rtol=1e-5, atol=1e-6)
     assert np.isfinite(ours).all()
 
@@ -134,8 +134,8 @@ def test_sampled_tokens_enter_the_history(programs: CompiledPrograms) -> None:
 
 
 def test_long_lists_are_split(programs: CompiledPrograms) -> None:
-    count = logit_edits.ENTRIES + 5
-    words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
+    count = sampling_state.ENTRIES + 5
+    words = tuple((word, word + 1, 5) for word in range(sampling_state.WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
     sampler = JaxSampler(programs, ROOM)
     history = np.array([0, len(words) - 1, len(words)], np.int32)
@@ -182,7 +182,7 @@ def test_token_masks_combine_with_sampling_rules(programs: CompiledPrograms, row
             )
             rules = replace(rules, allowed_token_ids=tuple(sorted(own)))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    bits = logit_edits.allowed_bits({0: masked}, 1, VOCAB)
+    bits = sampling_state.allowed_bits({0: masked}, 1, VOCAB)
     plan = replace(
         step([len(history) for _, history, _ in rows]), masks=TokenMasks(np.array([len(rows) - 1], np.int32), bits)
     )

@@ -15,8 +15,7 @@ from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm, RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.engine.kv_cache.spec import StateCache, kv_layout
 from pagoda.common.errors import ModelError

@@ -15,7 +15,7 @@ from support import second_rank
 from support.second_rank import DTYPES, exchange, own, place
 from support.served import environment
 
-from pagoda.backends.torch_cuda.parallel.distributed import TorchComm, join
+from pagoda.backends.torch_cuda.parallel import TorchComm, join
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
 

@@ -10,7 +10,7 @@ from support.torch_cuda_model import TILE, Chunk, TorchCudaModel, poisoned
 
 from pagoda.backends.torch_cuda.loaded_model import calibrate_kv_scales
 from pagoda.backends.torch_cuda.memory import cache
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import RankShard
 
 SPEC = tiny_spec(window=6)
 TOKENS = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]

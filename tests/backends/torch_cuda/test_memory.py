@@ -13,7 +13,7 @@ from pagoda.backends.torch_cuda.backend import create
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.memory.cache import allocate, block_bytes
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, cpu_usage, plan_blocks
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout

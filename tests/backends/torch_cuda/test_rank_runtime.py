@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pagoda.backends.torch_cuda import device as devices
+from pagoda.backends.torch_cuda import ranks
 from pagoda.backends.torch_cuda.device import CPU, Device
-from pagoda.backends.torch_cuda.parallel import ranks
 from pagoda.common.errors import ConfigError
 
 

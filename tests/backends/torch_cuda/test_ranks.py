@@ -10,7 +10,7 @@ from support.reference_driver import random_weights, tiny_spec
 from support.thread_ranks import on_ranks
 from support.torch_cuda_model import TorchCudaModel
 
-from pagoda.backends.torch_cuda.parallel.comm import SINGLE_RANK, Comm
+from pagoda.backends.torch_cuda.parallel import SINGLE_RANK, Comm
 from pagoda.common.models.spec import Attention, Embedding, Layer, Mlp, ModelSpec, Moe, Norm, Norms, Rope, Router
 
 RMS, LAYER = Norm(1e-5), Norm(1e-5, "layer", bias=True)

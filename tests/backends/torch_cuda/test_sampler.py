@@ -16,7 +16,7 @@ from pagoda.backends.reference.sampling import Sampler as ReferenceSampler
 from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.sampling import CudaSampler
-from pagoda.common.engine import logit_edits
+from pagoda.common.engine import sampling_state
 from pagoda.common.engine.sampling import USUAL, SamplerOptions, SamplingRules
 from pagoda.common.engine.step import RowStart, TokenMasks
 
@@ -124,8 +124,8 @@ def test_a_row_taken_again_forgets_what_it_held() -> None:
 
 
 def test_lists_longer_than_an_array_go_in_pieces() -> None:
-    count = logit_edits.ENTRIES + 5
-    words = tuple((word, word + 1, 5) for word in range(logit_edits.WORDS + 9))
+    count = sampling_state.ENTRIES + 5
+    words = tuple((word, word + 1, 5) for word in range(sampling_state.WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
     sampler = make()
     sampler.start(RowStart(0, np.array([0, len(words) - 1, len(words)], np.int32), 1, rules))
@@ -206,7 +206,7 @@ def test_masks_of_a_plan_hold_beside_the_rules(rows, seed: int, count: int) -> N
             )
             rules = replace(rules, allowed_token_ids=tuple(sorted(map(int, own))))
         want.append(define(logits[row].copy(), rules, history, num_prompt))
-    bits = logit_edits.allowed_bits(dict(enumerate(masks.values())), len(masks), VOCAB)
+    bits = sampling_state.allowed_bits(dict(enumerate(masks.values())), len(masks), VOCAB)
     plan = replace(
         decode_step([len(history) for _, history, _ in rows]),
         masks=TokenMasks(np.array(list(masks), np.int32), bits),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.reference_driver import tiny_spec
 
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard, check
+from pagoda.backends.torch_cuda.parallel import RankShard, check
 from pagoda.backends.torch_cuda.weights import make_layout
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params

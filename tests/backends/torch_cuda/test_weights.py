@@ -11,7 +11,7 @@ from support.reference_driver import random_weights, tiny_spec
 from support.torch_cuda_model import TorchCudaModel, poisoned
 
 from pagoda.backends.torch_cuda.kernels.weight_only import PackedMatrix, pack, unpack
-from pagoda.backends.torch_cuda.parallel.sharding import RankShard
+from pagoda.backends.torch_cuda.parallel import RankShard
 from pagoda.backends.torch_cuda.weights import Loader
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import to_bfloat16

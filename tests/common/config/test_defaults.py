@@ -19,7 +19,7 @@ from pagoda.common.config.defaults import (
 )
 from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 
 GIB = 1 << 30
 H100 = Platform("cuda", 80 * GIB, "NVIDIA H100 80GB HBM3")

@@ -16,7 +16,7 @@ from pagoda.common.config.env import is_secret
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, from_environment
 from pagoda.common.errors import ConfigError
 from pagoda.server.plugins import load_general_plugins
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
 
 TABLES = [ENGINE_SETTINGS, SERVER_SETTINGS]

@@ -22,13 +22,13 @@ from pagoda.common.distributed.messages import (
     Hello,
     Host,
     HostFingerprint,
+    Peer,
     Verdict,
     decode,
     encode,
     receive_frame,
     send_frame,
 )
-from pagoda.common.distributed.peer import Peer
 from pagoda.common.errors import ConfigError
 
 HERE = "127.0.0.1"

@@ -16,13 +16,11 @@ from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
 from pagoda.common.config.engine import Limits
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
-from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, WarmedUp, encode, send_frame
-from pagoda.common.distributed.peer import Peer
-from pagoda.common.engine.core import EngineCore, generation_core
+from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, Peer, WarmedUp, encode, send_frame
+from pagoda.common.engine.core import TAGS, EngineCore, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sleep import TAGS, Sleeper
 from pagoda.common.engine.step import EMBEDDED, StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError, WeightError
 

@@ -3,10 +3,9 @@ import pytest
 from fakes import FakeBackend, full_layout
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
-from pagoda.common.engine.core import generation_core
-from pagoda.common.engine.sleep import KV_CACHE, TAGS, WEIGHTS, Sleeper
+from pagoda.common.engine.core import KV_CACHE, TAGS, WEIGHTS, Sleeper, generation_core
 from pagoda.common.errors import SleepError, WeightError
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 
 
 @pytest.fixture

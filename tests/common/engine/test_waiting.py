@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.request import Request
+from pagoda.common.engine.request import FcfsQueue, PriorityQueue, Request
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.waiting import FcfsQueue, PriorityQueue
 
 
 def request(name: str, *rank: float) -> Request:

@@ -11,8 +11,7 @@ from support.hub_configs import GENERATORS, LEGACY, POOLERS, SAVED
 
 from pagoda.common.config.groups.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
-from pagoda.common.models.overrides import overridden
-from pagoda.common.models.registry import pooling_spec, spec_from_config
+from pagoda.common.models.registry import overridden, pooling_spec, spec_from_config
 from pagoda.common.models.spec import ModelSpec
 
 ONE_EACH = {str(config["model_type"]): config for config in GENERATORS.values()}

@@ -9,7 +9,7 @@ import pytest
 from fakes import tiny_spec
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.overrides import overridden, refuse_quantised, without_windows
+from pagoda.common.models.registry import overridden, refuse_quantised, without_windows
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5.0}

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from pagoda.common.errors import PromptTooLongError, RequestError
-from pagoda.common.text.text_bounds import CHUNK, FLOOR, PER_TOKEN, SHORT, check_length, pre_truncate
-from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.common.text.tokenizer import (
+    CHUNK,
+    FLOOR,
+    PER_TOKEN,
+    SHORT,
+    Tokenizer,
+    check_length,
+    load_tokenizer,
+    pre_truncate,
+)
 
 
 class Counting:

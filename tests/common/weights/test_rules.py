@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pagoda.common.errors import WeightError
+from pagoda.common.models.family import Rename, Rule, Split, Stack, fused_linear, linear
 from pagoda.common.models.shapes import Param
-from pagoda.common.models.weight_rules import Rename, Rule, Split, Stack, fused_linear, linear
 from pagoda.common.weights.rules import apply_rules
 
 RULES: tuple[Rule, ...] = (

@@ -14,7 +14,7 @@ import torch
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.torch_tensor import read_tensor
+from pagoda.common.weights.torch_bin import read_tensor
 
 
 def saved(value: Any, **options: Any) -> bytes:

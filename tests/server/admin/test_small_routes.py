@@ -10,7 +10,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 
 from pagoda.server.http import generation
-from pagoda.server.pooling import generative_scoring
+from pagoda.server.pooling import scoring
 
 USER = [{"role": "user", "content": "a"}]
 PROMPT = "user: a;assistant:"
@@ -226,7 +226,7 @@ def test_sequences_of_all_prompts_are_bounded(server: LiveServer, monkeypatch: p
 
 
 def test_generative_scoring_tokens_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generative_scoring, "MAX_TOKENS", 6)
+    monkeypatch.setattr(scoring, "MAX_TOKENS", 6)
     body = {"query": "ab", "label_token_ids": [97]}
     answer_of(server, "/generative_scoring", body | {"items": ["a", "b"]})
     assert param_of(server, "/generative_scoring", body | {"items": ["a", "b", "c"]}) == "items"

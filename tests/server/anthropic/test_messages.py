@@ -15,7 +15,7 @@ from support.watching import eventually
 
 from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from pagoda.server.chat.conversation import NamedTool
+from pagoda.server.chat_prompt import NamedTool
 from pagoda.server.http.body import parse
 from pagoda.server.parsers.parser import Arguments, Content, Reasoning, ToolCall
 

@@ -13,7 +13,7 @@ from support.message_grammar import check_grammar, plain
 from support.scripted import outputs, pieces, script, scripts
 
 from pagoda.server.anthropic.messages import UNSIGNED, MessagesBuilder
-from pagoda.server.http.fields.errors import UnavailableError
+from pagoda.server.http.errors import UnavailableError
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 

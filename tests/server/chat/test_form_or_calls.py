@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.sampling_params import StructuredOutputsParams
-from pagoda.server.chat.tool_grammar import form_or_calls
+from pagoda.server.chat_prompt import form_or_calls
 from pagoda.server.parsers.parser import Brackets, Tool
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 

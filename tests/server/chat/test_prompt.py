@@ -11,9 +11,8 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
-from pagoda.server.chat import prompt as turn_module
-from pagoda.server.chat.conversation import Conversation, NamedTool
-from pagoda.server.chat.prompt import ChatPrompt, prepare
+from pagoda.server import chat_prompt as turn_module
+from pagoda.server.chat_prompt import ChatPrompt, Conversation, NamedTool, prepare
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}

@@ -10,7 +10,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.server.chat.tool_grammar import strict_calls
+from pagoda.server.chat_prompt import strict_calls
 from pagoda.server.parsers.parser import Tool
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 

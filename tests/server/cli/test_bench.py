@@ -27,12 +27,10 @@ from pagoda.server.cli.bench import serve as bench_serve
 from pagoda.server.cli.bench import startup as bench_startup
 from pagoda.server.cli.bench import throughput as bench_throughput
 from pagoda.server.cli.bench.client import Endpoint, Outcome
-from pagoda.server.cli.bench.report import figures, report
-from pagoda.server.cli.bench.serve import SETTINGS, make_asks
+from pagoda.server.cli.bench.serve import SETTINGS, figures, make_asks, report
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.settings.args import EngineArgs, resolve_flags
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_flags
 
 TESTS = Path(__file__).resolve().parents[2]
 TEXT = byte_tokenizer()

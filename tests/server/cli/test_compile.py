@@ -16,13 +16,13 @@ pytest.importorskip("flax")
 import support.jax_devices  # noqa: F401
 from support.tiny_folder import write_model
 
-from pagoda.backends.jax_tpu.execution.compile_cache import CompileCache
 from pagoda.backends.jax_tpu.execution.program_keys import Forward
+from pagoda.backends.jax_tpu.execution.programs import CompileCache
 from pagoda.common.engine.shapes import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.llm import LLM
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_engine
 
 SMALL = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--block-size", "8")

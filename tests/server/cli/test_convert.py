@@ -21,7 +21,7 @@ from pagoda.common.text.tokenizer import load_tokenizer
 from pagoda.common.weights.hub import plan_download
 from pagoda.server.cli import main
 from pagoda.server.llm import LLM
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved, resolve
 from pagoda.tests.common.weights.gguf_writing import convert as write_gguf
 

@@ -12,29 +12,14 @@ import pytest
 
 from pagoda.common.config.commands import DoctorConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli import main
-from pagoda.server.cli.doctor import (
-    checks as backends,
-)
-from pagoda.server.cli.doctor import (
-    checks as folders,
-)
-from pagoda.server.cli.doctor import (
-    checks as hardware,
-)
-from pagoda.server.cli.doctor import (
-    checks as model,
-)
-from pagoda.server.cli.doctor import (
-    checks as network,
-)
-from pagoda.server.cli.doctor import (
-    checks as software,
-)
-from pagoda.server.cli.doctor import (
-    machine,
-)
-from pagoda.server.cli.doctor.checks import Check, Finding
+from pagoda.server.cli import doctor as backends
+from pagoda.server.cli import doctor as folders
+from pagoda.server.cli import doctor as hardware
+from pagoda.server.cli import doctor as model
+from pagoda.server.cli import doctor as network
+from pagoda.server.cli import doctor as software
+from pagoda.server.cli import machine, main
+from pagoda.server.cli.doctor import Check, Finding
 from pagoda.server.redact import Redactor
 
 

@@ -27,13 +27,13 @@ from support.live_server import live_server
 from support.served import TESTS, environment
 
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.cli import batch as inside
+from pagoda.server.cli import batch as run_batch
+from pagoda.server.cli import batch_files as places
 from pagoda.server.cli import main
-from pagoda.server.cli.batch import io as places
-from pagoda.server.cli.batch import run as inside
-from pagoda.server.cli.batch import run as run_batch
-from pagoda.server.cli.batch.io import BatchOutput
-from pagoda.server.cli.batch.lines import ENDPOINTS
-from pagoda.server.core_client.thread_client import ThreadClient
+from pagoda.server.cli.batch import ENDPOINTS
+from pagoda.server.cli.batch_files import BatchOutput
+from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.http.state import ServerState
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from pagoda.common.errors import EngineDeadError
-from pagoda.server.core_client.async_client import CoreClientAsync
-from pagoda.server.core_client.client import Listener
+from pagoda.server.core_client.client import CoreClientAsync, Listener
 from pagoda.server.ipc_messages import (
     Abort,
     EngineInfo,

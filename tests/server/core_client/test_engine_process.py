@@ -18,7 +18,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.ipc_messages import Shutdown
-from pagoda.server.settings.args import AsyncEngineArgs
+from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 GRACE = 20.0
@@ -100,7 +100,7 @@ def test_a_program_that_is_no_engine(started: Started) -> None:
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "/nowhere/at/all.gguf"])
 def test_the_real_engine_process_names_a_wrong_path(started: Started, model: str) -> None:
-    client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.core_client.engine_process"))
+    client = started.client(model, program=(sys.executable, "-P", "-m", "pagoda.server.core_client.engine"))
     with pytest.raises(ModelError, match=r"^/nowhere/at/all.*no such file or folder"):
         client.wait_ready()
 

@@ -12,11 +12,11 @@ from support.live_server import live_server
 from pagoda.common.errors import ConfigError, EngineDeadError, RequestError, SleepError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.core_client.engine import ThreadClient
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.thread_client import ThreadClient
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.settings.flags import AsyncEngineArgs, EngineArgs
 from pagoda.server.settings.resolve import resolve
 
 TEXT = byte_tokenizer()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.server.http.fields.errors import ClientDisconnectedError, UnavailableError
+from pagoda.server.http.errors import ClientDisconnectedError, UnavailableError
 from pagoda.server.http.response import cancel_on_disconnect
 from pagoda.server.http.state import StopSignal
 

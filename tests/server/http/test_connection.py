@@ -16,8 +16,8 @@ from support.watching import eventually
 
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
-from pagoda.server.http import connection as connections
-from pagoda.server.http.connection import MAX_PIPELINED
+from pagoda.server.http import server as connections
+from pagoda.server.http.server import MAX_PIPELINED
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

@@ -11,7 +11,7 @@ import pytest
 from support.live_server import LiveServer, live_server
 
 from pagoda.server.http.body import MAX_IGNORED, Ignored, parse, parse_tolerant
-from pagoda.server.http.middleware import MAX_HEADER_NAMES, header_value
+from pagoda.server.http.server import MAX_HEADER_NAMES, header_value
 from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.responses.request import ResponsesRequest
 
@@ -129,7 +129,7 @@ def test_nothing_is_named_where_nothing_is_ignored(server: LiveServer, path: str
 
 def test_one_log_line_and_a_count_for_each_kind(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     before = counts(server)
-    with caplog.at_level(logging.DEBUG, "pagoda.server.http.middleware"):
+    with caplog.at_level(logging.DEBUG, "pagoda.server.http.server"):
         server.post(CHAT, BODIES[CHAT] | {"a\nb": 1, "c": 2, "store": True, "tools": [{"type": "web_search"}]})
     assert [record.getMessage() for record in caplog.records] == [
         f"POST {CHAT}: ignored a%0Ab, c, store, tools[type=web_search]"

@@ -12,7 +12,7 @@ from support.live_server import live_server
 
 from pagoda.server.http import body
 from pagoda.server.http.body import MAX_KEYS, MAX_OBJECTS, MAX_VALUES, check_size
-from pagoda.server.http.fields.errors import HttpError
+from pagoda.server.http.errors import HttpError
 
 TEXTS = st.text(alphabet=st.sampled_from('a,:[]{}"\\\u00e9/'), max_size=12)
 VALUES = st.recursive(

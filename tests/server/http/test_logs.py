@@ -14,7 +14,7 @@ from pagoda.common.config.groups.observability import LoggingConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure, configure_unless_done
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
+from pagoda.server.settings.flags import AsyncEngineArgs, EngineArgs
 
 LOGGERS = ("pagoda", "uvicorn", "vllm")
 

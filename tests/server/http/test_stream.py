@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.http.middleware import DirectSendMiddleware
 from pagoda.server.http.response import EventStream
+from pagoda.server.http.server import DirectSendMiddleware
 from pagoda.server.http.state import StopSignal
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pagoda.server.http.response import Usage
-from pagoda.server.openai.candidates import BestOf
+from pagoda.server.openai.response import BestOf
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
 

@@ -18,14 +18,13 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.server.chat.prompt import ChatPrompt
+from pagoda.server.chat_prompt import ChatPrompt
 from pagoda.server.http.body import parse
 from pagoda.server.http.response import event
 from pagoda.server.openai.chat import ChatCompletionBuilder, ChatCompletionRequest
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.output_parser import OutputParser
-from pagoda.server.parsers.parser import Tool
+from pagoda.server.parsers.parser import DelimiterSet, Tool
 from pagoda.server.parsers.registry import reasoning_format, tool_format
 from pagoda.server.processing.inputs import PreparedRequest, Prompt
 from pagoda.server.processing.output_processor import OutputProcessor

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagoda.server.http.fields.errors import ResponseNotFoundError
+from pagoda.server.http.errors import ResponseNotFoundError
 from pagoda.server.http.response_store import OVERHEAD, ResponseStore, StoredResponse
 
 ME, OTHER = b"me", b"other"

@@ -17,7 +17,7 @@ from support.scripted import outputs, pieces, script, scripts
 from pagoda.common.errors import EngineDeadError, QueueFullError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.http.body import parse
-from pagoda.server.http.fields.logprobs import TokenNames
+from pagoda.server.http.fields import TokenNames
 from pagoda.server.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.openai.responses.request import ResponsesRequest
 from pagoda.server.outputs import CompletionOutput, Logprob, RequestOutput

@@ -14,7 +14,7 @@ from support.responses_api import ASK, FULL, ROUTES, TOOL, client_of, events_of,
 from support.spying import Spy, spy_on
 
 from pagoda.common.errors import RequestError
-from pagoda.server.chat.conversation import NamedTool
+from pagoda.server.chat_prompt import NamedTool
 from pagoda.server.http.body import parse
 from pagoda.server.openai.responses.request import ResponsesRequest
 

@@ -15,10 +15,10 @@ from pagoda.common.config.groups.structured_outputs import StructuredOutputsConf
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.server.http.body import parse
-from pagoda.server.http.fields.sampling import StructuredFields
-from pagoda.server.processing import output_constraints
-from pagoda.server.processing.output_constraints import OutputConstraints
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.http.fields import StructuredFields
+from pagoda.server.processing import inputs
+from pagoda.server.processing.inputs import OutputConstraints
+from pagoda.server.settings.flags import EngineArgs
 
 ABC = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TAGS = {"structures": [{"begin": "<f>", "schema": ABC, "end": "</f>"}], "triggers": ["<f>"]}
@@ -216,7 +216,7 @@ class Spoken:
 
 @pytest.fixture
 def thinker(monkeypatch) -> Iterator[LiveServer]:
-    monkeypatch.setattr(output_constraints, "reasoning_format", lambda *names: Spoken())
+    monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
     with live_server("fake", engine={"reasoning_parser": "fake"}) as server:
         yield server
 
@@ -234,7 +234,7 @@ def test_a_budget_of_thinking_and_a_grammar_after_it(thinker):
 def test_what_the_engine_is_told_of_thinking(monkeypatch):
     from support.byte_text import byte_tokenizer
 
-    monkeypatch.setattr(output_constraints, "reasoning_format", lambda *names: Spoken())
+    monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
     forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
     held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     found = forms.thinking(held, None, list(b"a<"))

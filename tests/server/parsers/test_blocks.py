@@ -4,8 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scripted import scripts
 
-from pagoda.server.parsers.blocks import BlockBuilder, BlockDelta, BlockStart, BlockStop
-from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
+from pagoda.server.parsers.parser import (
+    Arguments,
+    BlockBuilder,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Content,
+    Event,
+    Reasoning,
+    ToolCall,
+)
 
 
 def blocks_of(events: list[Event]) -> list[tuple[str, str]]:

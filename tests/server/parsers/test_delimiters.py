@@ -3,7 +3,7 @@
 import pytest
 from support.splits import splits
 
-from pagoda.server.parsers.delimiters import DelimiterSet, DelimiterStripper
+from pagoda.server.parsers.parser import DelimiterSet, DelimiterStripper
 
 
 def strip(delimiters: DelimiterSet, pieces: list[str]) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import pytest
 from support.splits import read_all_splits
 
-from pagoda.server.parsers.delimiters import DelimiterSet
 from pagoda.server.parsers.output_parser import MAX_CHUNK_CHARS, OutputParser
-from pagoda.server.parsers.parser import Arguments, Content, Event, Parser, Reasoning, Tool, ToolCall
-from pagoda.server.parsers.reasoning.tagged import PlainParser
+from pagoda.server.parsers.parser import Arguments, Content, DelimiterSet, Event, Parser, Reasoning, Tool, ToolCall
+from pagoda.server.parsers.reasoning.formats import PlainParser
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.parsers.tool.forced import Named, Required
 

@@ -5,7 +5,7 @@ from support.splits import events_of, read_all_splits, splits
 
 from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import Content, Event, LeavesMarkup, Reasoning, merge_events
-from pagoda.server.parsers.reasoning.tagged import MAX_SPACE
+from pagoda.server.parsers.reasoning.formats import MAX_SPACE
 from pagoda.server.parsers.registry import REASONING_FORMATS, reasoning_format
 
 CHATML = "<|im_start|>user\nHELLO<|im_end|>\n<|im_start|>assistant\n"

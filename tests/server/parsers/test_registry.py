@@ -13,7 +13,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.server import plugins
 from pagoda.server.parsers.parser import Content, Parser, ToolCall
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats, reasoning_format, tool_format
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 
 SHOUTING = """
 from pagoda.server.parsers.parser import Reasoning, ToolCall

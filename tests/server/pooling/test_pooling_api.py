@@ -19,7 +19,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.admin.sagemaker import pooling_handler
 from pagoda.server.cohere import embed as cohere
 from pagoda.server.http import generation
-from pagoda.server.pooling import response as pooling_response
+from pagoda.server.pooling import fields as pooling_response
 from pagoda.server.pooling import routes, scoring
 from pagoda.server.processing import scoring as pairs_module
 

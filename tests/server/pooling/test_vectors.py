@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.server.pooling.response import EmbedDType, Encoding
+from pagoda.server.pooling.fields import EmbedDType, Encoding
 
 TYPES: dict[EmbedDType, torch.dtype] = {
     "float32": torch.float32,

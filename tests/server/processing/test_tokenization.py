@@ -9,7 +9,7 @@ from tokenizers import processors
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.processing.tokenization import Side, TextOptions, encode, encode_pair, shortened
+from pagoda.server.processing.inputs import Side, TextOptions, encode, encode_pair, shortened
 
 EOS = 256
 

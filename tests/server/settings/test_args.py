@@ -13,8 +13,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, Setting
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.args import AsyncEngineArgs, EngineArgs
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import AsyncEngineArgs, EngineArgs, FlagParser
 
 
 def parse(*flags: str) -> EngineConfig:

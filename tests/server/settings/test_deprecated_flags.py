@@ -8,8 +8,7 @@ from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.serve import add_arguments
-from pagoda.server.settings.args import EngineArgs, resolve_settings
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_settings
 
 
 def settled(*flags: str) -> ResolvedSettings:

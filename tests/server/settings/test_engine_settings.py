@@ -20,7 +20,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 
 VOCAB = 96
 CONFIG = tiny_folder.CONFIG | {"vocab_size": VOCAB, "eos_token_id": 2}

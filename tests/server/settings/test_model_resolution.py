@@ -24,8 +24,7 @@ from pagoda.server.cli import main
 from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.processing.inputs import open_tokenizer
-from pagoda.server.settings.args import EngineArgs
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.startup.engine import build_engine
 from pagoda.tests.common.weights.gguf_writing import convert

@@ -13,7 +13,7 @@ from support.tiny_folder import write_model
 from pagoda.common.config.defaults import ResolvedRow, Usage
 from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved, resolve
 from pagoda.server.startup.engine import build_engine
 from pagoda.tests.common.weights.gguf_writing import convert
@@ -139,7 +139,7 @@ def test_an_engine_runs_with_what_is_explained(folder: Path, usage: Usage) -> No
 def test_no_weights_are_needed_and_no_framework_is_imported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     program = (
-        "import sys; from pagoda.server.settings.args import EngineArgs;"
+        "import sys; from pagoda.server.settings.flags import EngineArgs;"
         "from pagoda.server.settings.resolve import resolve;"
         f"config = EngineArgs({str(tmp_path)!r}).create_engine_config(); rows = resolve(config, 'server').rows;"
         "print(len(rows), *({'torch', 'jax', 'transformers', 'fastapi'} & set(sys.modules)))"

@@ -16,10 +16,9 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.settings.args import EngineArgs
-from pagoda.server.settings.flags import FlagParser
+from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import resolve
-from pagoda.server.startup.build import backend_options
+from pagoda.server.startup.engine import backend_options
 
 TEXT = byte_tokenizer()
 TINY = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}

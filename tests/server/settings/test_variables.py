@@ -19,7 +19,7 @@ from support.live_server import live_server
 
 from pagoda.backends.reference.model.numerics import thread_count
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_engine, pinned, ranges
 
 TESTS = Path(__file__).resolve().parents[2]

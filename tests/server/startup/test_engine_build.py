@@ -9,9 +9,9 @@ from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.processing.inputs import open_tokenizer
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.worker_group import BuiltEngine
+from pagoda.server.startup.executors import BuiltEngine
 
 CONFIG = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
 

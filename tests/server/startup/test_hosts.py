@@ -30,7 +30,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli.main import main
 from pagoda.server.llm import LLM
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup.hosts import SHARED_SETTINGS, check_devices
 
 PROMPTS = ([5, 17, 3, 80, 41, 2, 9], [60, 33, 21])

@@ -22,7 +22,7 @@ from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
-from pagoda.server.settings.args import EngineArgs
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 

@@ -1,5 +1,182 @@
 """Attention of sequences with few new tokens each over a paged KV cache, every sequence split over several programs."""
 
-from pagoda.backends.torch_cuda.kernels.decode_attention.api import choose_splits, decode_attention
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.model.ops import softcap as capped
+from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
+from pagoda.backends.torch_cuda.kernels.launch import Chip
 
 __all__ = ["choose_splits", "decode_attention"]
+
+
+# Attention of every sequence's last tokens over the paged cache: entry point, then its plain torch definition.
+
+MAX_QUERY_LEN = 8
+PROGRAMS = 3
+"""Concurrent programs per multiprocessor with the settings for one token and heads of up to 128."""
+
+MIN_SPLIT_TOKENS = 64
+"""Minimum tokens per split: smaller ones cost more than they hide."""
+
+MIN_WAVES = 2
+"""Minimum waves of programs, to balance short and long sequences; one for a single sequence."""
+
+MAX_WAVES = 8
+"""Maximum waves: beyond, neither a partial wave nor one long sequence costs much."""
+
+GOOD_OCCUPANCY = 0.95
+"""Fraction of the best occupancy that suffices: the fewest splits that reach it are chosen."""
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    kv_lens: Tensor,
+    *,
+    query_len: int = 1,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    splits: int,
+    use_kernel: bool,
+    chip: Chip,
+) -> Tensor:
+    """Return the attention [T, N, H], in q's type, of each token to its sequence up to itself.
+
+    q [T, N, H], T = S * query_len: tokens of sequence s are s * query_len + j, at positions kv_lens[s] - query_len + j;
+    query_len 1 to 8. Head n reads KV head n // (N / K). keys, values [P, K, B, H], each page contiguous, B a power of
+    two, K and V of these tokens included; in q's type, or float8_e4m3fn scaled by k_scale and v_scale (float32, one
+    element). tables int32 [S, W], kv_lens int32 [S], at most W * B: read on the device; table entries and cache slots
+    that no token sees are not read. kv_len 0 is padding: zeros. scale multiplies q.k. window: a token sees itself and
+    the window - 1 before it. softcap: scores become softcap * tanh(score / softcap). sinks [N]: a logit per head that
+    takes part in the softmax and has no value. splits: programs per sequence's keys (`choose_splits`). use_kernel
+    False: plain torch. Raise ValueError for other shapes or types.
+    """
+    _check(q, keys, values, tables, kv_lens, query_len, sinks)
+    if splits < 1:
+        raise ValueError(f"splits is {splits}")
+    if not use_kernel:
+        return decode_attention_reference(
+            q, keys, values, tables, kv_lens, query_len, scale, window, softcap, sinks, k_scale=k_scale, v_scale=v_scale
+        )
+    return kernel.launch(
+        q, keys, values, tables, kv_lens, query_len, scale, window, softcap, sinks, k_scale, v_scale, splits, chip
+    )
+
+
+def _check(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, kv_lens: Tensor, query_len: int, sinks: Tensor | None
+) -> None:
+    if not 1 <= query_len <= MAX_QUERY_LEN:
+        raise ValueError(f"query_len is {query_len}, not 1 to {MAX_QUERY_LEN}")
+    if q.shape[0] != len(kv_lens) * query_len or tables.shape[0] != len(kv_lens):
+        raise ValueError(f"q has {q.shape[0]} tokens, tables {tables.shape[0]} rows for {len(kv_lens)} sequences")
+    if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[-1] != q.shape[-1]:
+        raise ValueError(f"keys {keys.dtype} {keys.shape}, values {values.dtype} {values.shape}, q {q.shape}")
+    page = keys.shape[2]
+    if not q.is_contiguous() or tables.stride(-1) != 1 or not kv_lens.is_contiguous():
+        raise ValueError("q, a row of tables and kv_lens must be contiguous")
+    if keys.stride() != values.stride() or keys.stride()[1:] != (page * keys.shape[3], keys.shape[3], 1):
+        raise ValueError(f"keys have strides {keys.stride()}, values {values.stride()}: pages are not contiguous")
+    if page & (page - 1):
+        raise ValueError(f"pages have {page} tokens, not a power of two")
+    if q.shape[1] % keys.shape[1]:
+        raise ValueError(f"{q.shape[1]} heads do not share {keys.shape[1]} KV heads evenly")
+    if tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
+        raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not int32")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks have shape {tuple(sinks.shape)}, not one per head")
+
+
+def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip) -> int:
+    """Return the split-KV count for `seqs` sequences of at most max_len tokens: the last wave should fill the chip too.
+
+    It is fixed when a graph is captured, before lengths are known: shorter sequences leave empty splits, which end at
+    once.
+    """
+    slots, pairs = PROGRAMS * chip.sms, seqs * kv_heads
+    maximum = max(1, min(-(-max_len // MIN_SPLIT_TOKENS), MAX_WAVES * slots // pairs))
+    minimum = max(1, min(maximum, min(seqs, MIN_WAVES) * slots // pairs))
+
+    def occupancy(splits: int) -> float:
+        programs = pairs * splits
+        return programs / (-(-programs // slots) * slots)
+
+    best = max(map(occupancy, range(minimum, maximum + 1)))
+    return next(n for n in range(minimum, maximum + 1) if occupancy(n) >= GOOD_OCCUPANCY * best)
+
+
+def decode_attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    kv_lens: Tensor,
+    query_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    *,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """Computes in float32, or in float64 if q is; q [S * query_len, N, H]. Keys may be of another type."""
+    tokens, heads, dim = q.shape
+    kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
+    if not len(kv_lens):
+        return torch.empty_like(q)
+    seen, slots = _seen(tables, kv_lens, query_len, window, keys.shape[2])  # [S, query_len, C], [S, C]
+    k = _gather(keys, slots, k_scale, wide)  # [S, K, C, H]
+    v = _gather(values, slots, v_scale, wide).masked_fill(~seen.any(1)[:, None, :, None], 0)
+    rows = q.to(wide).view(-1, query_len, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
+    scores = torch.matmul(rows, k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = capped(scores, softcap)
+    scores = scores.unflatten(2, (query_len, -1)).masked_fill(~seen[:, None, :, None], float("-inf"))
+    weights = _softmax(scores, sinks).flatten(2, 3)  # [S, K, query_len * N/K, C]
+    out = torch.matmul(weights, v).unflatten(2, (query_len, -1)).transpose(1, 2).reshape(tokens, heads, dim)
+    return out.masked_fill(~seen.any(-1).view(-1, 1, 1), 0).to(q.dtype)
+
+
+def _seen(tables: Tensor, kv_lens: Tensor, query_len: int, window: int | None, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return which of positions 0..C each token sees, bool [S, query_len, C], and their cache slots, int64 [S, C].
+
+    C is the maximum length. Positions that no token sees get the cache's first slot.
+    """
+    positions = torch.arange(max(int(kv_lens.max()), 1), device=kv_lens.device)
+    last = kv_lens[:, None] - query_len + torch.arange(query_len, device=kv_lens.device)
+    seen = positions <= last[..., None]
+    if window is not None:
+        seen &= positions > last[..., None] - window
+    slots = tables[:, positions // page_size].long() * page_size + positions % page_size
+    return seen, slots.masked_fill(~seen.any(1), 0)
+
+
+def _gather(cache: Tensor, slots: Tensor, scale: Tensor | None, wide: torch.dtype) -> Tensor:
+    """Return [S, K, C, H] of a cache [P, K, B, H] at slots [S, C]."""
+    page_size = cache.shape[2]
+    rows = _indexable(cache)[slots // page_size, :, slots % page_size].view(cache.dtype)
+    rows = rows.to(wide).transpose(1, 2)
+    return rows if scale is None else rows * scale.to(wide)
+
+
+def _indexable(cache: Tensor) -> Tensor:
+    """Return float8 as bytes: torch does not index it on every device."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [S, K, query_len, N/K, C] with each head's sink [N]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores.dtype).view(1, scores.shape[1], 1, -1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
 from pagoda.common.engine import sampling
 
 BLOCK = 1024
@@ -99,3 +100,36 @@ def write_down(tokens, rows, positions, last, history, count, LENGTH: tl.constex
     row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
     tl.store(last + row, token, mask=here)
     tl.store(history + row * LENGTH + tl.load(positions + index, mask=here, other=0), token, mask=here)
+
+
+# Specialisations compiled ahead of time: vocabularies of real models.
+
+VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by name."""
+    by_name = {
+        "store_tokens": Launch(
+            write_down,
+            {**dict.fromkeys(("tokens", "rows", "positions", "last", "history"), "*i32"), "count": "i32"},
+            {"LENGTH": 131_073, "BLOCK": TOKENS},
+            WARPS,
+        )
+    }
+    for name, vocab in VOCABS.items():
+        splits = triton.cdiv(vocab, BLOCK)
+        signature = dict.fromkeys(("logits", "temperature", "floor", "values"), "*fp32")
+        by_name[f"block-{name}"] = Launch(
+            best_of_block,
+            {**signature, "keys": "*i32", "ids": "*i32"},
+            {"VOCAB": vocab, "SPLITS": splits, "BLOCK": BLOCK},
+            WARPS,
+        )
+        by_name[f"row-{name}"] = Launch(
+            best_of_row,
+            {"values": "*fp32", "ids": "*i32", "tokens": "*i32"},
+            {"VOCAB": vocab, "SPLITS": splits, "PADDED": triton.next_power_of_2(splits)},
+            WARPS,
+        )
+    return by_name

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
+
 BLOCK = 4096
 WARPS = 8
 JOIN_WARPS = 1
@@ -86,3 +88,25 @@ def join(
     tl.store(mass + row, tl.sum(tl.load(masses + at, mask=here, other=0.0) * tl.exp(peak - best), 0))
     tl.store(own + row, tl.load(logits + row * VOCAB + tl.load(targets + row)))
     tl.store(ranks + row, 1 + tl.sum(tl.load(better + at, mask=here, other=0), 0))
+
+
+# Specialisations compiled ahead of time: vocabularies of real models.
+
+VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by name."""
+    by_name = {}
+    for name, vocab in VOCABS.items():
+        splits = triton.cdiv(vocab, BLOCK)
+        signature = {"logits": "*fp32", "targets": "*i32", "peaks": "*fp32", "masses": "*fp32", "better": "*i32"}
+        sizes = {"VOCAB": vocab, "SPLITS": splits}
+        by_name[f"blocks-{name}"] = Launch(blocks, signature, {**sizes, "BLOCK": BLOCK}, WARPS)
+        by_name[f"join-{name}"] = Launch(
+            join,
+            {**signature, "own": "*fp32", "top": "*fp32", "mass": "*fp32", "ranks": "*i32"},
+            {**sizes, "PADDED": triton.next_power_of_2(splits)},
+            JOIN_WARPS,
+        )
+    return by_name

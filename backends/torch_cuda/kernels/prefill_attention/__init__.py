@@ -1,6 +1,138 @@
 """Attention of many query tokens per sequence over the paged cache: prefill, chunked prefill and mixed steps."""
 
-from pagoda.backends.torch_cuda.kernels.prefill_attention.api import prefill_attention
-from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import make_tiles, query_tile
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model.ops import softcap as capped
+from pagoda.backends.torch_cuda.kernels.launch import Chip
+from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import ScoreRules, kernel, make_tiles, query_tile
+
+# Attention of prefill and mixed steps: the entry point, then its plain torch definition.
+
+
+def prefill_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    tiles: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: int | None = None,
+    use_kernel: bool,
+    chip: Chip,
+) -> Tensor:
+    """Return softmax attention [T, N, H] of q [T, N, H] over the cached keys and values [P, K, B, H].
+
+    Token j of sequence s is q[query_start[s] + j], at position kv_lens[s] - (its query tokens) + j; it sees positions
+    up to its own, with `window` only the last `window` of them. Head n reads KV head n // (N/K). tables int32 [S, W];
+    query_start int32 [S+1]; kv_lens int32 [S], query tokens included, whose K and V are in the cache already. tiles
+    int32 [n, 2]: from `make_tiles` for `tile` tokens (default: `query_tile`). Sequences without a tile are not
+    computed: their rows, and rows of no sequence, are unchanged in `out` [T, N, H] (undefined by default). softcap:
+    scores become cap * tanh(score / cap); sinks [N]: a logit per head that takes part in the softmax and has no value;
+    k_scale, v_scale float32 [1], for float8_e4m3fn keys and values: value = stored * scale. Plain torch takes any type
+    of query, e.g. float64. Raise ValueError for other types or shapes.
+    """
+    out = torch.empty_like(q) if out is None else out
+    _check(q, out, keys, values)
+    scaled = keys.dtype == torch.float8_e4m3fn
+    if scaled == (k_scale is None) or scaled == (v_scale is None):
+        raise ValueError(f"{keys.dtype} keys and values {'need' if scaled else 'have no'} k_scale and v_scale")
+    rules = ScoreRules(scale, window, softcap, sinks, k_scale, v_scale)
+    if not use_kernel:
+        return prefill_attention_reference(q, keys, values, tables, query_start, kv_lens, tiles, out, rules)
+    if keys.dtype != q.dtype and not scaled:
+        raise ValueError(f"queries are {q.dtype}, keys {keys.dtype}")
+    size = query_tile(q.shape[1] // keys.shape[1], q.shape[2], q.dtype, chip) if tile is None else tile
+    return kernel(q, keys, values, tables, query_start, kv_lens, tiles, out, rules, size, chip)
+
+
+def _check(q: Tensor, out: Tensor, keys: Tensor, values: Tensor) -> None:
+    if keys.shape != values.shape or keys.dtype != values.dtype or keys.stride() != values.stride():
+        raise ValueError("keys and values differ in shape, type or strides")
+    if q.shape[1] % keys.shape[1] or q.shape[2] != keys.shape[3]:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys.shape)}")
+    if any(x.stride()[-2:] != (x.shape[-1], 1) for x in (q, out, keys, values)):
+        raise ValueError("heads of q and out and tokens of a page must be contiguous")
+
+
+def prefill_attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    rules: ScoreRules,
+) -> Tensor:
+    """Compute every sequence that has a tile; write and return `out` [T, N, H].
+
+    Rounds as the reference backend does; float64 queries stay float64.
+    """
+    starts, lens = query_start.tolist(), kv_lens.tolist()
+    window = rules.window
+    k_scale, v_scale = (1.0 if x is None else x.item() for x in (rules.k_scale, rules.v_scale))
+    for s in sorted(set(tiles[:, 0].tolist())):
+        rows, end = slice(starts[s], starts[s + 1]), lens[s]
+        context = end - (rows.stop - rows.start)
+        first = 0 if window is None else max(0, context - window + 1)
+        k, v = (gather(cache, tables[s], first, end).to(q.dtype) for cache in (keys, values))
+        seen = visible(context, end, first, window, q.device)
+        out[rows] = attend(q[rows], k, v, seen, rules.scale * k_scale, rules.softcap, rules.sinks) * v_scale
+    return out
+
+
+def gather(cache: Tensor, table: Tensor, start: int, end: int) -> Tensor:
+    """Return positions [start, end) of a sequence from a cache [P, K, B, H]: [K, end - start, H]."""
+    size = cache.shape[2]
+    first = start // size
+    pages = cache[table[first : -(-end // size)].long()].transpose(0, 1).flatten(1, 2)
+    return pages[:, start - first * size : end - first * size]
+
+
+def visible(context: int, end: int, start: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return bool [end - context, end - start]: the positions from `start` that tokens from position `context` see.
+
+    None: token t sees positions up to t, which torch computes faster.
+    """
+    if context == 0 and (window is None or end <= window):
+        return None
+    query, key = torch.arange(context, end, device=device)[:, None], torch.arange(start, end, device=device)[None]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return attention [T, N, H] of q [T, N, H] over k, v [K, C, H] where `seen` (see `visible`) allows."""
+    group = q.shape[1] // k.shape[0]
+    q, k, v = q.transpose(0, 1), k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    if softcap is None and sinks is None:
+        batch = (q[None], k[None], v[None])
+        out = F.scaled_dot_product_attention(*batch, attn_mask=seen, is_causal=seen is None, scale=scale)
+        return out[0].transpose(0, 1)
+    scores = (q @ k.mT) * scale
+    scores = scores if softcap is None else capped(scores, softcap)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if seen is None else seen
+    scores = scores.masked_fill(~seen, float("-inf")).to(torch.promote_types(q.dtype, torch.float32))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(seen), 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return (weights.to(v.dtype) @ v).transpose(0, 1)
+
 
 __all__ = ["make_tiles", "prefill_attention", "query_tile"]

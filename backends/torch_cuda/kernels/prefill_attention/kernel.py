@@ -8,15 +8,78 @@ Keys and values are gathered token by token through the block table, so pages an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.fp8_convert import decode, native
-from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
-from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import padded, tuned
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, Settings, settings
+
+# Tiles of query tokens, cut by the host once per step for all layers, and the kernel's tuned block sizes.
+
+Int32 = npt.NDArray[np.int32]
+
+TUNING: Final = Path(__file__).with_name("tuning.json")
+MIN_DOT: Final = 16
+"""The smallest side of a tensor-core matrix product."""
+
+
+def padded(size: int) -> int:
+    """Return rows or channels as the kernel needs them: a power of two."""
+    return max(MIN_DOT, 1 << (size - 1).bit_length())
+
+
+def key(head_dim: int, dtype: torch.dtype, *, float8: bool = False) -> str:
+    """Return a layer's key in the table: head dim, bytes per query element, and whether the cache is float8.
+
+    The group does not matter: it only changes how many of a tile's last rows are empty.
+    """
+    return f"h{head_dim}_b{dtype.itemsize}" + ("_f8" if float8 and dtype.itemsize == 2 else "")
+
+
+def tuned(head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False) -> Settings:
+    """Return BLOCK_M (rows of a tile, for any cache), BLOCK_N (keys of a pass), num_warps and num_stages."""
+    return settings(TUNING, chip, key(head_dim, dtype, float8=float8))
+
+
+def query_tile(group: int, head_dim: int, dtype: torch.dtype, chip: Chip) -> int:
+    """Return the best tokens per tile for a layer. A tile's rows are its tokens times the `group` heads of a KV head.
+
+    One list of tiles serves layers of several shapes if made with the minimum over them.
+    """
+    return max(1, tuned(head_dim, dtype, chip)["BLOCK_M"] // group)
+
+
+def make_tiles(query_lens: Int32, first_sequence: int, tile: int, kv_lens: Int32 | None = None) -> Int32:
+    """Return (sequence, first query token in it) per tile, int32 [n, 2], of the sequences from `first_sequence` on.
+
+    query_lens, kv_lens: int32 [S], of all sequences. Tiles that see more keys come first, so that no long one starts
+    late; without kv_lens, nothing is assumed to be cached.
+    """
+    counts = -(-query_lens[first_sequence:] // tile)
+    sequences = np.repeat(np.arange(first_sequence, len(query_lens)), counts)
+    firsts = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
+    cached = 0 if kv_lens is None else (kv_lens - query_lens)[sequences]
+    order = np.argsort(-(cached + firsts), kind="stable")
+    return np.stack([sequences, firsts], axis=1)[order].astype(np.int32)
+
+
+def candidates(head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False) -> Iterator[Settings]:
+    """Yield settings worth trying in place of `tuned` that fit the chip's shared memory."""
+    width, size = padded(head_dim), dtype.itemsize
+    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        stored = keys * (stages + size if float8 else stages * size)  # float8 is converted beside its buffers
+        if width * (rows * size + 2 * stored) <= chip.shared_bytes:
+            yield {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -234,3 +297,60 @@ def base2(scale: float, softcap: float | None) -> tuple[float, float | None]:
 def constants(head_dim: int, rows: int, chosen: Settings) -> dict[str, int]:
     """Return block sizes, num_warps and num_stages for tiles of `rows`."""
     return {**chosen, "BLOCK_M": padded(rows), "BLOCK_H": padded(head_dim)}
+
+
+# Specialisations compiled ahead of time: every head dim and type, every tuned setting, every score rule.
+
+_TYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_PAGE: Final = 16
+_RULES: Final = {"softcap": "fp32", "window": "i32", "sinks": "*bf16"}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by head dim, group, type of queries (and of the cache if different) and score rules."""
+    bf16, half, single = _TYPES
+    return {
+        "h32-g2-bf16": launch(chip, 2, 32, bf16),
+        "h64-g3-fp16": launch(chip, 3, 64, half),
+        "h64-g8-bf16-window-sinks": launch(chip, 8, 64, bf16, ("window", "sinks")),
+        "h80-g1-fp16": launch(chip, 1, 80, half),
+        "h96-g1-bf16-window": launch(chip, 1, 96, bf16, ("window",)),
+        "h128-g4-bf16": launch(chip, 4, 128, bf16),
+        "h128-g7-bf16-window": launch(chip, 7, 128, bf16, ("window",)),
+        "h64-g8-bf16-float8": launch(chip, 8, 64, bf16, float8=True),
+        "h128-g4-bf16-float8": launch(chip, 4, 128, bf16, float8=True),
+        "h192-g2-bf16": launch(chip, 2, 192, bf16),
+        "h256-g2-bf16": launch(chip, 2, 256, bf16),
+        "h256-g2-bf16-window-softcap": launch(chip, 2, 256, bf16, ("window", "softcap")),
+        "h256-g1-fp16-float8": launch(chip, 1, 256, half, float8=True),
+        "h64-g3-fp32": launch(chip, 3, 64, single),
+        "h128-g4-fp32-float8": launch(chip, 4, 128, single, float8=True),
+        "h256-g2-fp32-window-softcap": launch(chip, 2, 256, single, ("window", "softcap")),
+    }
+
+
+def launch(
+    chip: Chip, group: int, head_dim: int, dtype: torch.dtype, rules: tuple[str, ...] = (), *, float8: bool = False
+) -> Launch:
+    """Return one specialisation. float32 products use no tensor cores: exact, not fast."""
+    tile = query_tile(group, head_dim, dtype, chip)
+    block_sizes = constants(head_dim, tile * group, tuned(head_dim, dtype, chip, float8=float8))
+    warps, stages = block_sizes.pop("num_warps"), block_sizes.pop("num_stages")
+    queries = f"*{_TYPES[dtype]}"
+    stored = "*u8" if float8 else queries
+    optional = _RULES | {"k_scale": "*fp32", "v_scale": "*fp32"}
+    given = {*rules, *(("k_scale", "v_scale") if float8 else ())}
+    signature = {"q": queries, "keys": stored, "values": stored, "out": queries, "scale": "fp32"}
+    signature |= dict.fromkeys(("tables", "query_start", "kv_lens", "tiles"), "*i32")
+    signature |= dict.fromkeys(("q_stride", "out_stride", "page_stride", "head_stride"), "i32:16")
+    signature |= {"table_stride": "i32"} | {name: kind for name, kind in optional.items() if name in given}
+    sizes = {"GROUP": group, "HEAD_DIM": head_dim, "PAGE": _PAGE, "TILE": tile, "NATIVE": chip.float8} | block_sizes
+    return Launch(
+        prefill_attention,
+        signature,
+        sizes | {name: None for name in optional if name not in given},
+        num_warps=warps,
+        num_stages=stages,
+        hot=dtype != torch.float32,
+        wgmma=dtype != torch.float32,
+    )

@@ -1,5 +1,135 @@
 """QK norm, rotation and the write of keys and values into the paged cache, in one pass over the projections."""
 
-from pagoda.backends.torch_cuda.kernels.rope_cache.api import NormWeights, rope_and_cache
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagoda.backends.reference.model.ops import apply_rope, norm
+from pagoda.backends.torch_cuda.kernels.fp8_convert import saturated
+from pagoda.backends.torch_cuda.kernels.launch import CHIPS, Chip
+from pagoda.backends.torch_cuda.kernels.rope_cache import kernel
+from pagoda.common.models.spec import Norm
 
 __all__ = ["NormWeights", "rope_and_cache"]
+
+
+# QK norm, rotary embedding and cache write: the entry point, then its plain torch definition.
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """RMSNorm of each head."""
+
+    weight: Tensor  # [H]
+    eps: float
+    unit_offset: bool = False  # multiply by 1 + weight
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    cos_sin: Tensor | None,
+    q_norm: NormWeights | None,
+    k_norm: NormWeights | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    use_kernel: bool,
+    chip: Chip = CHIPS["sm_80"],
+) -> Tensor:
+    """Write keys and values of the tokens to the cache; return q [T, N, H], contiguous, normalised and rotated.
+
+    qkv [T, (N+2K)*H], any row stride: heads of q, then k, then v. positions, slots int32 [T]; a slot is block * B +
+    offset, slot 0 is padding's. keys, values [P, K, B, H], in qkv's dtype or float8_e4m3fn: stored = value / scale,
+    with k_scale and v_scale float32 of one element (both None: 1). cos_sin float32 [max_len, 2, R/2], R <= H: channels
+    i and i + R/2 of a head are rotated together, channels from R on are copied; None: no rotation. `chip`: selects the
+    float8 conversion. Raise ValueError for other shapes or types.
+    """
+    _check(qkv, positions, slots, keys, values, heads, kv_heads, cos_sin)
+    for head_norm in (q_norm, k_norm):
+        if head_norm is not None and head_norm.weight.shape != keys.shape[3:]:
+            raise ValueError(f"a head's norm has {tuple(head_norm.weight.shape)} weights, not {tuple(keys.shape[3:])}")
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale must be given together")
+    arguments = qkv, positions, slots, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, k_scale, v_scale
+    return kernel.rope_and_cache(*arguments, chip) if use_kernel else rope_and_cache_reference(*arguments)
+
+
+def _check(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos_sin: Tensor | None,
+) -> None:
+    head_dim = keys.shape[-1]
+    if qkv.ndim != 2 or qkv.shape[1] != (heads + 2 * kv_heads) * head_dim or qkv.stride(1) != 1:
+        raise ValueError(f"qkv is {tuple(qkv.shape)}, not rows of {heads} + 2 * {kv_heads} heads of {head_dim}")
+    for name, cache in (("keys", keys), ("values", values)):
+        if cache.ndim != 4 or cache.shape != keys.shape or cache.shape[1] != kv_heads or not cache.is_contiguous():
+            raise ValueError(f"{name} are {tuple(cache.shape)}, not a contiguous [P, {kv_heads}, B, {head_dim}]")
+        if cache.dtype not in (qkv.dtype, torch.float8_e4m3fn):
+            raise ValueError(f"{name} are {cache.dtype}, neither {qkv.dtype} nor float8_e4m3fn")
+    for name, vector in (("positions", positions), ("slots", slots)):
+        if vector.shape != qkv.shape[:1] or vector.dtype != torch.int32:
+            raise ValueError(f"{name} are {vector.dtype} {tuple(vector.shape)}, not int32 {tuple(qkv.shape[:1])}")
+    if cos_sin is not None and (
+        cos_sin.ndim != 3
+        or cos_sin.dtype != torch.float32
+        or cos_sin.shape[1] != 2
+        or 2 * cos_sin.shape[2] > head_dim
+        or not cos_sin.is_contiguous()
+    ):
+        raise ValueError(f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}, not float32 [max_len, 2, R/2]")
+
+
+def rope_and_cache_reference(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    kv_heads: int,
+    cos_sin: Tensor | None,
+    q_norm: NormWeights | None,
+    k_norm: NormWeights | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    q, k, v = qkv.view(len(qkv), -1, keys.shape[-1]).split([heads, kv_heads, kv_heads], 1)
+    q, k = _rotated(_normed(q, q_norm), positions, cos_sin), _rotated(_normed(k, k_norm), positions, cos_sin)
+    _write(keys, slots, k, k_scale)
+    _write(values, slots, v, v_scale)
+    return q.contiguous()
+
+
+def _normed(x: Tensor, weights: NormWeights | None) -> Tensor:
+    return x if weights is None else norm(x, Norm(weights.eps, "rms", weights.unit_offset), weights.weight)
+
+
+def _rotated(x: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Tensor:
+    """Rotate in float32, round once."""
+    if cos_sin is None:
+        return x
+    cos, sin = cos_sin[positions].unbind(1)
+    return apply_rope(x.float(), cos, sin, 2 * cos_sin.shape[2]).to(x.dtype)
+
+
+def _write(cache: Tensor, slots: Tensor, x: Tensor, scale: Tensor | None) -> None:
+    if cache.dtype == torch.float8_e4m3fn:
+        wide = x.float() if scale is None else x.float() * (1 / scale)
+        cache, x = cache.view(torch.uint8), saturated(wide).view(torch.uint8)
+    size = cache.shape[2]
+    cache[slots // size, :, slots % size] = x

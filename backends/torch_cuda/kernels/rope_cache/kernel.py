@@ -5,12 +5,14 @@ The channels of a head are three parts: two halves that are rotated together, an
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels import fp8_convert as float8
-from pagoda.backends.torch_cuda.kernels.launch import row_stride
+from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch, row_stride
 
 ELEMENTS = 1024
 """Elements per program."""
@@ -247,3 +249,48 @@ def rope_and_cache(
         num_warps=WARPS,
     )
     return q
+
+
+# Specialisations compiled ahead of time: head shapes of real models, with each type of cache.
+
+_PAGE: Final = 16
+_SHAPES: Final = {
+    # query heads, KV heads, head dim, rotated channels, (QK norm, unit offset)
+    "32x8x128": (32, 8, 128, 128, (False, False)),
+    "32x8x128-norm": (32, 8, 128, 128, (True, False)),
+    "9x3x64": (9, 3, 64, 64, (False, False)),
+    "16x8x256-norm": (16, 8, 256, 256, (True, True)),
+    "32x32x80-partial": (32, 32, 80, 32, (False, False)),
+    "24x8x128-partial": (24, 8, 128, 96, (False, False)),
+    "12x12x64-still": (12, 12, 64, 0, (False, False)),
+}
+
+
+def launches(chip: Chip) -> dict[str, Launch]:
+    """Return the launches by heads, type and cache."""
+    return {
+        f"{name}-{dtype}-{cache}": Launch(
+            rope_cache_kernel,
+            {
+                **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),
+                **dict.fromkeys(("keys_ptr", "values_ptr"), "*u8" if cache == "float8" else f"*{dtype}"),
+                **dict.fromkeys(("qkv_ptr", "q_ptr", "q_weight_ptr", "k_weight_ptr"), f"*{dtype}"),
+                "cos_sin_ptr": "*fp32" if rotated else "*i32",
+                **dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*fp32" if cache == "float8" else "*i32"),
+                "qkv_stride": "i32:16",
+                "q_eps": "fp32",
+                "k_eps": "fp32",
+            },
+            {
+                **constants(heads, kv_heads, head_dim, _PAGE, rotated),
+                **dict.fromkeys(("Q_NORM", "K_NORM"), norm),
+                **dict.fromkeys(("Q_UNIT_OFFSET", "K_UNIT_OFFSET"), unit_offset),
+                "SCALED": cache == "float8",
+                "NATIVE": cache == "float8" and chip.float8,
+            },
+            num_warps=WARPS,
+        )
+        for name, (heads, kv_heads, head_dim, rotated, (norm, unit_offset)) in _SHAPES.items()
+        for dtype in ("bf16", "fp16")
+        for cache in ("same", "float8")
+    }

@@ -11,9 +11,14 @@ import torch.nn.functional as F
 from support.compile_launches import programs
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.decode_attention import choose_splits, decode_attention
-from pagoda.backends.torch_cuda.kernels.decode_attention.api import MAX_WAVES, MIN_SPLIT_TOKENS, PROGRAMS
-from pagoda.backends.torch_cuda.kernels.decode_attention.blocks import DecodeShape, blocks, candidates, shared_bytes
+from pagoda.backends.torch_cuda.kernels.decode_attention import (
+    MAX_WAVES,
+    MIN_SPLIT_TOKENS,
+    PROGRAMS,
+    choose_splits,
+    decode_attention,
+)
+from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import DecodeShape, blocks, candidates, shared_bytes
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 
 NATIVE, OLD = CHIPS["sm_90"], CHIPS["sm_80"]

@@ -8,9 +8,15 @@ import torch
 
 from pagoda.backends.torch_cuda.kernels import edit_logits
 from pagoda.backends.torch_cuda.kernels.edit_logits import kernel as module
-from pagoda.common.engine.logit_edits import additions, allowed_bits, banned_words, penalties
 from pagoda.common.engine.sampling import SamplingRules
-from pagoda.common.engine.sampling_state import SampledRow, SamplingState
+from pagoda.common.engine.sampling_state import (
+    SampledRow,
+    SamplingState,
+    additions,
+    allowed_bits,
+    banned_words,
+    penalties,
+)
 from pagoda.common.engine.step import EMBEDDED
 
 VOCAB, ROWS, LENGTH = 90, 4, 70

@@ -7,7 +7,7 @@ import torch
 
 from pagoda.backends.reference.model.ops import route as route_reference
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.moe import api, kernel, moe
+from pagoda.backends.torch_cuda.kernels.moe import grouped_experts, kernel, moe, use_grouped_mm
 from pagoda.backends.torch_cuda.kernels.moe.kernel import align, most_tiles, route
 from pagoda.backends.torch_cuda.kernels.weight_only import pack
 from pagoda.common.models.spec import Mlp, Router
@@ -138,12 +138,12 @@ def test_many_rows_by_torch(bias: bool) -> None:
     arguments["x"] = arguments["x"].contiguous()
     weights, chosen = route(arguments["router_logits"], arguments["router"])
     given = [arguments.get(name) for name in ("inner", "down", "inner_bias", "down_bias")]
-    assert api.use_grouped_mm(arguments["x"], chosen, *given[:2], CHIP)
+    assert use_grouped_mm(arguments["x"], chosen, *given[:2], CHIP)
     for other in ("sm_80", "sm_120"):  # there torch waits for the device
-        assert not api.use_grouped_mm(arguments["x"], chosen, *given[:2], CHIPS[other])
-    assert not api.use_grouped_mm(arguments["x"][:60], chosen[:60], *given[:2], CHIP)
-    assert not api.use_grouped_mm(arguments["x"].half(), chosen, *given[:2], CHIP)
-    parts = api.grouped_experts(arguments["x"], chosen, *given, arguments["expert"])
+        assert not use_grouped_mm(arguments["x"], chosen, *given[:2], CHIPS[other])
+    assert not use_grouped_mm(arguments["x"][:60], chosen[:60], *given[:2], CHIP)
+    assert not use_grouped_mm(arguments["x"].half(), chosen, *given[:2], CHIP)
+    parts = grouped_experts(arguments["x"], chosen, *given, arguments["expert"])
     wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     want = moe(**wide, use_kernel=False, chip=CHIP)
     torch.testing.assert_close((parts.float() * weights).float(), want, rtol=0.03, atol=0.08)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
-from pagoda.backends.torch_cuda.kernels.prefill_attention.tiles import candidates, padded, tuned
+from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import candidates, padded, tuned
 
 NEW, OLD = CHIPS["sm_90"], CHIPS["sm_80"]
 E4M3 = torch.float8_e4m3fn

@@ -7,8 +7,13 @@ import torch
 
 from pagoda.backends.torch_cuda.kernels.fp8_convert import quantised_rows
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.backends.torch_cuda.kernels.weight_only import kernel, many, pack, unpack, weight_only_linear
-from pagoda.backends.torch_cuda.kernels.weight_only.api import weight_only_reference
+from pagoda.backends.torch_cuda.kernels.weight_only import (
+    kernel,
+    pack,
+    unpack,
+    weight_only_linear,
+    weight_only_reference,
+)
 
 CHIP = CHIPS["sm_90"]
 SCHEMES = [("int8", 128), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
@@ -132,14 +137,14 @@ def test_splits_cover_the_inputs(chip: str) -> None:
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_many_rows_by_pieces(scheme: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "SCRATCH", 20 * 300 * dtype.itemsize)  # 20 channels, then 20, then 5
+    monkeypatch.setattr(kernel, "SCRATCH", 20 * 300 * dtype.itemsize)  # 20 channels, then 20, then 5
     x, bias = poisoned(70, 300, dtype), normal(45, dtype=dtype)
     packed = pack(normal(45, 300), scheme, group)
     for given in (None, bias):
         actual = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
         want = weight_only_reference(x, packed, given)
         torch.testing.assert_close(actual, want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06)
-    wide = many.unpack(packed, torch.empty(45, 300, dtype=torch.float32), CHIP)
+    wide = kernel.unpack(packed, torch.empty(45, 300, dtype=torch.float32), CHIP)
     torch.testing.assert_close(wide, unpack(packed), rtol=0, atol=0)
 
 
@@ -149,21 +154,21 @@ def test_many_rows_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack(normal(32, 64), "fp8")
     stored, scale = quantised_rows(x)
     want = (stored.float() * scale) @ unpack(packed).T
-    monkeypatch.setattr(many, "quantised", lambda x, chip: (stored, scale))  # the interpreter has no bfloat16
+    monkeypatch.setattr(kernel, "quantised", lambda x, chip: (stored, scale))  # the interpreter has no bfloat16
     for given, add in ((None, 0), (bias, bias.float())):
         actual = weight_only_linear(x, packed, given, use_kernel=True, chip=CHIP)
         torch.testing.assert_close(actual.float(), want + add, rtol=0.01, atol=0.05)
-    assert many.supports_float8_product(x, packed, CHIP)
-    assert not many.supports_float8_product(x, packed, CHIPS["sm_80"])
-    assert not many.supports_float8_product(x.half(), packed, CHIP)
-    assert not many.supports_float8_product(x, pack(normal(33, 64), "fp8"), CHIP)
-    assert not many.supports_float8_product(x, pack(normal(32, 64), "int8"), CHIP)
+    assert kernel.supports_float8_product(x, packed, CHIP)
+    assert not kernel.supports_float8_product(x, packed, CHIPS["sm_80"])
+    assert not kernel.supports_float8_product(x.half(), packed, CHIP)
+    assert not kernel.supports_float8_product(x, pack(normal(33, 64), "fp8"), CHIP)
+    assert not kernel.supports_float8_product(x, pack(normal(32, 64), "int8"), CHIP)
 
 
 def test_rounding_of_rows() -> None:
     x = poisoned(5, 100, torch.float16)
     x[2] = 0
-    (bits, scale), (want, wanted) = many.quantised(x, CHIP), quantised_rows(x)
+    (bits, scale), (want, wanted) = kernel.quantised(x, CHIP), quantised_rows(x)
     torch.testing.assert_close(scale, wanted)
     torch.testing.assert_close(bits.float() * scale, want.float() * wanted, rtol=0.07, atol=1e-6)
     assert (bits.view(torch.uint8) == want.view(torch.uint8)).float().mean() > 0.99

@@ -14,7 +14,7 @@ from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
-from pagoda.server.processing.output_constraints import grammar_of
+from pagoda.server.processing.inputs import grammar_of
 
 CONFIG = StructuredOutputsConfig(structured_outputs_config={"backend": "xgrammar"})
 CHOICES = ["a", "ab", "abba,b", "bbb", ","]

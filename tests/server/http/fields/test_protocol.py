@@ -8,8 +8,7 @@ import pytest
 from pagoda.common.errors import RequestError
 from pagoda.server.anthropic.request import AnthropicCountTokensRequest
 from pagoda.server.http.body import parse
-from pagoda.server.http.fields.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
-from pagoda.server.http.fields.sampling import StreamOptions
+from pagoda.server.http.fields import LOWEST, CompletionLogprobs, StreamOptions, TokenNames, chat_logprobs
 from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest
 from pagoda.server.outputs import Logprob

@@ -1,0 +1,135 @@
+"""Sampling on the host side: logits -> tokens and logprobs, in the order defined by common.engine.sampling.
+
+Packs the sampling rules of a step's rows and runs only the programs they need: greedy rows without edits cost one
+argmax. Never waits for the device; `Sampled.logprobs` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagoda.backends.jax_tpu.execution.program_keys import Key, LogitsProgram, Sample, SetHistoryRow, StepProgramSet
+from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
+from pagoda.backends.jax_tpu.execution.shapes import Plans
+from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, sorted_logprobs
+from pagoda.common.engine.sampling import LogprobsMode
+from pagoda.common.engine.sampling_state import (
+    RowTable,
+    SampledRows,
+    additions,
+    allowed,
+    allowed_bits,
+    banned_words,
+    grammar_masks,
+    penalties,
+)
+from pagoda.common.engine.step import Int32, RowStart, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLogprobs:
+    """Logprobs of tokens int32 [R], being copied to the host."""
+
+    mode: LogprobsMode
+    tokens: jax.Array | Int32
+    top_logprobs: tuple[jax.Array, jax.Array, jax.Array]  # of `device.logprobs`
+    logits: jax.Array | None  # float32 [R, V], for requests of more than MAX_LOGPROBS
+
+    def fetch(self, rows: slice, n: int) -> TokenLogprobs:
+        """Wait for some rows; return the logprobs of each token and of the `n` best (-1: all)."""
+        if self.logits is not None and not 0 <= n <= MAX_LOGPROBS:
+            return sorted_logprobs(self.mode, np.asarray(self.logits)[rows], np.asarray(self.tokens)[rows], n)
+        ids, values, ranks = (np.asarray(part)[rows] for part in self.top_logprobs)
+        return TokenLogprobs(ids[:, : 1 + n], values[:, : 1 + n], ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The sampled tokens of a step, being copied to the host, and their logprobs."""
+
+    tokens: jax.Array  # int32 [R]
+    num_logprobs: dict[int, int]  # row of logits -> requested number; -1: all
+    device_logprobs: DeviceLogprobs | None = None
+
+    def fetch(self, first: int, seqs: int) -> Int32:
+        """Wait for the tokens of `seqs` rows from `first` on."""
+        return np.asarray(self.tokens)[first : first + seqs]
+
+    def logprobs(self, first: int, seqs: int) -> dict[int, TokenLogprobs]:
+        """Wait for the requested logprobs of `seqs` rows from `first` on, numbered from 0."""
+        device_logprobs = self.device_logprobs
+        if device_logprobs is None:
+            return {}
+        rows = range(first, first + seqs)
+        return {
+            index - first: device_logprobs.fetch(slice(index, index + 1), n)
+            for index, n in self.num_logprobs.items()
+            if index in rows
+        }
+
+
+class JaxSampler:
+    """Samples one token per row."""
+
+    def __init__(self, programs: CompiledPrograms[StepProgramSet, Key], max_rows: int) -> None:
+        shape = programs.program_set.history
+        self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # int32 [rows+1, max_len+1]
+        self.rows = RowTable(max_rows)
+        self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
+        self._shards = programs.program_set.model.shards
+        self._programs = programs
+
+    def start(self, start: RowStart) -> None:
+        """Initialise a row. Its tokens are copied to the device only if its rules read them there."""
+        self.rows.start(start, self.vocab)
+        if start.rules.reads_history:
+            tokens = np.zeros(self.history.shape[1], np.int32)
+            tokens[: len(start.token_ids)] = start.token_ids
+            self.history = self._programs[SetHistoryRow()](self.history, np.int32(start.row), tokens)
+
+    def sample(self, logits: jax.Array, plans: Plans) -> Sampled:
+        """Sample from logits float32 [R, V]: each shard's sequences, padded to R / shards rows per shard."""
+        seqs = logits.shape[0] // self._shards
+        sampled = SampledRows.of(plans, seqs, self.rows)
+        edited = self._edit(logits, sampled, plans)
+        rules = sampled.pack(logits.shape[0], len(self.rows))
+        tokens, self.history, processed = self._programs[Sample(seqs, sampled.kind)](edited, self.history, rules)
+        tokens.copy_to_host_async()
+        num_logprobs = {row.index: row.state.rules.logprobs or 0 for row in sampled.where("logprobs")}
+        if not num_logprobs:
+            return Sampled(tokens, num_logprobs)
+        scored = logits if processed is None else processed
+        return Sampled(tokens, num_logprobs, self.score(scored, tokens, seqs, num_logprobs.values()))
+
+    def score(
+        self, logits: jax.Array, tokens: jax.Array | Int32, seqs: int, num_logprobs: Iterable[int]
+    ) -> DeviceLogprobs:
+        """Enqueue the logprobs of tokens int32 [R] in logits float32 [R, V], of which each shard has `seqs` rows.
+
+        `num_logprobs`: the numbers that will be fetched (-1: all).
+        """
+        top_logprobs = self._programs[LogitsProgram("logprobs", seqs)](logits, tokens)
+        needs_logits = any(not 0 <= n <= MAX_LOGPROBS for n in num_logprobs)
+        return DeviceLogprobs(self.mode, tokens, top_logprobs, logits if needs_logits else None)
+
+    def _edit(self, logits: jax.Array, sampled: SampledRows, plans: Plans) -> jax.Array:
+        """Apply penalties, bias, bans and token masks."""
+        rows, programs = logits.shape[0], self._programs
+        seqs = rows // self._shards
+        if penalised := sampled.where("penalised"):
+            logits = programs[LogitsProgram("penalise", seqs)](logits, self.history, penalties(penalised, rows))
+        if edited := sampled.where("edited"):
+            for entries in additions(edited, rows):
+                logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
+            for words, heads in banned_words(edited, rows):
+                logits = programs[LogitsProgram("ban_words", seqs)](logits, self.history, words, heads)
+        if masks := allowed(sampled.where("masked"), grammar_masks(plans, seqs), logits.shape[1]):
+            bits = allowed_bits({}, rows, logits.shape[1])
+            bits[list(masks)] = np.stack(list(masks.values()))
+            logits = programs[LogitsProgram("mask", seqs)](logits, bits)
+        return logits

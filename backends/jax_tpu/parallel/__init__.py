@@ -1,1 +1,0 @@
-"""Devices: meshes, shardings, several hosts, and the platform."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism: ranks, their communication, and the sharding of parameters."""

@@ -1,1 +1,0 @@
-"""Conversations, shared by all chat APIs: rendering, tools, tool grammars."""

@@ -1,0 +1,340 @@
+"""The engine's loop: receive commands, run a step, send its outputs. Independent of sockets and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import zmq
+
+from pagoda.common.config.defaults import Usage
+from pagoda.common.config.engine import EngineConfig
+from pagoda.common.distributed.follower import FollowingBackend
+from pagoda.common.engine.core import EngineCore, Sleeper
+from pagoda.common.engine.messages import EngineRequest, StepOutputs
+from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, SleepError
+from pagoda.common.observe.logs import configure
+from pagoda.server.core_client.client import Listener, Supervisor
+from pagoda.server.ipc_messages import (
+    Abort,
+    AddRequest,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Heartbeat,
+    Ready,
+    Refused,
+    ResetDone,
+    ResetPrefixCache,
+    Shutdown,
+    Sleep,
+    SleepState,
+    StepReply,
+    ToEngine,
+    WakeUp,
+    decode_to_engine,
+    encode,
+    failure,
+)
+from pagoda.server.startup.engine import build_engine
+from pagoda.server.startup.executors import BuiltEngine
+
+if TYPE_CHECKING:
+    from pagoda.server.startup.executors import BuiltEngine
+
+
+Send = Callable[[FromEngine], None]
+
+
+class Inbox(Protocol):
+    """A queue of commands."""
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        """Return all queued commands; with `wait`, block until there is one."""
+        ...
+
+
+class Progress:
+    """The loop's progress, read by the heartbeat."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.busy = False
+
+
+def run_engine(core: EngineCore, inbox: Inbox, send: Send, progress: Progress, sleeper: Sleeper | None = None) -> None:
+    """Serve until Shutdown: handle all commands, run one step, send its outputs; block while there is no work.
+
+    `sleeper`: with --enable-sleep-mode; without it no Sleep or WakeUp may arrive.
+    """
+    while True:
+        progress.busy = core.has_work
+        for command in inbox.receive(wait=not progress.busy):
+            match command:
+                case AddRequest(request):
+                    _add(core, request, send)
+                case Abort(request_ids):
+                    core.abort(request_ids)
+                case ResetPrefixCache(ticket):
+                    core.reset_prefix_cache()
+                    send(ResetDone(ticket))
+                case Sleep() | WakeUp():
+                    while core.has_work:
+                        _step(core, send, progress)
+                    progress.busy = False
+                    send(_change_sleep(sleeper, command))
+                case Shutdown():
+                    return
+        if core.has_work:
+            progress.busy = True
+            _step(core, send, progress)
+        else:
+            send(StepReply(StepOutputs(stats=core.stats)))
+
+
+def _step(core: EngineCore, send: Send, progress: Progress) -> None:
+    send(StepReply(core.step()))
+    progress.steps += 1
+
+
+def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
+    assert sleeper is not None, "--enable-sleep-mode was checked by the client"
+    error = ""
+    try:
+        if isinstance(command, Sleep):
+            sleeper.sleep(command.level)
+        else:
+            sleeper.wake_up(command.tags)
+    except SleepError as failure:
+        error = str(failure)
+    return SleepState(command.ticket, sleeper.asleep, error)
+
+
+def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
+    try:
+        core.add_request(request)
+    except RequestError as error:
+        send(Refused(request.request_id, error.field, str(error)))
+
+
+# The entry point of an engine process.
+#
+# python -m pagoda.server.core_client.engine ADDRESS        (started by process_client, never by hand)
+#
+# The configuration is read as msgpack from stdin, which stays open: EOF means that the parent ended. Commands arrive on
+# ADDRESS.in, messages are sent to ADDRESS.out. A failure is sent to the parent before the process ends. On several
+# hosts, all but the first execute the steps of the first and take no requests.
+
+HEARTBEAT_SECONDS: Final = 1.0
+
+Build = Callable[[EngineConfig, Usage], BuiltEngine]
+
+
+class _SocketInbox:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        commands = [decode_to_engine(self._socket.recv())] if wait else []
+        while True:
+            try:
+                commands.append(decode_to_engine(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return commands
+
+
+def serve(address: str, build: Build = build_engine) -> int:
+    """Build the engine of the configuration on stdin and run it. Return the exit status."""
+    faulthandler.enable()
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    stdin = sys.stdin.buffer
+    config = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(4), "big")), type=EngineConfig)
+    configure(config.logging)
+    threading.Thread(target=_end_with_parent, name="pagoda-parent", daemon=True).start()
+    context = zmq.Context()
+    progress = Progress()
+    threading.Thread(
+        target=_send_heartbeats, args=(context, address, progress), name="pagoda-heartbeat", daemon=True
+    ).start()
+    output_context = zmq.Context()  # separate, so that term() waits for the last message only
+    outputs = _connect(output_context, address)
+
+    def send(message: FromEngine) -> None:
+        outputs.send(encode(message))
+
+    try:
+        commands = context.socket(zmq.PULL)
+        commands.set_hwm(0)
+        commands.bind(f"{address}.in")
+        built = build(config, "server")
+        try:
+            if built.hosts is not None:
+                built.hosts.watch(lambda death: _send_failure(context, address, death))
+            _run(built, _SocketInbox(commands), send, progress)
+        finally:
+            built.backend.close()
+    except BaseException as error:
+        if not isinstance(error, PagodaError):
+            traceback.print_exc()
+        send(failure(error))
+        return 1
+    finally:
+        outputs.close(linger=1000)
+        output_context.term()
+    return 0
+
+
+def _run(built: BuiltEngine, inbox: _SocketInbox, send: Callable[[FromEngine], None], progress: Progress) -> None:
+    gc.collect()
+    gc.freeze()  # collections between steps then visit requests only
+    send(Ready(built.info))
+    if isinstance(built.hosts, FollowingBackend):
+        built.hosts.follow(built.sleeper)
+    else:
+        run_engine(built.core, inbox, send, progress, built.sleeper)
+
+
+def _send_failure(context: zmq.Context[zmq.Socket[bytes]], address: str, death: EngineDeadError) -> None:
+    """Report the engine's death. Thread-safe: the engine's own thread may be blocked."""
+    outputs = _connect(context, address)
+    outputs.send(encode(failure(death)))
+    outputs.close(linger=1000)
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.connect(f"{address}.out")
+    return socket
+
+
+def _end_with_parent() -> None:
+    """Wait for EOF on stdin, then exit at once."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, progress: Progress) -> None:
+    socket = _connect(context, address)
+    while True:
+        socket.send(encode(Heartbeat(progress.steps, progress.busy)))
+        time.sleep(HEARTBEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    status = serve(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads
+
+
+# An engine in a thread of this process: one process to debug, no isolation.
+
+
+class ThreadClient:
+    """Implements client.EngineClient. `build` builds the engine; default: build_engine."""
+
+    def __init__(self, config: EngineConfig, build: Callable[[EngineConfig], BuiltEngine] | None = None) -> None:
+        self._config = config
+        self._build = build
+        self._supervisor = Supervisor(config.runtime)
+        self._progress = Progress()
+        self._commands: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
+        self._listener_lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: Listener | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> EngineInfo:
+        """Block until the engine is warm. Raises what kept it from starting."""
+        result = self._started.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
+        """Deliver messages to `listener` in `loop` from now on; replaces an earlier listener."""
+        with self._listener_lock:
+            self._loop, self._listener = loop, listener
+            if self._supervisor.failed is not None:
+                loop.call_soon_threadsafe(listener, self._supervisor.failed)
+
+    def send(self, command: ToEngine) -> None:
+        """Queue a command. Raises EngineDeadError if the engine is dead."""
+        if self._supervisor.failed is not None:
+            raise EngineDeadError(self._supervisor.failed.message)
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        self._commands.put(command)
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the engine is dead or stuck."""
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        if self._supervisor.failed is None:
+            self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
+        self._supervisor.check()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End the engine after its current step. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._commands.put(Shutdown())
+            self._thread.join(timeout)
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        """Implement engine_loop.Inbox."""
+        commands = [self._commands.get()] if wait else []
+        while not self._commands.empty():
+            commands.append(self._commands.get())
+        return commands
+
+    def _run(self) -> None:
+        try:
+            built = self._build_engine()
+        except BaseException as error:
+            self._deliver(failure(error))
+            self._started.put(error)
+            return
+        if built.hosts is not None:
+            built.hosts.watch(lambda death: self._deliver(failure(death)))
+        self._deliver(Ready(built.info))
+        self._started.put(built.info)
+        try:
+            run_engine(built.core, self, self._deliver, self._progress, built.sleeper)
+        except BaseException as error:
+            traceback.print_exc()
+            self._deliver(failure(error))
+        else:
+            self._deliver(Failed("EngineDeadError", "the engine was shut down"))
+        finally:
+            built.backend.close()
+
+    def _build_engine(self) -> BuiltEngine:
+        if self._build is not None:
+            return self._build(self._config)
+        from pagoda.server.startup.engine import build_engine
+
+        return build_engine(self._config, "server")
+
+    def _deliver(self, message: FromEngine) -> None:
+        with self._listener_lock:
+            self._supervisor.note(message)
+            if self._loop is not None and self._listener is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._listener, message)

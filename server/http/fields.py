@@ -1,0 +1,581 @@
+"""Sampling and structured-output fields shared by chat and text completions, converted to SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from pagoda.common.beam_search import BeamSearchParams
+from pagoda.common.errors import RequestError
+from pagoda.common.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, StringOrList, hint, unsupported
+from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
+
+# Structured outputs, in OpenAI's fields, vLLM's and vLLM's former `guided_*`.
+
+MAX_CHOICES: Final = 65_536
+
+
+class TextFormat(RequestBody):
+    """Unconstrained text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestBody):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestBody):
+    """A JSON schema."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None  # no effect: output always conforms to its schema
+
+
+class JsonSchemaFormat(RequestBody):
+    """JSON that conforms to a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(RequestBody):
+    """Text with constrained sections between tags: vLLM's `format`, or OpenAI's `structures` and `triggers`."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's structured_outputs: exactly one constraint, and options for JSON."""
+
+    json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_fallback: bool | None = Field(None, description="No effect: there is no fallback backend.")
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        """Return the constraint. Raise RequestError unless there is exactly one."""
+        return StructuredOutputsParams(
+            json=self.json_schema,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            json_object=self.json_object,
+            structural_tag=self.structural_tag,
+            disable_any_whitespace=bool(self.disable_any_whitespace),
+            disable_additional_properties=bool(self.disable_additional_properties),
+            whitespace_pattern=self.whitespace_pattern,
+        )
+
+
+_GUIDED: Final = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's former field name -> its field of StructuredOutputsParams."""
+
+_STRUCTURE_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
+
+
+class StructuredFields(RequestBody):
+    """Structured-output fields of every request that generates text."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Any = unsupported(
+        harmless=("auto", "guidance"), why="the backend is chosen by --structured-outputs-config"
+    )
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """Return the output constraint; None for unconstrained text. Raise RequestError naming the field."""
+        given = self._given()
+        if len(given) > 1:
+            for name in given:
+                self._constraint(name)  # an invalid one is reported first
+            first, second = given[:2]
+            raise RequestError(second, f"{second} and {first} both constrain the output; leave one of them out")
+        constraint = self._constraint(given[0]) if given else None
+        if self.guided_whitespace_pattern is not None and "guided_json" not in given:
+            raise RequestError("guided_whitespace_pattern", "guided_whitespace_pattern needs guided_json")
+        return constraint
+
+    @property
+    def gives_structure(self) -> bool:
+        """Whether any field sets a constraint."""
+        return bool(self._given())
+
+    @property
+    def structure_field(self) -> str:
+        """The name of the field that sets the constraint."""
+        return next(iter(self._given()), "structured_outputs")
+
+    def _given(self) -> list[str]:
+        values = ((name, getattr(self, name)) for name in _STRUCTURE_FIELDS)
+        return [name for name, value in values if value is not None and not isinstance(value, TextFormat)]
+
+    def _constraint(self, name: str) -> StructuredOutputsParams:
+        value = getattr(self, name)
+        if name == "structured_outputs":
+            params: StructuredOutputsParams = value.params()
+            return params
+        if name == "response_format":
+            return _of_format(value)
+        if name == "guided_choice" and not value:
+            raise RequestError(name, "guided_choice is empty; list at least one choice")
+        pattern = self.guided_whitespace_pattern if name == "guided_json" else None
+        return StructuredOutputsParams(**{_GUIDED[name]: value}, whitespace_pattern=pattern)
+
+
+def _of_format(response_format: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat) -> StructuredOutputsParams:
+    name = "response_format"
+    if isinstance(response_format, JsonObjectFormat):
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(response_format, JsonSchemaFormat):
+        if response_format.json_schema.json_schema is None:
+            raise RequestError(name, f"{name}.json_schema needs a schema; for any object use type json_object")
+        return StructuredOutputsParams(json=response_format.json_schema.json_schema)
+    return StructuredOutputsParams(structural_tag=response_format.model_dump(exclude_none=True))
+
+
+# Streaming.
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool | None = Field(False)
+    continuous_usage_stats: bool | None = Field(False)
+    include_obfuscation: Any = hint(why="streams are not padded")
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Raise RequestError for stream_options without a stream, and for running counts without a final one."""
+    if options is None:
+        return
+    if not stream:
+        raise RequestError("stream_options", "stream_options are only allowed when stream is true")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise RequestError("stream_options", "continuous_usage_stats needs include_usage")
+
+
+# Sampling.
+
+_PASSED_ON: Final = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "logprob_token_ids",
+    "stream_interval",
+    "thinking_token_budget",
+)
+"""Fields that SamplingParams has under the same name; it checks their bounds."""
+
+
+_NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
+    "stream": (),
+    "best_of": (),
+    "temperature": (0, 1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stop": (),
+    "stop_token_ids": (),
+    "logit_bias": (),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "vllm_xargs": (),
+}
+"""Fields that beam search does not support -> their values without effect."""
+
+
+class RepetitionDetection(RequestBody):
+    """RepetitionDetectionParams: when a repetitive output ends."""
+
+    max_pattern_size: Int64 = 0
+    min_pattern_size: Int64 = 0
+    min_count: Int64 = 0
+
+
+class SamplingFields(StructuredFields):
+    """Fields of chat and text completions. null: the model's default, else SamplingParams'."""
+
+    searches_beams: ClassVar[bool] = False  # whether use_beam_search is supported
+
+    model: str | None = None
+    n: Int64 | None = 1
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: Annotated[StringOrList, Field(max_length=4)] | None = Field(default_factory=list)
+    stop_token_ids: list[Int64] | None = Field(default_factory=list)
+    ignore_eos: bool | None = False
+    min_tokens: Int64 | None = 0
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int64] | None = None
+    bad_words: list[str] | None = Field(default_factory=list)
+    prompt_logprobs: Int64 | None = None
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="End user id for the request log; does not affect the output.")
+    priority: Int64 | None = 0
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Arguments of custom logits processors; refused if the server has none."
+    )
+
+    truncation_side: Literal["left", "right"] | None = None
+    logprob_token_ids: list[Int64] | None = Field(
+        None, description="Report log-probabilities of these tokens instead of the top ones; needs logprobs."
+    )
+    repetition_detection: RepetitionDetection | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = Field(
+        None, description="Tokens per chunk of a stream."
+    )
+    thinking_token_budget: Int64 | None = None
+    best_of: Int64 | None = Field(
+        None,
+        description="Number of completions to generate; the n with the highest cumulative logprob are returned. "
+        "Not with stream.",
+    )
+    use_beam_search: bool | None = Field(
+        False, description="Beam search of width n; excludes stream and sampling fields."
+    )
+    length_penalty: float | None = Field(
+        1.0, description="Beam search: scores are divided by the length to this power."
+    )
+    early_stopping: bool | None = Field(False, description="Beam search: stop once n completions have ended.")
+
+    watermarking: Any = unsupported(why="outputs are not watermarked")
+    session_id: Any = hint(why="requests are independent; there are no sessions")
+    routed_experts_prompt_start: Any = unsupported(0, why="routed experts are not reported")
+    mm_payload: Any = unsupported("tensors", harmless=("none",), why="this version serves text only")
+    return_mm_kwargs: Any = unsupported(why="this version serves text only")
+    kv_transfer_params: Any = unsupported(why="KV blocks are not transferred between servers")
+    ec_transfer_params: Any = unsupported(why="this version serves text only")
+    return_token_offsets: bool | None = Field(
+        False, description="Return each token's character offsets in the prompt; render endpoints only."
+    )
+
+    def own_name(self, field: str) -> str:
+        """Return the name of a SamplingParams field in this API."""
+        if field == "n" and self.best_of is not None:
+            return "best_of"
+        return {
+            "extra_args": "vllm_xargs",
+            "beam_width": "n",
+            "structured_outputs": self.structure_field,
+        }.get(field, field)
+
+    def _best_of(self) -> int:
+        n, best_of = self.n or 1, self.best_of or 0
+        if self.stream:
+            raise RequestError("best_of", "best_of cannot be streamed: the best are only known at the end")
+        if best_of < n:
+            raise RequestError("best_of", f"best_of {best_of} is below n {n}")
+        return best_of
+
+    def beam_search_params(self, params: SamplingParams, max_tokens: int) -> BeamSearchParams:
+        """Return the parameters of the beam search. `max_tokens`: default of the field, in tokens.
+
+        Raise RequestError naming a field that beam search does not support.
+        """
+        for name, neutral in _NOT_WITH_BEAMS.items():
+            value = getattr(self, name)
+            if value not in (None, False, *neutral) and value not in ([], {}):
+                raise RequestError(name, f"{name} has no effect with beam search; leave it out")
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "use_beam_search", "beam search does not support structured outputs or strict tools; leave one out"
+            )
+        return BeamSearchParams(
+            beam_width=self.n or 1,
+            max_tokens=max_tokens if params.max_tokens is None else params.max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            early_stopping=bool(self.early_stopping),
+        )
+
+    def check_answered(self) -> None:
+        """Raise RequestError for fields of the render endpoints."""
+        if self.return_token_offsets:
+            raise RequestError(
+                "return_token_offsets", "return_token_offsets is for the render endpoints only; leave it out"
+            )
+
+    def _check_beams(self) -> None:
+        if self.use_beam_search:
+            if not self.searches_beams:
+                raise RequestError("use_beam_search", "use_beam_search is not supported here; leave it out")
+        elif self.early_stopping:
+            raise RequestError("early_stopping", "early_stopping needs use_beam_search")
+        elif self.length_penalty not in (None, 1.0):
+            raise RequestError("length_penalty", "length_penalty needs use_beam_search")
+
+    def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
+        """Return the verified SamplingParams: delta outputs for a stream, else a single final output.
+
+        `defaults`: the model's generation config. `own`: values that take precedence over the fields. Raise
+        RequestError naming a field outside its bounds.
+        """
+        self._check_beams()
+        values = {name: getattr(self, name) for name in _PASSED_ON} | {"extra_args": self.vllm_xargs} | own
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = RepetitionDetectionParams(**self.repetition_detection.model_dump())
+        if self.logprob_token_ids and values.get("logprobs") is None:
+            raise RequestError("logprob_token_ids", "logprob_token_ids needs logprobs")
+        if self.best_of is not None:
+            values |= {"n": self._best_of(), "logprobs": values.get("logprobs") or 0}
+        values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave one of them out")
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams.from_optional(**values, structured_outputs=self.structure(), output_kind=kind)
+
+
+# Log-probabilities in the formats of the chat API, the completions API, and vLLM's prompt_logprobs.
+
+LOWEST: Final = -9999.0
+"""Replaces minus infinity, which JSON has no number for."""
+
+
+class TokenNames:
+    """Token strings of log-probabilities: the token's text, or token_id:N with `as_ids` or without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token: int) -> str:
+        """Return the token as a string."""
+        if self._tokenizer is None or self._as_ids:
+            return f"token_id:{token}"
+        return self._tokenizer.token_text(token)
+
+    def raw(self, token: int) -> list[int]:
+        """Return the token's bytes, which may be part of a character."""
+        if self._tokenizer is None:
+            return list(self.text(token).encode())
+        return list(self._tokenizer.token_bytes(token))
+
+
+def finite(value: float) -> float:
+    """Return the log-probability, at least LOWEST."""
+    return max(value, LOWEST)
+
+
+def best(position: LogprobsOnePosition, count: int) -> list[tuple[int, Logprob]]:
+    """Return the `count` most likely candidates of a position, best first; -1: all."""
+    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+    return ranked if count < 0 else ranked[:count]
+
+
+def chat_logprobs(positions: Sequence[LogprobsOnePosition], count: int, names: TokenNames) -> list[dict[str, Any]]:
+    """Return `logprobs.content`: one entry per generated token with its `count` best candidates."""
+
+    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
+        return {"token": names.text(token), "logprob": finite(logprob.logprob), "bytes": names.raw(token)}
+
+    return [
+        entry(*next(iter(position.items()))) | {"top_logprobs": [entry(*item) for item in best(position, count)]}
+        for position in positions
+    ]
+
+
+class CompletionLogprobs:
+    """Builds `logprobs` of the completions API, whose text_offset continues from chunk to chunk."""
+
+    def __init__(self, count: int, names: TokenNames) -> None:
+        self._count = count
+        self._names = names
+        self._offset = 0
+
+    def take(self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None]) -> dict[str, Any]:
+        """Return the entries of the next tokens; null for a position without log-probabilities (a prompt's first)."""
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for token, position in zip(token_ids, positions):
+            text = self._names.text(token)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            tokens.append(text)
+            chosen = None if position is None else position.get(token)
+            logprobs.append(None if chosen is None else finite(chosen.logprob))
+            tops.append(None if position is None else self._top(token, position))
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
+
+    def _top(self, token: int, position: LogprobsOnePosition) -> dict[str, float]:
+        """Return the chosen token, then the best candidates, as vLLM does."""
+        candidates = ({token: position[token]} if token in position else {}) | dict(best(position, self._count))
+        top: dict[str, float] = {}
+        for each, logprob in candidates.items():
+            top.setdefault(self._names.text(each), finite(logprob.logprob))
+        return top
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate chunks of completion logprobs."""
+    keys = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+    return {key: [each for part in parts for each in part[key]] for key in keys}
+
+
+def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: per prompt token, token id -> logprob, rank and text; null for the first."""
+    return [
+        None
+        if position is None
+        else {
+            str(token): {"logprob": finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token, each in position.items()
+        }
+        for position in positions
+    ]
+
+
+# Unions discriminated by `type`, in which unsupported types are refused by name.
+#
+# Tags are not identifiers, so that error messages can leave them out of a field's path.
+
+OTHER = "<other>"
+"""Tag of unsupported types."""
+
+TEXT, LIST = "<text>", "<list>"
+"""Tags of a union of a string and a list."""
+
+
+def by_type(*known: str, default: str | None = None) -> Discriminator:
+    """Return a discriminator: `<type>` for the known types, else OTHER. `default`: type of an object without one."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        kind = default if kind is None else kind
+        return f"<{kind}>" if kind in known else OTHER
+
+    return Discriminator(tag)
+
+
+def text_or_list() -> Discriminator:
+    """Return a discriminator: TEXT for a string, else LIST."""
+    return Discriminator(lambda value: TEXT if isinstance(value, str) else LIST)
+
+
+class Unsupported(RequestBody):
+    """An object of an unsupported type; always refused."""
+
+    type: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse(cls, value: Any) -> Any:
+        """Raise an error that names the type."""
+        if not isinstance(value, dict):
+            raise PydanticCustomError("not_an_object", "must be an object with a type")
+        kind = value.get("type")
+        name = repr(kind[:60]) if isinstance(kind, str) else "(missing)"
+        raise PydanticCustomError(
+            "unsupported", "type {kind} is not supported by this version of pagoda", {"kind": name}
+        )
+
+
+class OtherTool(RequestBody):
+    """A tool of an unsupported type, with any fields. It is dropped."""
+
+    type: str
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield this tool, but not its fields."""
+        reason = f"{path}: type {self.type[:60]!r} is not supported by this version of pagoda"
+        yield Ignored(path, "tool", reason, self.type)
+
+
+def _refuse_value(harmless: Sequence[Any]) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if value is None or any(type(value) is type(each) and value == each for each in harmless):
+            return value
+        raise PydanticCustomError("unsupported", "is not supported by this version of pagoda; leave it out")
+
+    return BeforeValidator(check)
+
+
+def refused(*harmless: Any) -> Any:
+    """Return Annotated metadata of an unsupported nested field that accepts null and `harmless` only."""
+    return _refuse_value(harmless)
+
+
+Null = Annotated[Any, refused()]
+"""An unsupported nested field: null only."""

@@ -1,1 +1,0 @@
-"""Request and error formats shared by several APIs."""
