@@ -175,7 +175,7 @@ class WarmEngine:
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer | None) -> Self:
         """Build it from the engine's description."""
-        tokenizer = None if tokenizer is None else tokenizer.with_context(info.max_model_len)
+        tokenizer = None if tokenizer is None else tokenizer.with_context(info.limits.max_model_len)
         processor = InputProcessor(config.model, info, tokenizer, config.structured_outputs)
         return cls(
             info=info,
@@ -365,7 +365,7 @@ class AsyncLLM:
     @property
     def max_model_len(self) -> int:
         """Maximum prompt plus output, in tokens."""
-        return self.info.max_model_len
+        return self.info.limits.max_model_len
 
     @property
     def end_token_ids(self) -> frozenset[int]:

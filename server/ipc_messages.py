@@ -54,11 +54,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The kind of model."""
         return "generate" if self.pooling is None else "pooling"
 
-    @property
-    def max_model_len(self) -> int:
-        """Maximum prompt plus output, in tokens."""
-        return self.limits.max_model_len
-
     def startup_table(self) -> str:
         """Return one line per start-up phase, with its seconds."""
         rows = [(name, f"{seconds:7.2f} s") for name, seconds in self.phases]

@@ -513,7 +513,7 @@ class LLM(PoolingMethods):
                 ids[first : first + size],
                 params,
                 ends=engine.inputs.end_token_ids,
-                max_model_len=engine.info.max_model_len,
+                max_model_len=engine.info.limits.max_model_len,
                 tokenizer=engine.tokenizer,
             )
         return outputs

@@ -49,7 +49,7 @@ class LLMEngine:
             tokenizer = opening.result()
         self.info: EngineInfo = self._built.info
         if tokenizer is not None:
-            tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(self.info.max_model_len)
+            tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(self.info.limits.max_model_len)
         self.tokenizer = tokenizer
         self._core = self._built.core
         self._sleeper = self._built.sleeper

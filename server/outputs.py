@@ -51,17 +51,13 @@ class RequestMetrics:
     arrival_time: float = 0.0  # Unix seconds
     arrival_ts: float = 0.0
     queued_ts: float = 0.0  # when its prompt was tokenised and sent to the engine
+    first_token_ts: float = 0.0  # when the first token of any completion was received
     answers: list[AnswerMetrics] = field(default_factory=list)
 
     @property
     def scheduled_ts(self) -> float:
         """When the first of the completions was scheduled."""
         return min((each.scheduled_ts for each in self.answers if each.scheduled_ts), default=0.0)
-
-    @property
-    def first_token_ts(self) -> float:
-        """When the first token of any completion was received."""
-        return min((each.first_token_ts for each in self.answers if each.first_token_ts), default=0.0)
 
     @property
     def last_token_ts(self) -> float:

@@ -3,7 +3,8 @@
     python tools/trace_request.py [--list]
 
 A server with a tiny engine (tests/support/live_server.py) runs in this process; after two warm-up requests one
-is traced in all threads but the client's. A file counts if one of its functions is called, not if it is only imported.
+is traced in all threads but the client's. A file counts if a function of it is called by the product (calls by the
+fake backend do not count), not if it is only imported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PRODUCT: Final = ("common/", "server/", "backends/", "kernels_pallas/")
 PATH: Final = "/v1/chat/completions"
 BODY: Final = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 WARM_UP: Final = 2
+TESTS: Final = f"{os.sep}tests{os.sep}"
 
 CARRIERS_IN: Final = ("ChatCompletionRequest", "Conversation", "ChatPrompt", "PreparedRequest", "EngineRequest")
 CARRIERS_OUT: Final = ("EngineOutput", "SequenceState", "CompletionOutput", "RequestOutput", "_ChatChoice")
@@ -42,8 +44,12 @@ class Tracer:
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if self.on and event == "call":
             path = self._product_path(frame.f_code)
-            if path is not None:
+            if path is not None and not self._is_test(frame.f_back):
                 self.calls[threading.current_thread().name][path, frame.f_code.co_qualname] += 1
+
+    @staticmethod
+    def _is_test(caller: FrameType | None) -> bool:
+        return caller is not None and TESTS in caller.f_code.co_filename
 
     def _product_path(self, code: CodeType) -> str | None:
         name = code.co_filename

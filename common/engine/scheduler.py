@@ -414,7 +414,7 @@ class Scheduler:
             self._finish(request, status)
         if ended:
             self._drop_finished()
-        return StepOutputs(outputs=outputs, stats=self.stats(plan.num_tokens))
+        return StepOutputs(outputs=outputs, stats=self.stats(len(plan.token_ids)))
 
     # --- finishing ---
 

@@ -462,7 +462,7 @@ class InputProcessor:
         """Tokenise and truncate a prompt of any accepted form. Raises RequestError."""
         if isinstance(prompt, Prompt):
             return prompt
-        keep = options.keep(self._info.max_model_len, self._reserved)
+        keep = options.keep(self._info.limits.max_model_len, self._reserved)
         if isinstance(prompt, str):
             return self._encoded(prompt, options, keep)
         if not isinstance(prompt, Mapping):
@@ -486,7 +486,7 @@ class InputProcessor:
         self, first: str, second: str, options: TextOptions = PLAIN, template: PairTemplate | None = None
     ) -> Prompt:
         """Return two texts as one prompt, as a cross-encoder reads them. Raises RequestError."""
-        keep, tokenizer = options.keep(self._info.max_model_len, self._reserved), self.tokenizer
+        keep, tokenizer = options.keep(self._info.limits.max_model_len, self._reserved), self.tokenizer
         if template is not None:
             messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
             text = render_chat(
@@ -521,7 +521,7 @@ class InputProcessor:
         return _truncated(ready, options, keep)
 
     def _check_count(self, count: int) -> None:
-        limit, longest = self._info.max_model_len, self._info.max_model_len - self._reserved
+        limit, longest = self._info.limits.max_model_len, self._info.limits.max_model_len - self._reserved
         if count > longest:  # clients recognise the first words and shorten the conversation
             output = ", and the answer needs at least 1" if self._reserved else ""
             raise RequestError(
@@ -537,7 +537,7 @@ class InputProcessor:
         check_token_ids("prompt", prompt.token_ids, self._info.vocab_size)
 
     def _check_params(self, prompt: Prompt, params: SamplingParams) -> None:
-        left, vocab = self._info.max_model_len - len(prompt.token_ids), self._info.vocab_size
+        left, vocab = self._info.limits.max_model_len - len(prompt.token_ids), self._info.vocab_size
         if params.max_tokens is None and params.min_tokens > left:
             raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {left} left")
         if self._max_output is not None and params.min_tokens > self._max_output:
@@ -561,7 +561,7 @@ class InputProcessor:
     def _children(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
     ) -> list[EngineRequest]:
-        max_tokens = self._info.max_model_len - len(prompt.token_ids)
+        max_tokens = self._info.limits.max_model_len - len(prompt.token_ids)
         max_tokens = max_tokens if self._max_output is None else min(max_tokens, self._max_output)
         eos = frozenset() if params.ignore_eos else self._all_eos
         words = self._bad_words(params)

@@ -299,7 +299,7 @@ class OutputProcessor:
                 stopped.append(output.request_id)
             if output.num_preemptions:
                 sequence.metrics.num_preemptions = output.num_preemptions
-            _count_tokens(sequence.metrics, len(sequence.token_ids) - known, now)
+            _count_tokens(request.metrics, sequence.metrics, len(sequence.token_ids) - known, now)
             if sequence.finish_reason is not None:
                 sequence.metrics.is_complete = True
                 self._finish(output.request_id, request)
@@ -379,13 +379,13 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
     )
 
 
-def _count_tokens(metrics: AnswerMetrics, new_tokens: int, now: float) -> None:
+def _count_tokens(total: RequestMetrics, metrics: AnswerMetrics, new_tokens: int, now: float) -> None:
     if not new_tokens:
         return
     metrics.num_generation_tokens += new_tokens
     metrics.last_token_ts = now
-    if not metrics.first_token_ts:
-        metrics.first_token_ts = now
+    metrics.first_token_ts = metrics.first_token_ts or now
+    total.first_token_ts = total.first_token_ts or now
 
 
 # The outputs of one request on their way to a reader, which may be slower than the engine.

@@ -67,11 +67,11 @@ def from_array(values: Any, info: EngineInfo, keep: int | None = None) -> Prompt
         raise RequestError(FIELD, f"{FIELD} must have the shape [tokens, {info.embeds_width}], not {shape}")
     if not len(array):
         raise RequestError(FIELD, f"{FIELD} is empty: it has no rows")
-    if len(array) >= info.max_model_len and keep is None:
+    if len(array) >= info.limits.max_model_len and keep is None:
         raise RequestError(
             FIELD,
-            f"{FIELD} has {len(array)} rows, but the context is {info.max_model_len} tokens and the answer needs at "
-            f"least 1; shorten it to {info.max_model_len - 1} or set truncate_prompt_tokens",
+            f"{FIELD} has {len(array)} rows, but the context is {info.limits.max_model_len} tokens and the answer "
+            f"needs at least 1; shorten it to {info.limits.max_model_len - 1} or set truncate_prompt_tokens",
         )
     return PromptEmbeds(len(array), _as_bytes(array, info.dtype))
 

@@ -62,7 +62,7 @@ def answers(engine: BuiltEngine, prompts: list[list[int]], rules: PoolingRules) 
 
 def test_vectors_equal_those_of_sentence_transformers(engine: BuiltEngine, tokenizer: Tokenizer) -> None:
     theirs = np.array(json.loads(FILE.read_text())["vectors"], np.float32)
-    assert engine.info.max_model_len == 256
+    assert engine.info.limits.max_model_len == 256
     prompts = [tokenizer.encode_within(256, text)[0] for text in TEXTS]
     assert max(map(len, prompts)) == 256, "one of the texts is cut"
     ours = answers(engine, prompts, PoolingRules(task="embed", use_activation=True))

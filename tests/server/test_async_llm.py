@@ -198,7 +198,7 @@ async def test_starting_without_waiting() -> None:
     assert not llm.is_running
     info = await llm.wait_until_ready()
     assert llm.is_running
-    assert (info.max_model_len, llm.max_model_len, llm.names) == (64, 64, ("fake",))
+    assert (info.limits.max_model_len, llm.max_model_len, llm.names) == (64, 64, ("fake",))
     assert (await llm.check_health()) is None
     assert await text_of(llm, "r", "abc", max_tokens=2) == "de"
     llm.shutdown()

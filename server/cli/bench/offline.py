@@ -54,7 +54,7 @@ def start_llm(engine_args: EngineArgs) -> LLM:
 
 def check_fits(llm: LLM, load: LatencyConfig | ThroughputConfig) -> None:
     """Raise ConfigError if a request exceeds the engine's context."""
-    limit = llm.llm_engine.info.max_model_len
+    limit = llm.llm_engine.info.limits.max_model_len
     if load.input_len + load.output_len > limit:
         raise ConfigError(
             "--output-len",

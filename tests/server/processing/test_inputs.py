@@ -140,7 +140,8 @@ def test_end_of_sequence_and_stop_ids() -> None:
 
 def test_a_second_end_of_sequence_id_is_a_stop_reason() -> None:
     class TwoEnds:
-        vocab_size, max_model_len, eos_token_ids, sampling_defaults, pooling = 257, MAX_LEN, (9, EOS), {}, None
+        vocab_size, eos_token_ids, sampling_defaults, pooling = 257, (9, EOS), {}, None
+        limits = INFO.limits
 
     made = InputProcessor(ModelConfig(), TwoEnds(), TOKENIZER).prepare("r", "abc", SamplingParams()).children[0]
     assert (made.stop_token_ids, made.eos_token_ids) == (frozenset({9, EOS}), frozenset({EOS}))

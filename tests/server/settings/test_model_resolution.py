@@ -97,8 +97,8 @@ def quants(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.setting("--model", "--quantization")
 def test_a_folder_of_gguf_files_and_a_quantisation(quants: Path) -> None:
-    assert info(f"{quants}:Q8_0").max_model_len == 128
-    assert info(f"{quants}:q4_k_m", quantization="gguf").max_model_len == 64
+    assert info(f"{quants}:Q8_0").limits.max_model_len == 128
+    assert info(f"{quants}:q4_k_m", quantization="gguf").limits.max_model_len == 64
     with pytest.raises(ModelError, match=r"several GGUF files; name one after a colon.*Q4_K_M.gguf, tiny-Q8_0.gguf"):
         info(quants)
     with pytest.raises(ModelError, match=r"no GGUF file in it is Q5_K_M; there are: tiny-Q4_K_M.gguf"):
@@ -142,7 +142,7 @@ def _quantised(folder: Path, details: dict[str, Any]) -> bytes:
 def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     assert answer("org/tiny", hf_token="secret") == answer(folder)
     assert hub.tokens - {None} == {"secret"}
-    assert info("org/tiny", revision="old", download_dir=str(tmp_path / "mine")).max_model_len == 64
+    assert info("org/tiny", revision="old", download_dir=str(tmp_path / "mine")).limits.max_model_len == 64
     assert (tmp_path / "mine" / "models--org--tiny").is_dir()
     with pytest.raises(ModelError, match="org/tiny: the hub has no revision new; drop or correct --revision"):
         info("org/tiny", revision="new")
@@ -159,7 +159,7 @@ def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> Non
 
 
 def test_a_gguf_repository_and_a_quantisation(hub: HubServer) -> None:
-    assert info("org/tiny-GGUF:Q4_K_M").max_model_len == 64
+    assert info("org/tiny-GGUF:Q4_K_M").limits.max_model_len == 64
     assert "tiny-Q8_0.gguf" not in hub.fetched
     with pytest.raises(ModelError, match=r"^org/tiny-GGUF: it has several GGUF files"):
         info("org/tiny-GGUF")
@@ -202,12 +202,12 @@ def test_another_tokenizer_at_its_own_revision(hub: HubServer, folder: Path, tmp
 @pytest.mark.setting("--hf-overrides", "--rope-theta", "--rope-scaling")
 def test_overrides_reach_the_model(folder: Path) -> None:
     plain = answer(folder)
-    assert info(folder, hf_overrides={"max_position_embeddings": 77}).max_model_len == 77
+    assert info(folder, hf_overrides={"max_position_embeddings": 77}).limits.max_model_len == 77
     theta = answer(folder, hf_overrides={"rope_theta": 17.0})
     assert theta != plain
     assert answer(folder, rope_theta=17.0) == theta
     scaling = {"rope_type": "linear", "factor": 4.0}
-    assert info(folder, rope_scaling=scaling).max_model_len == 512
+    assert info(folder, rope_scaling=scaling).limits.max_model_len == 512
     with pytest.raises(ModelError, match=r"config.json: no_such_key unknown key that could change the result"):
         info(folder, hf_overrides={"no_such_key": 1})
 
@@ -247,7 +247,7 @@ def overrides(flags: list[str], source: str, folder: Path) -> Any:
 def test_another_config(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 33}))
-    assert info(folder, hf_config_path=str(tmp_path)).max_model_len == 33
+    assert info(folder, hf_config_path=str(tmp_path)).limits.max_model_len == 33
     with pytest.raises(ConfigError, match=r"--hf-config-path: /no/where: no such file or folder"):
         info(folder, hf_config_path="/no/where")
 
@@ -269,14 +269,14 @@ def test_quantised_weights_name_method_and_remedy(details: dict[str, Any], metho
     write_model(tmp_path, quantization_config=details)
     with pytest.raises(ModelError, match=rf"quantised by {method}, which .*; serve a GGUF file of the model"):
         info(tmp_path)
-    assert info(tmp_path, hf_overrides={"quantization_config": None}).max_model_len == 128
+    assert info(tmp_path, hf_overrides={"quantization_config": None}).limits.max_model_len == 128
 
 
 @pytest.mark.setting("--max-model-len")
 @pytest.mark.parametrize("asked", [None, -1, "auto", "AUTO"])
 def test_the_models_own_length(asked: object, folder: Path) -> None:
-    assert info(folder, max_model_len=asked).max_model_len == 128
-    assert info(folder, max_model_len=asked, block_size=16, num_gpu_blocks_override=3).max_model_len == 32
+    assert info(folder, max_model_len=asked).limits.max_model_len == 128
+    assert info(folder, max_model_len=asked, block_size=16, num_gpu_blocks_override=3).limits.max_model_len == 32
 
 
 @pytest.mark.variable("PAGODA_ALLOW_LONG_MAX_MODEL_LEN")
@@ -355,9 +355,9 @@ def test_max_new_tokens_caps_every_request(generating: Path) -> None:
 @pytest.mark.setting("--disable-sliding-window")
 def test_without_sliding_windows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, **WINDOWED)
-    assert info(tmp_path).max_model_len == 128
+    assert info(tmp_path).limits.max_model_len == 128
     with caplog.at_level(logging.INFO):
-        assert info(tmp_path, disable_sliding_window=True).max_model_len == 8
+        assert info(tmp_path, disable_sliding_window=True).limits.max_model_len == 8
     assert "--disable-sliding-window: the context length is capped at the window size, 8" in caplog.text
     # Within the window both see everything.
     assert answer(tmp_path, PROMPT[:4], 4, disable_sliding_window=True) == answer(tmp_path, PROMPT[:4], 4)
@@ -367,7 +367,7 @@ def test_without_sliding_windows(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_a_model_without_windows_stays_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert info(folder, disable_sliding_window=True).max_model_len == 128
+        assert info(folder, disable_sliding_window=True).limits.max_model_len == 128
     assert "the model has no sliding windows" in caplog.text
 
 

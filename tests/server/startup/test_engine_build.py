@@ -49,7 +49,7 @@ def test_a_model_without_weights_or_tokenizer_generates(folder: Path) -> None:
 
 def test_what_is_known_once_it_runs(folder: Path) -> None:
     info = build(folder, served_model_name=["a", "b"]).info
-    assert (info.names, info.vocab_size, info.max_model_len, info.dtype) == (("a", "b"), 96, 128, "float32")
+    assert (info.names, info.vocab_size, info.limits.max_model_len, info.dtype) == (("a", "b"), 96, 128, "float32")
     assert (info.backend, info.device, info.eos_token_ids) == ("reference", "cpu", (2,))
     assert info.sampling_defaults == {}
     assert [name for name, _ in info.phases] == [
@@ -84,12 +84,12 @@ def test_generation_config_from_elsewhere(folder: Path, tmp_path: Path) -> None:
 
 def test_dtype_and_length_as_asked(folder: Path) -> None:
     info = build(folder, dtype="half", max_model_len=64).info
-    assert (info.dtype, info.max_model_len) == ("float16", 64)
+    assert (info.dtype, info.limits.max_model_len) == ("float16", 64)
 
 
 def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
     info = build(folder, block_size=16, num_gpu_blocks_override=4).info
-    assert info.max_model_len == 48
+    assert info.limits.max_model_len == 48
     with pytest.raises(ConfigError, match="lower --max-model-len to 48 or raise --num-gpu-blocks-override"):
         build(folder, block_size=16, num_gpu_blocks_override=4, max_model_len=128)
     with pytest.raises(ConfigError, match=r"lower --max-model-len to [0-9]+ or raise --kv-cache-memory-bytes"):

@@ -57,7 +57,7 @@ class Engine:
         """The answer to a text, or to a pair of them."""
         assert self.tokenizer is not None
         assert self.info.pooling is not None
-        ids, second = self.tokenizer.encode_within(self.info.max_model_len, *texts)
+        ids, second = self.tokenizer.encode_within(self.info.limits.max_model_len, *texts)
         resolved = {"use_activation": self.info.pooling.use_activation, "second_text": second} | rules
         self.built.core.add_request(pooling_request("r", ids, PoolingRules(task=task, **resolved)))
         (output,) = self.built.core.step().outputs
@@ -71,7 +71,7 @@ def test_an_encoder_embeds(tmp_path: Path) -> None:
         assert engine.info.runner == "pooling"
         assert engine.info.pooling == ipc_messages.PoolingInfo(tasks=("embed", "token_embed"), embedding_size=16)
         assert engine.info.num_blocks == 0
-        assert engine.info.max_model_len == 32
+        assert engine.info.limits.max_model_len == 32
         assert engine.info.dtype == "float32"
         whole, raw = engine("the cat sat"), engine("the cat sat", use_activation=False)
         np.testing.assert_allclose(whole, raw / np.linalg.norm(raw), atol=1e-6)
@@ -149,7 +149,7 @@ def test_activations_that_the_authors_noted(tmp_path: Path, noted: dict[str, Any
 def test_a_sentence_transformers_folder_decides(tmp_path: Path) -> None:
     folder = write_modules(write_encoder(tmp_path / "m"), "mean_tokens", max_seq_length=6, do_lower_case=True)
     with Engine(folder) as engine:
-        assert engine.info.max_model_len == 6
+        assert engine.info.limits.max_model_len == 6
         assert engine.info.pooling is not None
         assert not engine.info.pooling.use_activation  # no Normalize among the modules
         tokens = engine("the cat", task="token_embed")
