@@ -1,4 +1,4 @@
-"""The import arrows of the design, read from the source and held."""
+"""Which packages and modules may import which."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS: dict[str, tuple[str, ...]] = {
 }
 # The folders and modules of `common`, each of which may import only earlier entries. The engine and the protocols
 # beside it that describe its interface form one entry.
-COMMON_STORIES = (
+COMMON_LAYERS = (
     ("errors",),
     ("config",),
     ("models",),
@@ -39,7 +39,7 @@ COMMON_STORIES = (
     ("distributed",),
 )
 # The folders of `server`, likewise. Modules beside them come first, entry points last.
-STORIES = (
+LAYERS = (
     ("outputs", "ipc_messages", "plugins", "redact", "child"),
     ("settings",),
     ("parsers",),
@@ -101,31 +101,31 @@ def test_imports_follow_the_arrows(path: Path) -> None:
         assert not {top, name} & forbidden, f"{path} may not import {name}"
 
 
-def story(name: str, stories: tuple[tuple[str, ...], ...] = STORIES) -> int:
-    """Index of the third part of a module's name in the stories of its package."""
+def layer(name: str, layers: tuple[tuple[str, ...], ...] = LAYERS) -> int:
+    """Index of the third part of a module's name in the layers of its package."""
     first = name.split(".")[2]
-    return next(index for index, names in enumerate(stories) if first in names)
+    return next(index for index, names in enumerate(layers) if first in names)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_common_is_built_in_stories(path: Path) -> None:
+def test_common_is_built_in_layers(path: Path) -> None:
     if path == ROOT / "common" / "__init__.py":
         return
-    own = story("pagoda." + ".".join(path.relative_to(ROOT).with_suffix("").parts), COMMON_STORIES)
+    own = layer("pagoda." + ".".join(path.relative_to(ROOT).with_suffix("").parts), COMMON_LAYERS)
     for name in imports(path):
         if name.startswith("pagoda.common."):
-            assert story(name, COMMON_STORIES) <= own, f"{path} may not import {name}"
+            assert layer(name, COMMON_LAYERS) <= own, f"{path} may not import {name}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_server_is_built_in_stories(path: Path) -> None:
+def test_the_server_is_built_in_layers(path: Path) -> None:
     if path == ROOT / "server" / "__init__.py":
         return
     own = "pagoda." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for name in imports(path):
         if name.startswith("pagoda.server."):
             same_folder = name.split(".")[2] == own.split(".")[2]
-            assert same_folder or story(name) < story(own), f"{path} may not import {name}"
+            assert same_folder or layer(name) < layer(own), f"{path} may not import {name}"
 
 
 def test_the_rules_bite(tmp_path: Path) -> None:
@@ -133,5 +133,5 @@ def test_the_rules_bite(tmp_path: Path) -> None:
     source = tmp_path / "x.py"
     source.write_text("def f():\n    import torch\n    from pagoda.server import llm\n")
     assert imports(source) == ["torch", "pagoda.server", "pagoda.server.llm"]
-    assert story("pagoda.server.processing.inputs") < story("pagoda.server.http.body")
-    assert story("pagoda.common.models.spec", COMMON_STORIES) < story("pagoda.common.weights.rules", COMMON_STORIES)
+    assert layer("pagoda.server.processing.inputs") < layer("pagoda.server.http.body")
+    assert layer("pagoda.common.models.spec", COMMON_LAYERS) < layer("pagoda.common.weights.rules", COMMON_LAYERS)
