@@ -47,7 +47,7 @@ def test_every_tuned_entry_is_compiled() -> None:
     """Each key of tuning.json belongs to a shape of the matrix, and its entry changes the block sizes."""
     cases = {f"{chip}/{kind(spec(name))}/{key(spec(name).layout)}": spec(name) for chip, name in pairs(MATRIX)}
     for line, entry in plan._table().items():
-        assert line in cases, f"no shape of arg_specs compiles {line}"
+        assert line in cases, f"no shape of SPECS compiles {line}"
         case = cases[line]
         group = case.heads // case.layout.kv_heads * case.layout.heads_per_row
         assert entry.items() - plan._formula(case.layout, group, decode=case.decode_only).items()
