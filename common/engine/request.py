@@ -258,6 +258,16 @@ class PriorityQueue(WaitingQueue):
         raise IndexError("no request is waiting")
 
 
+def waiting_queue(policy: str) -> WaitingQueue:
+    """Return an empty queue for a --scheduling-policy."""
+    return PriorityQueue() if policy == "priority" else FcfsQueue()
+
+
+def queue_rank(request: EngineRequest, policy: str, number: int) -> tuple[float, ...]:
+    """Return the position of the `number`-th added request in that queue, smaller first."""
+    return (float(request.priority), request.arrival, number) if policy == "priority" else (number,)
+
+
 class RunningBatch:
     """State of all rows, free and taken. Arrays have shape [max_num_seqs].
 

@@ -17,7 +17,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, Peer, WarmedUp, encode, send_frame
-from pagoda.common.engine.core import TAGS, EngineCore, Sleeper, generation_core
+from pagoda.common.engine.core import SLEEP_TAGS, EngineCore, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
@@ -323,9 +323,9 @@ def test_a_host_that_cannot_is_named_and_nothing_is_lost(make: Make) -> None:
     sleeper.sleep(1)
     pair.there.full = True
     with pytest.raises(SleepError, match=r"^weights cannot wake up: host 1 \(b\): the device is out of memory; free"):
-        sleeper.wake_up(TAGS)
-    assert sleeper.asleep == TAGS
+        sleeper.wake_up(SLEEP_TAGS)
+    assert sleeper.asleep == SLEEP_TAGS
     pair.there.full = False
-    sleeper.wake_up(TAGS)
+    sleeper.wake_up(SLEEP_TAGS)
     assert answers(core) == want
     pair.leading.close()

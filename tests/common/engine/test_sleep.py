@@ -3,7 +3,7 @@ import pytest
 from fakes import FakeBackend, full_layout
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
-from pagoda.common.engine.core import KV_CACHE, TAGS, WEIGHTS, Sleeper, generation_core
+from pagoda.common.engine.core import KV_CACHE, SLEEP_TAGS, WEIGHTS, Sleeper, generation_core
 from pagoda.common.errors import SleepError, WeightError
 from pagoda.server.settings.flags import EngineArgs
 
@@ -23,8 +23,8 @@ def sleeper(backend: FakeBackend) -> Sleeper:
 def test_level_1_keeps_the_weights_and_level_2_reads_them(backend: FakeBackend, sleeper: Sleeper) -> None:
     for level, found in ((1, "loaded"), (2, "read 3")):
         sleeper.sleep(level)
-        assert (sleeper.asleep, sleeper.level) == (TAGS, level)
-        sleeper.wake_up(TAGS)
+        assert (sleeper.asleep, sleeper.level) == (SLEEP_TAGS, level)
+        sleeper.wake_up(SLEEP_TAGS)
         assert (sleeper.asleep, sleeper.level, backend.weights) == ((), 0, found)
         assert not backend.cache_away
 
@@ -38,7 +38,7 @@ def test_parts_wake_up_by_name_and_only_once(backend: FakeBackend, sleeper: Slee
     sleeper.wake_up([WEIGHTS])
     assert backend.weights == "must not be woken again"
     sleeper.sleep(2)
-    assert (sleeper.asleep, sleeper.level, backend.weights) == (TAGS, 2, "gone")
+    assert (sleeper.asleep, sleeper.level, backend.weights) == (SLEEP_TAGS, 2, "gone")
     sleeper.wake_up([KV_CACHE])
     assert sleeper.asleep == (WEIGHTS,)
 
@@ -55,10 +55,10 @@ def test_what_cannot_wake_up_stays_asleep(backend: FakeBackend, sleeper: Sleeper
     sleeper.sleep(1)
     backend.full = True
     with pytest.raises(SleepError, match=r"weights cannot wake up: .*out of memory; free device memory"):
-        sleeper.wake_up(TAGS)
-    assert sleeper.asleep == TAGS
+        sleeper.wake_up(SLEEP_TAGS)
+    assert sleeper.asleep == SLEEP_TAGS
     backend.full = False
-    sleeper.wake_up(TAGS)
+    sleeper.wake_up(SLEEP_TAGS)
     assert not sleeper.asleep
 
 
@@ -69,8 +69,8 @@ def test_a_checkpoint_that_is_gone_is_told(backend: FakeBackend, sleeper: Sleepe
     backend.wake_weights = gone
     sleeper.sleep(2)
     with pytest.raises(SleepError, match="no such file; restore the checkpoint"):
-        sleeper.wake_up(TAGS)
-    assert sleeper.asleep == TAGS
+        sleeper.wake_up(SLEEP_TAGS)
+    assert sleeper.asleep == SLEEP_TAGS
 
 
 def test_without_room_on_the_host_the_engine_stays_awake(backend: FakeBackend, sleeper: Sleeper) -> None:

@@ -9,7 +9,7 @@ from support.tiny_encoder import WORDS, word_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pagoda.common.errors import ModelError, RequestError
-from pagoda.common.text.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer
+from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
 
 TEXTS = [
@@ -286,7 +286,7 @@ def test_transformers_is_not_imported(folder):
 @pytest.mark.parametrize("text", ["Hello world, <s> again ", "日本語 ", "a"])
 def test_long_texts_leave_other_threads_running(folder, text, monkeypatch):
     tokenizer = load_tokenizer(folder)
-    text = text * (LONG_TEXT // len(text) + 1)
+    text = text * (GIL_RELEASE_CHARS // len(text) + 1)
     for special in (False, True):
         ids = tokenizer.backend.encode(text, add_special_tokens=special).ids
         with monkeypatch.context() as patch:
