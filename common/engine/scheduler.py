@@ -32,7 +32,7 @@ from pagoda.common.engine.request import (
     waiting_queue,
 )
 from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from pagoda.common.engine.structured_output.grammar import FIELD
+from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 from pagoda.common.errors import RequestError
 
@@ -463,7 +463,7 @@ def _detailed_output(
     request.has_token_only = request.is_plain
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
     stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
-    mask_state = request.mask_state
+    grammar_error = None if request.mask_state is None else request.mask_state.error
     return EngineOutput(
         request_id=request.request_id,
         new_token_ids=[token],
@@ -474,7 +474,7 @@ def _detailed_output(
         num_cached_tokens=request.num_cached_tokens or 0,
         scheduled=request.scheduled if len(request.outputs) == 1 else 0.0,
         num_preemptions=request.num_preemptions,
-        error=None if mask_state is None or mask_state.error is None else (FIELD, f"{FIELD}: {mask_state.error}"),
+        error=None if grammar_error is None else (GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {grammar_error}"),
     )
 
 
