@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from pagoda.common.backend import (
     Backend,
     Capabilities,
     MemoryPlan,
+    Pending,
     PendingResult,
     PendingShards,
     ShardedBackend,
@@ -243,15 +244,11 @@ class LeadingBackend(RankBackend):
                 peer.send_bytes(data)
 
 
-class _Pending(Protocol[ResultT]):
-    def result(self) -> ResultT: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _PendingOnAllHosts(Generic[ResultT]):
     """A step in flight on every host."""
 
-    pending: _Pending[ResultT]
+    pending: Pending[ResultT]
     failure: PeerFailure
     grace: float
 

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
-from pagoda.common.backend import Backend, SleepingBackend, Weight
+from pagoda.common.backend import Backend, Pending, SleepingBackend, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.kv_cache.manager import KvManager
@@ -28,7 +28,6 @@ from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import ConfigError, ModelError, RequestError, SleepError
 
 PlanT = TypeVar("PlanT")
-ResultT_co = TypeVar("ResultT_co", covariant=True)
 ResultT_contra = TypeVar("ResultT_contra", contravariant=True)
 
 GRAMMAR_WAIT_SECONDS: Final = 0.005
@@ -36,14 +35,6 @@ GRAMMAR_WAIT_SECONDS: Final = 0.005
 
 CHECK_INTERVAL: Final = 256
 """Steps between two integrity checks under load. A check costs about 1 ns per KV block."""
-
-
-class StartedStep(Protocol[ResultT_co]):
-    """A step that was started."""
-
-    def result(self) -> ResultT_co:
-        """Wait for the step and return its result. Raises what the step raised."""
-        ...
 
 
 class StepScheduler(Protocol[PlanT, ResultT_contra]):
@@ -153,7 +144,7 @@ class EngineCore:
 
     def __init__(
         self,
-        execute: Callable[[Any], StartedStep[Any]],
+        execute: Callable[[Any], Pending[Any]],
         scheduler: StepScheduler[Any, Any],
         limits: Limits,
         *,
@@ -166,7 +157,7 @@ class EngineCore:
         self._kv_managers = tuple(kv_managers)
         self._grammars = GrammarQueue(scheduler.add, structured)
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
-        self._pending: deque[tuple[Any, StartedStep[Any]]] = deque()
+        self._pending: deque[tuple[Any, Pending[Any]]] = deque()
         self._unchecked_steps = 0
 
     def add_request(self, request: EngineRequest) -> None:

@@ -28,9 +28,9 @@ def compile_all(pairs: list[str]) -> None:
         [sys.executable, str(PROGRAM), *pairs], env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [facts["pair"] for facts in found] == pairs
-    for facts in found:
+    compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [facts["pair"] for facts in compiled] == pairs
+    for facts in compiled:
         chip, name = facts["pair"].split("/")
         case = spec(name)
         cache = 4 * math.prod(case.layout.shape(case.layers, case.pages))

@@ -21,15 +21,15 @@ def sleeper(backend: FakeBackend) -> Sleeper:
 
 
 def test_level_1_keeps_the_weights_and_level_2_reads_them(backend: FakeBackend, sleeper: Sleeper) -> None:
-    for level, found in ((1, "loaded"), (2, "read 3")):
+    for level, expected in ((1, "loaded"), (2, "read 3")):
         sleeper.sleep(level)
         assert (sleeper.asleep, sleeper.level) == (SLEEP_TAGS, level)
         sleeper.wake_up(SLEEP_TAGS)
-        assert (sleeper.asleep, sleeper.level, backend.weights) == ((), 0, found)
+        assert (sleeper.asleep, sleeper.level, backend.weights) == ((), 0, expected)
         assert not backend.cache_away
 
 
-def test_parts_wake_up_by_name_and_only_once(backend: FakeBackend, sleeper: Sleeper) -> None:
+def test_parts_wake_up_by_tag_and_only_once(backend: FakeBackend, sleeper: Sleeper) -> None:
     sleeper.sleep(1)
     sleeper.wake_up([WEIGHTS])
     assert (sleeper.asleep, sleeper.level) == ((KV_CACHE,), 1)
@@ -43,7 +43,7 @@ def test_parts_wake_up_by_name_and_only_once(backend: FakeBackend, sleeper: Slee
     assert sleeper.asleep == (WEIGHTS,)
 
 
-def test_the_level_of_a_sleep_does_not_change(backend: FakeBackend, sleeper: Sleeper) -> None:
+def test_the_level_of_a_sleeping_engine_cannot_change(backend: FakeBackend, sleeper: Sleeper) -> None:
     sleeper.sleep(1)
     sleeper.sleep(1)
     with pytest.raises(SleepError, match="asleep at level 1 already; wake it up first"):
@@ -51,7 +51,7 @@ def test_the_level_of_a_sleep_does_not_change(backend: FakeBackend, sleeper: Sle
     assert backend.weights == "on the host"
 
 
-def test_what_cannot_wake_up_stays_asleep(backend: FakeBackend, sleeper: Sleeper) -> None:
+def test_a_part_that_fails_to_wake_up_stays_offloaded(backend: FakeBackend, sleeper: Sleeper) -> None:
     sleeper.sleep(1)
     backend.full = True
     with pytest.raises(SleepError, match=r"weights cannot wake up: .*out of memory; free device memory"):
@@ -62,7 +62,7 @@ def test_what_cannot_wake_up_stays_asleep(backend: FakeBackend, sleeper: Sleeper
     assert not sleeper.asleep
 
 
-def test_a_checkpoint_that_is_gone_is_told(backend: FakeBackend, sleeper: Sleeper) -> None:
+def test_a_missing_checkpoint_is_reported_on_wake_up(backend: FakeBackend, sleeper: Sleeper) -> None:
     def gone(read: object) -> None:
         raise WeightError("model.safetensors: no such file")
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_gone_is_told(backend: FakeBackend, sleeper: Sleepe
     assert sleeper.asleep == SLEEP_TAGS
 
 
-def test_without_room_on_the_host_the_engine_stays_awake(backend: FakeBackend, sleeper: Sleeper) -> None:
+def test_without_host_memory_the_engine_stays_awake(backend: FakeBackend, sleeper: Sleeper) -> None:
     def full(level: int) -> None:
         raise MemoryError("no room for 16 GiB")
 

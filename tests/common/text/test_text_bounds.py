@@ -52,7 +52,7 @@ def test_a_text_is_tokenised_until_it_is_too_long() -> None:
         assert count.seen <= 5 * limit + CHUNK_CHARS
 
 
-def test_what_may_fit_passes() -> None:
+def test_texts_that_may_fit_are_accepted() -> None:
     for limit, length, size in (
         (8, UNMEASURED_CHARS, 1),
         (8192, MIN_CHAR_LIMIT, 129),
@@ -62,7 +62,7 @@ def test_what_may_fit_passes() -> None:
         check_length("a" * length, limit, Counting(size))
 
 
-def test_the_end_is_looked_for_from_there() -> None:
+def test_pre_truncate_tokenises_only_the_kept_side() -> None:
     for side in ("left", "right"):
         count = Counting(4)
         text = "".join(map(str, range(500_000)))
@@ -75,7 +75,7 @@ def test_the_end_is_looked_for_from_there() -> None:
         pre_truncate(" " * (MIN_CHAR_LIMIT + 2 * CHUNK_CHARS), 512, "left", lambda _: 0)
 
 
-def test_the_end_of_a_text_with_long_tokens_is_all_of_it() -> None:
+def test_pre_truncate_keeps_a_text_of_long_tokens_whole() -> None:
     text = " " * (UNMEASURED_CHARS + 1)
     assert pre_truncate(text, 512, "left", lambda _: 1) == text
 
@@ -93,7 +93,7 @@ def tokenizer(model_file: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [words, lambda *_: "The cat sat on the mat, and so on. " * 12_000])
-def test_what_is_kept_is_what_the_whole_text_ends_with(
+def test_pre_truncated_text_keeps_the_tokens_of_the_whole(
     tokenizer: Tokenizer, make: Callable[[Tokenizer, int], str]
 ) -> None:
     text = make(tokenizer, 100_000)
@@ -106,7 +106,7 @@ def test_what_is_kept_is_what_the_whole_text_ends_with(
         assert tokenizer.encode(first)[:keep] == whole[:keep]
 
 
-def test_every_way_to_tokens_is_bounded(tokenizer: Tokenizer) -> None:
+def test_every_encode_method_checks_the_length(tokenizer: Tokenizer) -> None:
     bound, text = tokenizer.with_context(64), "a cat, " * 200_000
     for encode in (
         bound.encode,
