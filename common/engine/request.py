@@ -369,8 +369,8 @@ class RunningBatch:
 
     def report(self, rows: Int32, token_ids: Int32) -> Int32:
         """Record the sampled `token_ids` [n] of `rows` [n]. Returns the rows with another page for the prefix cache."""
-        left = self.inflight[rows] - 1
-        self.inflight[rows] = left
-        self.newest[rows] = np.where(left == 0, token_ids, PREVIOUS)
-        known = self.total[rows] - left
+        inflight = self.inflight[rows] - 1
+        self.inflight[rows] = inflight
+        self.newest[rows] = np.where(inflight == 0, token_ids, PREVIOUS)
+        known = self.total[rows] - inflight
         return rows[known >= self.next_page[rows]]
