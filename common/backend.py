@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from pagoda.common.engine.pooling import PoolPlan, PoolResult
 from pagoda.common.engine.sampling import USUAL, SamplerOptions
 from pagoda.common.engine.step import StepPlan, StepResult
 from pagoda.common.models.spec import ModelSpec
+
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 Weight = tuple[str, npt.NDArray[np.generic]]
 """A canonical parameter name (see common.models.shapes) and its values; bfloat16 as in common.weights.dtypes."""
@@ -109,12 +111,17 @@ class PoolingOptions:
     batch_stated: bool = True  # False: the batch may be reduced to fit the memory
 
 
-class PendingResult(Protocol):
+class Pending(Protocol[ResultT_co]):
     """A step in flight."""
 
-    def result(self) -> StepResult:
-        """Wait for the step. Raises what it raised."""
+    def result(self) -> ResultT_co:
+        """Wait for the step and return its result. Raises what the step raised."""
         ...
+
+
+PendingResult = Pending[StepResult]
+PendingShards = Pending[tuple[StepResult | None, ...]]  # None for shards without a plan
+PendingPooling = Pending[PoolResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +153,8 @@ class Capabilities:
     prefers_extents: bool  # consecutive blocks per sequence are faster
 
 
-class Backend(Protocol):
-    """One model on one kind of device.
-
-    Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close.
-    """
+class DeviceBackend(Protocol):
+    """One model on one kind of device."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -161,6 +165,18 @@ class Backend(Protocol):
         """Load every parameter of the spec, each once. Raises WeightError naming a missing or unexpected one."""
         ...
 
+    def warmup(self) -> None:
+        """Compile, capture and run everything that would be slow in the first request."""
+        ...
+
+    def close(self) -> None:
+        """Release the device. Idempotent."""
+        ...
+
+
+class Backend(DeviceBackend, Protocol):
+    """A generating model. Calls come in this order: load, plan_memory, init_cache, warmup, execute..., close."""
+
     def plan_memory(self) -> MemoryPlan:
         """Return the KV cache that fits beside the loaded weights. Raises ConfigError with the missing bytes."""
         ...
@@ -169,24 +185,8 @@ class Backend(Protocol):
         """Allocate the KV cache for `num_blocks` blocks."""
         ...
 
-    def warmup(self) -> None:
-        """Compile, capture and run everything that would be slow in the first request."""
-        ...
-
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step and return at once. Steps run in order."""
-        ...
-
-    def close(self) -> None:
-        """Release the device. Idempotent."""
-        ...
-
-
-class PendingShards(Protocol):
-    """A step of every shard in flight."""
-
-    def result(self) -> tuple[StepResult | None, ...]:
-        """Wait for the step; None for shards without a plan. Raises what it raised."""
         ...
 
 
@@ -232,21 +232,8 @@ class CheckpointBackend(Backend, Protocol):
         ...
 
 
-class PendingPooling(Protocol):
-    """A pooling step in flight."""
-
-    def result(self) -> PoolResult:
-        """Wait for the step and return its vectors. Raises what the step raised."""
-        ...
-
-
-class PoolingBackend(Protocol):
-    """One pooling model on one kind of device. Calls come in this order: load, warmup, execute..., close."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Properties that do not depend on the model."""
-        ...
+class PoolingBackend(DeviceBackend, Protocol):
+    """A pooling model. Calls come in this order: load, warmup, execute..., close."""
 
     @property
     def limits(self) -> Limits:
@@ -258,18 +245,6 @@ class PoolingBackend(Protocol):
         """Bytes of the loaded weights."""
         ...
 
-    def load(self, weights: Iterable[Weight]) -> None:
-        """Load every parameter of the spec, each once. Raises WeightError naming a missing or unexpected one."""
-        ...
-
-    def warmup(self) -> None:
-        """Compile, capture and run everything that would be slow in the first request."""
-        ...
-
     def execute(self, plan: PoolPlan) -> PendingPooling:
         """Start a step and return at once. Steps run in order."""
-        ...
-
-    def close(self) -> None:
-        """Release the device. Idempotent."""
         ...

@@ -300,10 +300,13 @@ def _wrapped(seed: int) -> int:
 Check = Callable[[str, Any], None]
 
 
-def _int(low: int, high: int = MAX_INT, *, optional: bool = False) -> Check:
+def _optional(check: Check) -> Check:
+    """Return a check that accepts None."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _int(low: int, high: int = MAX_INT) -> Check:
     def check(name: str, value: object) -> None:
-        if optional and value is None:
-            return
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(name, f"{name} must be an integer, not {_shown(value)}")
         if not low <= value <= high:
@@ -330,31 +333,26 @@ def _flag(name: str, value: object) -> None:
         raise RequestError(name, f"{name} must be true or false, not {_shown(value)}")
 
 
-def _optional_flag(name: str, value: object) -> None:
-    if value is not None:
-        _flag(name, value)
+def _instance(kind: type[Any], text: str) -> Check:
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, kind):
+            raise RequestError(name, f"{name} must be {text}, not {_shown(value)}")
+
+    return check
 
 
-def _structure(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, StructuredOutputsParams):
-        raise RequestError(name, f"{name} must be StructuredOutputsParams, not {_shown(value)}")
-
-
-def _output_kind(name: str, value: object) -> None:
-    if not isinstance(value, RequestOutputKind):
-        raise RequestError(name, f"{name} must be a RequestOutputKind, not {_shown(value)}")
+def _entries(name: str, value: object, kind: str, maximum: int) -> Sequence[Any]:
+    """Return the entries of a list of bounded length."""
+    if not isinstance(value, list | tuple):
+        raise RequestError(name, f"{name} must be a list of {kind}, not {_shown(value)}")
+    if len(value) > maximum:
+        raise RequestError(name, f"{name} has {len(value)} entries; at most {maximum} are allowed")
+    return value
 
 
 def _words(maximum: int) -> Check:
     def check(name: str, value: object) -> None:
-        if value is None:
-            return
-        words = [value] if isinstance(value, str) else value
-        if not isinstance(words, list | tuple):
-            raise RequestError(name, f"{name} must be a list of strings, not {_shown(value)}")
-        if len(words) > maximum:
-            raise RequestError(name, f"{name} has {len(words)} entries; at most {maximum} are allowed")
-        for word in words:
+        for word in _entries(name, [value] if isinstance(value, str) else value, "strings", maximum):
             if not isinstance(word, str):
                 raise RequestError(name, f"{name} must contain strings, not {_shown(word)}")
             if not 0 < len(word) <= MAX_WORD_CHARS:
@@ -365,23 +363,16 @@ def _words(maximum: int) -> Check:
 
 def _ids(*, may_be_empty: bool, maximum: int = MAX_IDS) -> Check:
     def check(name: str, value: object) -> None:
-        if value is None:
-            return
-        if not isinstance(value, list | tuple):
-            raise RequestError(name, f"{name} must be a list of token ids, not {_shown(value)}")
-        if not value and not may_be_empty:
+        tokens = _entries(name, value, "token ids", maximum)
+        if not tokens and not may_be_empty:
             raise RequestError(name, f"{name} is empty: no token could be chosen; leave it unset to allow all")
-        if len(value) > maximum:
-            raise RequestError(name, f"{name} has {len(value)} entries; at most {maximum} are allowed")
-        for token in value:
+        for token in tokens:
             _need_id(name, token)
 
     return check
 
 
 def _bias(name: str, value: object) -> None:
-    if value is None:
-        return
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must map token ids to numbers, not {_shown(value)}")
     if len(value) > MAX_IDS:
@@ -398,16 +389,12 @@ def _side(name: str, value: object) -> None:
 
 
 def _repetition(name: str, value: object) -> None:
-    if value is None:
-        return
     if not isinstance(value, RepetitionDetectionParams):
         raise RequestError(name, f"{name} must be RepetitionDetectionParams, not {_shown(value)}")
     value.verify()
 
 
 def _json_object(name: str, value: object) -> None:
-    if value is None:
-        return
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise RequestError(name, f"{name} must map names to values, not {_shown(value)}")
     try:
@@ -455,31 +442,31 @@ _CHECKS: Final[dict[str, Check]] = {
     "top_p": _number(0.0, 1.0, above=True),
     "top_k": _int(-1),
     "min_p": _number(0.0, 1.0),
-    "seed": _int(-(2**63), 2**63 - 1, optional=True),
-    "stop": _words(MAX_STOP_STRINGS),
-    "stop_token_ids": _ids(may_be_empty=True),
+    "seed": _optional(_int(-(2**63), 2**63 - 1)),
+    "stop": _optional(_words(MAX_STOP_STRINGS)),
+    "stop_token_ids": _optional(_ids(may_be_empty=True)),
     "ignore_eos": _flag,
-    "max_tokens": _int(1, optional=True),
+    "max_tokens": _optional(_int(1)),
     "min_tokens": _int(0),
-    "logprobs": _int(-1, optional=True),
-    "prompt_logprobs": _int(-1, optional=True),
-    "logprob_token_ids": _ids(may_be_empty=True, maximum=MAX_LOGPROB_IDS),
+    "logprobs": _optional(_int(-1)),
+    "prompt_logprobs": _optional(_int(-1)),
+    "logprob_token_ids": _optional(_ids(may_be_empty=True, maximum=MAX_LOGPROB_IDS)),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
-    "output_kind": _output_kind,
-    "stream_interval": _int(1, optional=True),
+    "output_kind": _instance(RequestOutputKind, "a RequestOutputKind"),
+    "stream_interval": _optional(_int(1)),
     "skip_clone": _flag,
-    "logit_bias": _bias,
-    "allowed_token_ids": _ids(may_be_empty=False),
-    "bad_words": _words(MAX_BAD_WORDS),
-    "extra_args": _json_object,
-    "skip_reading_prefix_cache": _optional_flag,
-    "structured_outputs": _structure,
-    "thinking_token_budget": _int(0, optional=True),
-    "repetition_detection": _repetition,
-    "truncate_prompt_tokens": _int(-1, optional=True),
+    "logit_bias": _optional(_bias),
+    "allowed_token_ids": _optional(_ids(may_be_empty=False)),
+    "bad_words": _optional(_words(MAX_BAD_WORDS)),
+    "extra_args": _optional(_json_object),
+    "skip_reading_prefix_cache": _optional(_flag),
+    "structured_outputs": _optional(_instance(StructuredOutputsParams, "StructuredOutputsParams")),
+    "thinking_token_budget": _optional(_int(0)),
+    "repetition_detection": _optional(_repetition),
+    "truncate_prompt_tokens": _optional(_int(-1)),
     "truncation_side": _side,
 }
 """Check of each field. Together with NOT_YET this covers every field."""

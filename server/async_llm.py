@@ -10,7 +10,7 @@ from typing import Any, Final, Self, overload
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
-from pagoda.common.engine.core import ASLEEP, MODES, TAGS, check_sleep, check_wake_up
+from pagoda.common.engine.core import ASLEEP, PAUSE_MODES, SLEEP_TAGS, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineOutput, EngineStats, StepOutputs
 from pagoda.common.errors import AbortedError, ConfigError, EngineDeadError, QueueFullError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
@@ -240,7 +240,7 @@ class AsyncSleep:
         Raises RequestError for an unknown level or mode, ConfigError for an engine that cannot sleep.
         """
         check_sleep(self._config, level, mode)
-        self._asleep = TAGS
+        self._asleep = SLEEP_TAGS
 
     async def sleep(self, level: int) -> None:
         """Free the memory once no request runs. Raises SleepError, EngineDeadError."""
@@ -542,8 +542,10 @@ class AsyncLLM:
 
         `clear_cache`: drop cached prefixes then. Raises RequestError for another mode.
         """
-        if mode not in MODES:
-            raise RequestError("mode", f"mode {mode[:50]} is not {' or '.join(MODES)}: requests cannot be suspended")
+        if mode not in PAUSE_MODES:
+            raise RequestError(
+                "mode", f"mode {mode[:50]} is not {' or '.join(PAUSE_MODES)}: requests cannot be suspended"
+            )
         self._gate.close()
         if mode == "abort":
             await self.abort(self.request_ids)

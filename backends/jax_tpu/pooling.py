@@ -28,7 +28,8 @@ from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, Float32, PoolingRules, PoolPlan, PoolResult
+from pagoda.common.engine.pooling import EMBEDS, OF_TOKENS, PoolingRules, PoolPlan, PoolResult
+from pagoda.common.engine.step import Float32
 from pagoda.common.models.spec import Pooler
 from pagoda.kernels_pallas.chips import CHIPS, chip_of
 

@@ -1,6 +1,6 @@
 """Logits -> tokens and logprobs in the order that common.engine.sampling defines: the readable definition.
 
-State and packing are those of every backend (common.engine.sampling_state, common.engine.logit_edits). Greedy rows
+State and packing are those of every backend (common.engine.sampling_state). Greedy rows
 without edits cost one argmax. Random rows with filters sort their best candidates first, and the whole vocabulary only
 when those do not decide.
 """
@@ -109,7 +109,7 @@ def _grammar_masks(plan: StepPlan) -> dict[int, UInt32]:
     return dict(zip(numbers.tolist(), plan.masks.bits))
 
 
-# Edits of logits [R, V], in place. The packed arguments are those of common.engine.logit_edits.
+# Edits of logits [R, V], in place. The packed arguments are those of common.engine.sampling_state.
 
 
 def penalise(logits: Tensor, history: Tensor, packed: Tensor) -> None:

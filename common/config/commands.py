@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from pagoda.common.config.fields import option
+from pagoda.common.config.fields import check_port, need_positive, option
 from pagoda.common.config.groups.bench import LatencyConfig, ServeLoadConfig, StartupConfig, ThroughputConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Setting, table
 from pagoda.common.errors import ConfigError
@@ -84,8 +84,7 @@ class ClientConfig:
     quick: str | None = option(None, "Send this prompt, print the output and exit.", aliases=("-q",))
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError("--max-tokens", f"{self.max_tokens} is not positive; use 1 or more")
+        need_positive(self, "max_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +118,7 @@ class CompileConfig:
     output_json: str | None = option(None, "Output file for the table of programs, as JSON.")
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size is not None and self.tensor_parallel_size < 1:
-            raise ConfigError("--tensor-parallel-size", f"{self.tensor_parallel_size} is not positive; use 1 or more")
+        need_positive(self, "tensor_parallel_size")
         if self.budget_only and self.output is not None:
             raise ConfigError("--budget-only", "does not compile all programs, which --output needs; drop one of them")
 
@@ -155,8 +153,7 @@ class ConvertConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ConfigError("--tensor-parallel-size", f"{self.tensor_parallel_size} is not positive; use 1 or more")
+        need_positive(self, "tensor_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +176,7 @@ class DoctorConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("--port", f"{self.port} is not a port; use 1 to 65535, or 0 for any free one")
+        check_port(self.port)
 
 
 _ALL_COMMANDS: Final = {"log_error_stack": SERVER_SETTINGS["log_error_stack"]}

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
+from pagoda.common.errors import ConfigError
+
 Status = Literal["implemented", "no effect", "refused"]
 
 MapsTo = Callable[[Any], Mapping[str, Any]]
@@ -73,6 +75,36 @@ def option(
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata={"option": metadata})
     return field(default=default, metadata={"option": metadata})
+
+
+# Checks of values.
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def need_positive(config: object, *names: str, remedy: str = "use 1 or more") -> None:
+    """Raise ConfigError naming the flag and the remedy if a field is set and less than 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(flag_of(name), f"{value} is not positive; {remedy}")
+
+
+def need_not_negative(config: object, *names: str, remedy: str = "use 0 or more") -> None:
+    """Raise ConfigError naming the flag and the remedy if a field is set and less than 0."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise ConfigError(flag_of(name), f"{value} is negative; {remedy}")
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError if --port is out of range."""
+    if not 0 <= port <= 65535:
+        raise ConfigError("--port", f"{port} is not a port; use 1 to 65535, or 0 for any free one")
 
 
 # Parsers of flag values.

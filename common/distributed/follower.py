@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, cast
 
 from pagoda.common.backend import (
     Backend,
-    Capabilities,
     MemoryPlan,
     PendingResult,
     PendingShards,
     ShardedBackend,
-    Weight,
 )
-from pagoda.common.distributed.leader import current_error, with_blocks
+from pagoda.common.distributed.leader import RankBackend, current_error, with_blocks
 from pagoda.common.distributed.messages import (
     AgreedBlocks,
     BlockCount,
@@ -35,37 +33,26 @@ from pagoda.common.errors import EngineDeadError, SleepError
 _MAX_IN_FLIGHT: Final = 2  # steps; as many as the leader plans ahead
 
 
-class FollowingBackend:
+class FollowingBackend(RankBackend):
     """Implements common.backend.ShardedBackend during start-up; then `follow` runs until the leader ends it.
 
     `leave`: leaves the backends' own process group, collectively.
     """
 
     def __init__(self, backend: Backend, leader: Peer, leave: Callable[[], None]) -> None:
-        self._backend, self._leader, self._leave = backend, leader, leave
+        super().__init__(backend)
+        self._leader, self._leave = leader, leave
         self._ended_by_leader = self._closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._backend.capabilities
 
     def watch(self, on_loss: OnLoss) -> None:
         """Call `on_loss` from another thread when the leader fails or disconnects."""
         self._leader.watch(on_loss)
-
-    def load(self, weights: Iterable[Weight]) -> None:
-        """Load this host's shard. Every host reads the weights itself."""
-        self._backend.load(weights)
 
     def plan_memory(self) -> MemoryPlan:
         """Return the plan that all hosts agreed on. Raises EngineDeadError."""
         plan = self._backend.plan_memory()
         self._leader.send(BlockCount(plan.num_blocks))
         return with_blocks(plan, self._leader.expect(AgreedBlocks).num_blocks)
-
-    def init_cache(self, num_blocks: int) -> None:
-        """Allocate this host's KV blocks."""
-        self._backend.init_cache(num_blocks)
 
     def warmup(self) -> None:
         """Warm up, and report it to the leader."""

@@ -39,8 +39,19 @@ from pagoda.common.distributed.messages import (
 )
 from pagoda.common.errors import ConfigError
 
+WAIT_SECONDS: Final = 300.0  # time limit for all hosts to connect
+RUNTIME_PORT: Final = 1  # the backend's own rendezvous uses the master port plus this
+
 _HANDSHAKE_SECONDS: Final = 5.0
+_RETRY_SECONDS: Final = 0.2
+_CONNECT_SECONDS: Final = 5.0
+_MAX_VERDICT_CHARACTERS: Final = 4000
 _SAME_FLAGS: Final = "give every host the same flags"
+
+Check = Callable[[Sequence[Host]], str]
+"""Returns why these hosts cannot work together, with the remedy; "" if they can."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +174,6 @@ class JoiningHosts:
             f"host {' and host '.join(absent)} of {self._nodes} did not connect to {host}:{port} in time; check their "
             "logs, start them with host 0's --master-addr and --master-port, and open that port in the network"
         )
-
-
-WAIT_SECONDS: Final = 300.0  # time limit for all hosts to connect
-RUNTIME_PORT: Final = 1  # the backend's own rendezvous uses the master port plus this
-
-_RETRY_SECONDS: Final = 0.2
-_CONNECT_SECONDS: Final = 5.0
-_MAX_VERDICT_CHARACTERS: Final = 4000
-
-Check = Callable[[Sequence[Host]], str]
-"""Returns why these hosts cannot work together, with the remedy; "" if they can."""
-
-logger = logging.getLogger(__name__)
 
 
 def meet(

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from pagoda.common.backend import (
     Backend,
     Capabilities,
     MemoryPlan,
+    Pending,
     PendingResult,
     PendingShards,
     ShardedBackend,
@@ -72,22 +74,49 @@ class PeerFailure:
         self._known.wait(timeout)
         return self._cause
 
-    def raise_cause(self, timeout: float = 0.0) -> None:
-        """Raise the first peer failure, if any, as root cause of a local error.
-
-        Waits up to `timeout` s: a local error often precedes the notification.
-        """
+    def check(self, timeout: float = 0.0) -> None:
+        """Raise the first failure, if there was one, after waiting up to `timeout` s for it."""
         if (failure := self.cause(timeout)) is not None:
             raise failure
 
+    @contextmanager
+    def as_cause(self, timeout: float = 0.0) -> Iterator[None]:
+        """Raise the first failure in place of a local error, as its root cause.
 
-T = TypeVar("T")
+        Waits up to `timeout` s for it: a local error often precedes the notification.
+        """
+        try:
+            yield
+        except Exception:
+            self.check(timeout)
+            raise
+
+
 ResultT = TypeVar("ResultT", covariant=True)
 
 logger = logging.getLogger(__name__)
 
 
-class LeadingBackend:
+class RankBackend:
+    """What the backends of all hosts have in common."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._backend.capabilities
+
+    def load(self, weights: Iterable[Weight]) -> None:
+        """Load this host's shard. Every host reads the weights itself."""
+        self._backend.load(weights)
+
+    def init_cache(self, num_blocks: int) -> None:
+        """Allocate this host's KV blocks."""
+        self._backend.init_cache(num_blocks)
+
+
+class LeadingBackend(RankBackend):
     """Implements common.backend.ShardedBackend on host 0: sends every step to the followers, then starts it here.
 
     `name`: this process in messages. `leave`: leaves the backends' own process group, collectively. `abandon`: aborts
@@ -105,27 +134,21 @@ class LeadingBackend:
         abandon: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self._backend, self._followers, self._name = backend, followers, name
+        super().__init__(backend)
+        self._followers, self._name = followers, name
         self._leave, self._abandon, self._release = leave, abandon, release
         self._failure, self._grace = PeerFailure(), max(peer.grace for peer in followers)
         for peer in followers:
             peer.watch(self._lose)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._backend.capabilities
-
     def watch(self, on_loss: OnLoss) -> None:
         """Call `on_loss` from another thread when a follower fails or disconnects."""
         self._failure.watch(on_loss)
 
-    def load(self, weights: Iterable[Weight]) -> None:
-        """Load this host's shard. Every host reads the weights itself."""
-        self._backend.load(weights)
-
     def plan_memory(self) -> MemoryPlan:
         """Return the plan of the host with least memory, after all have loaded. Raises EngineDeadError."""
-        plan = self._together(self._backend.plan_memory)
+        with self._failure.as_cause(self._grace):
+            plan = self._backend.plan_memory()
         counts = {peer.name: self._expect(peer, BlockCount).num_blocks for peer in self._followers}
         tightest = min(counts, key=counts.__getitem__)
         if counts[tightest] < plan.num_blocks:
@@ -134,26 +157,25 @@ class LeadingBackend:
         self._broadcast(AgreedBlocks(plan.num_blocks))
         return plan
 
-    def init_cache(self, num_blocks: int) -> None:
-        """Allocate this host's KV blocks."""
-        self._backend.init_cache(num_blocks)
-
     def warmup(self) -> None:
         """Warm up, and wait for all hosts. Raises EngineDeadError."""
-        self._together(self._backend.warmup)
+        with self._failure.as_cause(self._grace):
+            self._backend.warmup()
         for peer in self._followers:
             self._expect(peer, WarmedUp)
 
     def execute(self, plan: StepPlan) -> PendingResult:
         """Start a step on every host. Raises EngineDeadError if one has failed."""
         self._broadcast(Execute((plan,)))
-        return _Together(self._together(lambda: self._backend.execute(plan)), self._failure, self._grace)
+        with self._failure.as_cause(self._grace):
+            return _PendingOnAllHosts(self._backend.execute(plan), self._failure, self._grace)
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShards:
         """Start a step of all data-parallel replicas on every host."""
         self._broadcast(Execute(plans))
-        backend = cast(ShardedBackend, self._backend)
-        return _Together(self._together(lambda: backend.execute_shards(plans)), self._failure, self._grace)
+        with self._failure.as_cause(self._grace):
+            pending = cast(ShardedBackend, self._backend).execute_shards(plans)
+            return _PendingOnAllHosts(pending, self._failure, self._grace)
 
     def sleep(self, level: int) -> None:
         """Release the memory of all hosts. Raises MemoryError if one cannot; then all are awake again."""
@@ -196,17 +218,6 @@ class LeadingBackend:
                 peer.end(str(failure))
             self._abandon()
 
-    def _together(self, run: Callable[[], T]) -> T:
-        """Return `run()`, part of a collective operation.
-
-        If it fails because a peer failed, raise the peer's failure.
-        """
-        try:
-            return run()
-        except Exception:
-            self._failure.raise_cause(self._grace)
-            raise
-
     def _apply(self, message: SleepRanks | WakeUpRanks, run: Callable[[], None]) -> None:
         """Broadcast `message` and run its local part. Raises the first error of any host after all have answered."""
         self._broadcast(message)
@@ -223,45 +234,29 @@ class LeadingBackend:
             raise failed
 
     def _expect(self, peer: Peer, kind: type[MessageT]) -> MessageT:
-        try:
+        with self._failure.as_cause():
             return peer.expect(kind)
-        except EngineDeadError:
-            self._failure.raise_cause()
-            raise
 
     def _broadcast(self, message: AgreedBlocks | Execute | SleepRanks | WakeUpRanks) -> None:
         data = encode(message)
-        try:
+        with self._failure.as_cause():
             for peer in self._followers:
                 peer.send_bytes(data)
-        except EngineDeadError:
-            self._failure.raise_cause()
-            raise
-
-
-class _Pending(Protocol[ResultT]):
-    def result(self) -> ResultT: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Together(Generic[ResultT]):
+class _PendingOnAllHosts(Generic[ResultT]):
     """A step in flight on every host."""
 
-    pending: _Pending[ResultT]
+    pending: Pending[ResultT]
     failure: PeerFailure
     grace: float
 
     def result(self) -> ResultT:
-        """Wait for the step. If it failed because a peer failed, raise the peer's failure.
-
-        An aborted collective may also return; its result is then discarded.
-        """
-        try:
+        """Wait for the step. If it failed because a peer failed, raise the peer's failure."""
+        with self.failure.as_cause(self.grace):
             result = self.pending.result()
-        except Exception:
-            self.failure.raise_cause(self.grace)
-            raise
-        self.failure.raise_cause()
+        self.failure.check()  # an aborted collective may return, too
         return result
 
 

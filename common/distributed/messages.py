@@ -1,4 +1,4 @@
-"""Messages between hosts, or ranks, and their framing on a TCP connection.
+"""Messages between hosts, or ranks, their framing on a TCP connection, and the connection after the handshake (`Peer`).
 
 Tagged msgpack, decoded against these types, never pickle; each message is preceded by its length.
 """
@@ -265,8 +265,6 @@ def wire_version(data: bytes) -> int:
         raise ValueError(f"not a handshake message: {error}") from None
 
 
-# A connection to another host after the handshake, or to another rank: messages, and detection of its failure.
-
 OnLoss = Callable[[EngineDeadError], None]
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -275,7 +273,7 @@ GRACE_SECONDS: Final = 2.0
 
 
 class Peer:
-    """One connection. A thread reads it, so a peer's failure is noticed while this process waits for its devices.
+    """A connection to another host or rank. A thread reads it, so a failure is noticed while this process waits.
 
     `name` is the peer's name in messages. `grace`: seconds to wait for last messages of a peer that is ending.
     `exit_status` describes how the peer's process ended ("was killed by SIGKILL"), "" if unknown; called after the

@@ -3,7 +3,7 @@
     plan 1, start 1, plan 2, start 2 | wait for 1, report 1 | plan 3, start 3 | wait for 2, report 2 | ...
 
 Generation, pooling and data parallelism share this loop. They differ in the scheduler, which plans steps and turns
-results into outputs, and in the backend method that executes its plans.
+results into outputs, and in the backend method that executes its plans. `Sleeper` offloads an idle engine's memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
-from pagoda.common.backend import Backend, SleepingBackend, Weight
+from pagoda.common.backend import Backend, Pending, SleepingBackend, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.kv_cache.manager import KvManager
@@ -28,7 +28,6 @@ from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import ConfigError, ModelError, RequestError, SleepError
 
 PlanT = TypeVar("PlanT")
-ResultT_co = TypeVar("ResultT_co", covariant=True)
 ResultT_contra = TypeVar("ResultT_contra", contravariant=True)
 
 GRAMMAR_WAIT_SECONDS: Final = 0.005
@@ -36,14 +35,6 @@ GRAMMAR_WAIT_SECONDS: Final = 0.005
 
 CHECK_INTERVAL: Final = 256
 """Steps between two integrity checks under load. A check costs about 1 ns per KV block."""
-
-
-class StartedStep(Protocol[ResultT_co]):
-    """A step that was started."""
-
-    def result(self) -> ResultT_co:
-        """Wait for the step and return its result. Raises what the step raised."""
-        ...
 
 
 class StepScheduler(Protocol[PlanT, ResultT_contra]):
@@ -153,7 +144,7 @@ class EngineCore:
 
     def __init__(
         self,
-        execute: Callable[[Any], StartedStep[Any]],
+        execute: Callable[[Any], Pending[Any]],
         scheduler: StepScheduler[Any, Any],
         limits: Limits,
         *,
@@ -166,7 +157,7 @@ class EngineCore:
         self._kv_managers = tuple(kv_managers)
         self._grammars = GrammarQueue(scheduler.add, structured)
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
-        self._pending: deque[tuple[Any, StartedStep[Any]]] = deque()
+        self._pending: deque[tuple[Any, Pending[Any]]] = deque()
         self._unchecked_steps = 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -267,13 +258,13 @@ def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_bloc
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
-TAGS: Final = (WEIGHTS, KV_CACHE)
+SLEEP_TAGS: Final = (WEIGHTS, KV_CACHE)
 """The parts of an engine's memory that can be offloaded, in the order of wake-up."""
 
-LEVELS: Final = (1, 2)
+SLEEP_LEVELS: Final = (1, 2)
 """1: weights are kept in host memory. 2: weights are read again from the checkpoint. Both drop the KV cache."""
 
-MODES: Final = ("abort", "wait")
+PAUSE_MODES: Final = ("abort", "wait")
 """What happens to running requests: they are aborted, or finish first."""
 
 ASLEEP: Final = "the engine is asleep; wake it up first (POST /wake_up, or wake_up())"
@@ -311,11 +302,11 @@ class Sleeper:
                 self._backend.sleep(level)
             except MemoryError as error:
                 raise SleepError(f"the engine stays awake: {error}") from error
-        self._asleep, self._level = TAGS, level
+        self._asleep, self._level = SLEEP_TAGS, level
 
     def wake_up(self, tags: Iterable[str]) -> None:
         """Restore parts; those that are awake stay so. Raises SleepError if one fails, which stays offloaded."""
-        for tag in [tag for tag in TAGS if tag in tags and tag in self._asleep]:
+        for tag in [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]:
             try:
                 if tag == WEIGHTS:
                     self._backend.wake_weights(self._read_weights)
@@ -331,19 +322,21 @@ class Sleeper:
 def check_sleep(config: ModelConfig, level: int, mode: str) -> None:
     """Raise RequestError for an unknown level or mode, ConfigError for an engine that cannot sleep."""
     _check_enabled(config)
-    if level not in LEVELS:
+    if level not in SLEEP_LEVELS:
         raise RequestError("level", f"level {level} is not 1 (weights kept in host memory) or 2 (nothing kept)")
-    if mode not in MODES:
-        raise RequestError("mode", f"mode {mode[:50]} is not {' or '.join(MODES)}: the KV of requests is not kept")
+    if mode not in PAUSE_MODES:
+        raise RequestError(
+            "mode", f"mode {mode[:50]} is not {' or '.join(PAUSE_MODES)}: the KV of requests is not kept"
+        )
 
 
 def check_wake_up(config: ModelConfig, tags: Iterable[str] | None) -> tuple[str, ...]:
     """Return the parts to wake up, all if none is named. Raises as check_sleep does."""
     _check_enabled(config)
-    checked = tuple(tags or TAGS)
+    checked = tuple(tags or SLEEP_TAGS)
     for tag in checked:
-        if tag not in TAGS:
-            raise RequestError("tags", f"tag {tag[:50]} is not {' or '.join(TAGS)}")
+        if tag not in SLEEP_TAGS:
+            raise RequestError("tags", f"tag {tag[:50]} is not {' or '.join(SLEEP_TAGS)}")
     return checked
 
 

@@ -10,10 +10,8 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
+from pagoda.common.engine.step import Float32, Int32
 
 PoolingTask: TypeAlias = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 

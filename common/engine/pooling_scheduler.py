@@ -17,7 +17,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.pooling import Pooled, PoolingRules, PoolingTask, PoolPlan, PoolResult
-from pagoda.common.engine.request import FcfsQueue, PriorityQueue, Request, RequestStatus, WaitingQueue
+from pagoda.common.engine.request import Request, RequestStatus, queue_rank, waiting_queue
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError
 
@@ -39,7 +39,7 @@ class PoolingScheduler:
         self, limits: Limits, tasks: tuple[PoolingTask, ...], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._limits, self._tasks, self._clock = limits, tasks, clock
-        self._waiting: WaitingQueue = PriorityQueue() if limits.policy == "priority" else FcfsQueue()
+        self._waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}  # running and waiting
         self._in_flight: deque[_InFlightBatch] = deque()
         self._added = self._steps = self._recompiles = 0
@@ -48,8 +48,7 @@ class PoolingScheduler:
         """Queue a request. Raises RequestError naming the field if it can never run."""
         self._check(request)
         self._added += 1
-        by_priority = self._limits.policy == "priority"
-        rank = (float(request.priority), request.arrival, self._added) if by_priority else (self._added,)
+        rank = queue_rank(request, self._limits.policy, self._added)
         state = Request.of(request, limit=len(request.prompt_token_ids), rank=rank)
         self._requests[state.request_id] = state
         self._waiting.push(state)

@@ -1,7 +1,7 @@
-"""One sequence in the engine: what the request specifies, and its progress.
+"""Requests in the engine: the state of one (`Request`), the queues of those that wait, the arrays of those that run.
 
-Knows token ids and blocks; queues, steps and devices are the scheduler's. While a request runs, the numbers that every
-step touches live in `batch_state.RunningBatch`, under its row.
+A waiting request is in a `WaitingQueue`. A running one has a row of `RunningBatch`, which holds the numbers that every
+step touches: a step over hundreds of decoding sequences is then a few numpy operations, without a loop over objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED, PREVIOUS, Bool, Int32, UInt8
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
+Int64 = npt.NDArray[np.int64]
+
 NO_ROW: Final = -1
+"""Row of a request that does not run."""
+
+NEVER: Final = np.iinfo(np.int32).max
+"""A number of tokens that no request reaches."""
 
 
 class RequestStatus(Enum):
@@ -157,11 +163,8 @@ def _embed_rows(values: bytes, prompt: Int32) -> UInt8:
     return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)
 
 
-# Queues of requests that wait for a row: first come first served, or by priority. Operations are O(1) or O(log n).
-
-
 class WaitingQueue(Protocol):
-    """A queue of waiting requests."""
+    """A queue of requests that wait for a row. Operations are O(1) or O(log n)."""
 
     def push(self, request: Request) -> None:
         """Add a request."""
@@ -255,20 +258,23 @@ class PriorityQueue(WaitingQueue):
         raise IndexError("no request is waiting")
 
 
-# The numbers of running requests that every step reads or writes, one array per number, indexed by row.
-#
-# A step over hundreds of decoding sequences is then a few numpy operations, without a loop over objects.
-#
-# |<-------- computed -------->|<- wanted ->|
-# [ prompt ........ | generated, known | in flight ]
-# |<---------------------- total ----------------->|        total <= limit
+def waiting_queue(policy: str) -> WaitingQueue:
+    """Return an empty queue for a --scheduling-policy."""
+    return PriorityQueue() if policy == "priority" else FcfsQueue()
 
-Int64 = npt.NDArray[np.int64]
-NEVER: Final = np.iinfo(np.int32).max
+
+def queue_rank(request: EngineRequest, policy: str, number: int) -> tuple[float, ...]:
+    """Return the position of the `number`-th added request in that queue, smaller first."""
+    return (float(request.priority), request.arrival, number) if policy == "priority" else (number,)
 
 
 class RunningBatch:
-    """State of all rows, free and taken. Arrays have shape [max_num_seqs]."""
+    """State of all rows, free and taken. Arrays have shape [max_num_seqs].
+
+    |<-------- computed -------->|<- wanted ->|
+    [ prompt ........ | generated, known | in flight ]
+    |<---------------------- total ----------------->|        total <= limit
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         def zeros() -> Int32:
@@ -363,8 +369,8 @@ class RunningBatch:
 
     def report(self, rows: Int32, token_ids: Int32) -> Int32:
         """Record the sampled `token_ids` [n] of `rows` [n]. Returns the rows with another page for the prefix cache."""
-        left = self.inflight[rows] - 1
-        self.inflight[rows] = left
-        self.newest[rows] = np.where(left == 0, token_ids, PREVIOUS)
-        known = self.total[rows] - left
+        inflight = self.inflight[rows] - 1
+        self.inflight[rows] = inflight
+        self.newest[rows] = np.where(inflight == 0, token_ids, PREVIOUS)
+        known = self.total[rows] - inflight
         return rows[known >= self.next_page[rows]]

@@ -1,6 +1,8 @@
 """Sampling state of every row, as columns: the host cost of a step does not grow with rows that need no edits.
 
-Every backend keeps one `RowTable`; `SampledRows` selects the rows that sample in a step and packs their parameters.
+Every backend keeps one `RowTable`; `SampledRows` selects the rows that sample in a step and packs their parameters. The
+edits of their logits are packed into arrays of fixed size, so that no device program depends on how much a request
+specifies; lists that exceed an array are split over several.
 """
 
 from __future__ import annotations
@@ -180,19 +182,16 @@ def prompt_targets(plan: StepPlan, table: RowTable) -> Iterator[PromptTargets]:
             yield PromptTargets(index, begin, targets, state.rules.prompt_logprobs or 0)
 
 
-# Logit edits before temperature, packed into arrays that every backend's sampler reads.
-#
-# Bias and bans go into arrays of fixed size, so that no device program depends on how much a request specifies. Lists
-# that exceed an array are split over several.
+# Logit edits before temperature.
 
-ENTRIES: Final = 256
+MAX_ADDITIONS: Final = 256
 """(sequence, token, value) triples per array of additions."""
 
-WORDS: Final = 128
+MAX_WORDS: Final = 128
 """Banned words of several tokens per array."""
 
-HEADS: Final = 1024
-"""Tokens before the last one of those words, in total. Of a longer word only the last HEADS are compared."""
+MAX_WORD_HEADS: Final = 1024
+"""Tokens before the last one of those words, in total. Of a longer word only the last MAX_WORD_HEADS are compared."""
 
 Entry = tuple[int, int, float]
 """Row of logits, token, value to add."""
@@ -215,14 +214,14 @@ def penalties(rows: Sequence[SampledRow], seqs: int) -> Int32:
 
 
 def additions(rows: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
-    """Yield int32 [3, ENTRIES]: row of logits (`seqs`: padding), token, and the value added to its logit, as bits.
+    """Yield int32 [3, MAX_ADDITIONS]: row of logits (`seqs`: padding), token, and what is added to its logit, as bits.
 
     Bias, banned words of one token, and stop ids that min_tokens masks.
     """
     entries = [entry for sampled in rows for entry in _entries(sampled)]
-    for at in range(0, len(entries), ENTRIES):
-        piece = entries[at : at + ENTRIES]
-        packed = np.zeros((3, ENTRIES), np.int32)
+    for at in range(0, len(entries), MAX_ADDITIONS):
+        piece = entries[at : at + MAX_ADDITIONS]
+        packed = np.zeros((3, MAX_ADDITIONS), np.int32)
         packed[0] = seqs
         sequences, tokens, values = zip(*piece)
         packed[0, : len(piece)], packed[1, : len(piece)] = sequences, tokens
@@ -250,14 +249,14 @@ class _Word:
 
 
 def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32, Int32]]:
-    """Yield words int32 [2, WORDS] with their heads int32 [4, HEADS].
+    """Yield words int32 [2, MAX_WORDS] with their heads int32 [4, MAX_WORD_HEADS].
 
     A word is a row of logits (`seqs`: padding) and its last token. A head is one token before the last: its word
-    (WORDS: padding), the row and position of the history to compare with, and the token.
+    (MAX_WORDS: padding), the row and position of the history to compare with, and the token.
     """
     for piece in _word_pieces(word for sampled in rows for word in _words(sampled)):
-        words, heads = np.zeros((2, WORDS), np.int32), np.zeros((4, HEADS), np.int32)
-        words[0], heads[0] = seqs, WORDS
+        words, heads = np.zeros((2, MAX_WORDS), np.int32), np.zeros((4, MAX_WORD_HEADS), np.int32)
+        words[0], heads[0] = seqs, MAX_WORDS
         at = 0
         for number, word in enumerate(piece):
             words[:, number] = word.index, word.last
@@ -271,7 +270,7 @@ def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32,
 def _words(sampled: SampledRow) -> Iterator[_Word]:
     for word in sampled.state.rules.bad_words:
         if 1 < len(word) <= sampled.generated + 1:
-            head = word[:-1][-HEADS:]
+            head = word[:-1][-MAX_WORD_HEADS:]
             yield _Word(sampled.index, sampled.row, sampled.known - len(head), head, word[-1])
 
 
@@ -280,7 +279,7 @@ def _word_pieces(words: Iterator[_Word]) -> Iterator[list[_Word]]:
     piece: list[_Word] = []
     tokens = 0
     for word in words:
-        if len(piece) == WORDS or tokens + len(word.head) > HEADS:
+        if len(piece) == MAX_WORDS or tokens + len(word.head) > MAX_WORD_HEADS:
             yield piece
             piece, tokens = [], 0
         piece.append(word)

@@ -4,7 +4,7 @@ There is no prefill phase and no decode phase. A request has `computed` tokens a
 token budget. Chunked prefill, prefix hits, preemption by recomputation and planning ahead of results follow from that.
 
 Uses no device and no text; the clock only records when a request first runs. Per-step work on running requests is a
-few numpy operations (see batch_state); Python loops only over requests that start, finish or need a block or a mask.
+few numpy operations on a RunningBatch; Python loops only over requests that start, finish or need a block or a mask.
 """
 
 from __future__ import annotations
@@ -24,124 +24,20 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineSta
 from pagoda.common.engine.request import (
     FINISHED,
     NO_ROW,
-    FcfsQueue,
     Int64,
-    PriorityQueue,
     Request,
     RequestStatus,
     RunningBatch,
-    WaitingQueue,
+    queue_rank,
+    waiting_queue,
 )
 from pagoda.common.engine.step import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from pagoda.common.engine.structured_output.grammar import FIELD
+from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState, refresh_masks
 from pagoda.common.errors import RequestError
 
-# What a step's result means for each request: its new token, whether it finishes, the logprobs it reports.
-#
-# Knows requests and results; queues, rows and blocks are the scheduler's.
-
 RUNNING: Final = RequestStatus.RUNNING
 Ending: TypeAlias = tuple[Request, RequestStatus]
-
-
-def append_tokens(
-    requests: Sequence[Request],
-    tokens: Sequence[int],
-    logprobs: Mapping[int, TokenLogprobs],
-    ended_by_mask: Mapping[int, RequestStatus],
-) -> tuple[list[EngineOutput], list[Ending]]:
-    """Append each request's new token. Returns the outputs, and the final status of the requests that end.
-
-    `tokens`: one per request, negative where none was sampled. `logprobs`, `ended_by_mask`: by index in `requests`.
-    Results of finished requests are dropped. A request that was preempted after the step was planned still gets its
-    token: it will not be sampled again.
-    """
-    outputs: list[EngineOutput] = []
-    ended: list[Ending] = []
-    for index, (request, token) in enumerate(zip(requests, tokens)):
-        if token < 0 or (request.status is not RUNNING and request.is_finished):
-            continue
-        request.outputs.append(token)
-        status = RUNNING
-        if token in request.stop_token_ids or len(request.outputs) == request.max_outputs or index in ended_by_mask:
-            status = finish_status(request, token, len(request.outputs))
-            if status is RUNNING:
-                status = ended_by_mask.get(index, RUNNING)
-            if status is not RUNNING:
-                ended.append((request, status))
-        if status is RUNNING and request.has_token_only:
-            output = EngineOutput(
-                request_id=request.request_id,
-                new_token_ids=[token],
-                num_cached_tokens=request.num_cached_tokens or 0,
-            )
-        else:
-            output = _detailed_output(request, token, status, logprobs.get(index))
-        outputs.append(output)
-    return outputs, ended
-
-
-def finish_status(request: Request, token: int, generated: int) -> RequestStatus:
-    """Return the status after `token`, the last of `generated`. Stop tokens count from `min_tokens` on."""
-    if token in request.stop_token_ids and generated >= request.rules.min_tokens:
-        return RequestStatus.FINISHED_STOPPED
-    return RequestStatus.FINISHED_LENGTH if generated == request.max_outputs else RUNNING
-
-
-def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> None:
-    """Append a chunk's prompt logprobs to those of the chunks before."""
-    for index, block in result.prompt_logprobs.items():
-        request = requests[index]
-        if request.prompt_logprobs is not None and not request.is_finished:
-            request.prompt_logprobs.extend(_positions(block))
-
-
-def _detailed_output(
-    request: Request, token: int, status: RequestStatus, logprobs: TokenLogprobs | None
-) -> EngineOutput:
-    """Return the output of a request that starts, ends, was preempted or reports logprobs.
-
-    Prompt logprobs and the schedule time go out with the first output.
-    """
-    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-    request.has_token_only = request.is_plain
-    stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
-    stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
-    mask_state = request.mask_state
-    return EngineOutput(
-        request_id=request.request_id,
-        new_token_ids=[token],
-        finish_reason=FINISHED.get(status),
-        stop_reason=token if stopped else None,
-        logprobs=None if logprobs is None else _positions(logprobs, request.rules.logprob_token_ids),
-        prompt_logprobs=prompt_logprobs,
-        num_cached_tokens=request.num_cached_tokens or 0,
-        scheduled=request.scheduled if len(request.outputs) == 1 else 0.0,
-        num_preemptions=request.num_preemptions,
-        error=None if mask_state is None or mask_state.error is None else (FIELD, f"{FIELD}: {mask_state.error}"),
-    )
-
-
-def _positions(block: TokenLogprobs, only: Sequence[int] = ()) -> list[PositionLogprobs]:
-    """Return the block as messages. `only`: report these tokens instead of the best; the block then has all tokens."""
-    columns = zip(block.token_ids.tolist(), block.logprobs.tolist(), block.ranks.tolist())
-    if not only:
-        return [PositionLogprobs(token_ids=ids, logprobs=values, rank=rank) for ids, values, rank in columns]
-    positions = []
-    for ids, values, rank in columns:
-        rank_of = {token: position for position, token in enumerate(ids[1:], start=1)}
-        ranks = [rank_of[token] for token in only]
-        positions.append(
-            PositionLogprobs(
-                token_ids=[ids[0], *only],
-                logprobs=[values[0], *(values[position] for position in ranks)],
-                rank=rank,
-                ranks=ranks,
-            )
-        )
-    return positions
-
 
 MAX_BLOCKED_SHARE: Final = 8
 """When planning ahead, skip at most 1/8 of the running rows (those whose mask needs a token in flight). A skipped row
@@ -173,7 +69,7 @@ class Scheduler:
         self.kv = kv
         self._clock = clock
         self.running: list[Request] = []  # by rank: the last is preempted first
-        self.waiting: WaitingQueue = PriorityQueue() if limits.policy == "priority" else FcfsQueue()
+        self.waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs)
         self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
@@ -191,8 +87,8 @@ class Scheduler:
         # The last token is sampled but never computed, so it needs no slot in the cache.
         limit = min(num_prompt + request.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
         self._added += 1
-        first = (float(request.priority), request.arrival) if self.limits.policy == "priority" else ()
-        queued = Request.of(request, limit=limit, rank=(*first, self._added), mask_state=mask_state)
+        rank = queue_rank(request, self.limits.policy, self._added)
+        queued = Request.of(request, limit=limit, rank=rank, mask_state=mask_state)
         self._requests[queued.request_id] = queued
         self._num_masked += mask_state is not None
         self._num_embedded += queued.embeds is not None
@@ -364,7 +260,7 @@ class Scheduler:
                 self._hits += hit.num_tokens
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
-        request.status = RequestStatus.RUNNING
+        request.status = RUNNING
         insort(self.running, request, key=_rank)
         self._order = None
         return count
@@ -436,7 +332,7 @@ class Scheduler:
         self._order = None
 
     def _drop_finished(self) -> None:
-        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        self.running = [request for request in self.running if request.status is RUNNING]
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless rows, requests and blocks add up."""
@@ -455,7 +351,7 @@ def _rank(request: Request) -> tuple[float, ...]:
     return request.rank
 
 
-# Splitting a step's token budget among running requests.
+# The token budget of a step.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -501,6 +397,107 @@ def decode_first(rows: Int32, tokens: Int32) -> TokenBudget:
     return TokenBudget(rows[order], tokens[order])
 
 
+# The result of a step: each request's new token, whether it finishes, the logprobs it reports.
+
+
+def append_tokens(
+    requests: Sequence[Request],
+    tokens: Sequence[int],
+    logprobs: Mapping[int, TokenLogprobs],
+    ended_by_mask: Mapping[int, RequestStatus],
+) -> tuple[list[EngineOutput], list[Ending]]:
+    """Append each request's new token. Returns the outputs, and the final status of the requests that end.
+
+    `tokens`: one per request, negative where none was sampled. `logprobs`, `ended_by_mask`: by index in `requests`.
+    Results of finished requests are dropped. A request that was preempted after the step was planned still gets its
+    token: it will not be sampled again.
+    """
+    outputs: list[EngineOutput] = []
+    ended: list[Ending] = []
+    for index, (request, token) in enumerate(zip(requests, tokens)):
+        if token < 0 or (request.status is not RUNNING and request.is_finished):
+            continue
+        request.outputs.append(token)
+        status = RUNNING
+        if token in request.stop_token_ids or len(request.outputs) == request.max_outputs or index in ended_by_mask:
+            status = finish_status(request, token, len(request.outputs))
+            if status is RUNNING:
+                status = ended_by_mask.get(index, RUNNING)
+            if status is not RUNNING:
+                ended.append((request, status))
+        if status is RUNNING and request.has_token_only:
+            output = EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[token],
+                num_cached_tokens=request.num_cached_tokens or 0,
+            )
+        else:
+            output = _detailed_output(request, token, status, logprobs.get(index))
+        outputs.append(output)
+    return outputs, ended
+
+
+def finish_status(request: Request, token: int, generated: int) -> RequestStatus:
+    """Return the status after `token`, the last of `generated`. Stop tokens count from `min_tokens` on."""
+    if token in request.stop_token_ids and generated >= request.rules.min_tokens:
+        return RequestStatus.FINISHED_STOPPED
+    return RequestStatus.FINISHED_LENGTH if generated == request.max_outputs else RUNNING
+
+
+def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> None:
+    """Append a chunk's prompt logprobs to those of the chunks before."""
+    for index, block in result.prompt_logprobs.items():
+        request = requests[index]
+        if request.prompt_logprobs is not None and not request.is_finished:
+            request.prompt_logprobs.extend(_positions(block))
+
+
+def _detailed_output(
+    request: Request, token: int, status: RequestStatus, logprobs: TokenLogprobs | None
+) -> EngineOutput:
+    """Return the output of a request that starts, ends, was preempted or reports logprobs.
+
+    Prompt logprobs and the schedule time go out with the first output.
+    """
+    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    request.has_token_only = request.is_plain
+    stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
+    stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
+    grammar_error = None if request.mask_state is None else request.mask_state.error
+    return EngineOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        finish_reason=FINISHED.get(status),
+        stop_reason=token if stopped else None,
+        logprobs=None if logprobs is None else _positions(logprobs, request.rules.logprob_token_ids),
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        scheduled=request.scheduled if len(request.outputs) == 1 else 0.0,
+        num_preemptions=request.num_preemptions,
+        error=None if grammar_error is None else (GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {grammar_error}"),
+    )
+
+
+def _positions(block: TokenLogprobs, only: Sequence[int] = ()) -> list[PositionLogprobs]:
+    """Return the block as messages. `only`: report these tokens instead of the best; the block then has all tokens."""
+    columns = zip(block.token_ids.tolist(), block.logprobs.tolist(), block.ranks.tolist())
+    if not only:
+        return [PositionLogprobs(token_ids=ids, logprobs=values, rank=rank) for ids, values, rank in columns]
+    positions = []
+    for ids, values, rank in columns:
+        rank_of = {token: position for position, token in enumerate(ids[1:], start=1)}
+        ranks = [rank_of[token] for token in only]
+        positions.append(
+            PositionLogprobs(
+                token_ids=[ids[0], *only],
+                logprobs=[values[0], *(values[position] for position in ranks)],
+                rank=rank,
+                ranks=ranks,
+            )
+        )
+    return positions
+
+
 # Token masks of grammars and reasoning budgets. Only called while a request with a mask is unfinished.
 
 
@@ -538,7 +535,7 @@ def advance_masks(requests: Sequence[Request], tokens: Sequence[int]) -> dict[in
         if request.mask_state is None or token < 0 or request.is_finished:
             continue
         outputs = [*request.outputs, token]
-        if finish_status(request, token, len(outputs)) is RequestStatus.RUNNING:
+        if finish_status(request, token, len(outputs)) is RUNNING:
             request.mask_state.accept(token)
             advanced.append((index, request.mask_state, outputs))
     refresh_masks([(state, outputs) for _, state, outputs in advanced if not state.finished and state.error is None])

@@ -1,6 +1,8 @@
 """`Family`: how a model family's config.json becomes a spec and its checkpoint tensors become parameters.
 
-Also the builders and weight-name rules that most families share.
+Also the builders and weight-name rules that most families share. A rule states which checkpoint tensor fills which
+parameter; `common.weights.rules` applies it. Its pattern is a dotted name in which `{l}` and `{e}` stand for a layer's
+and an expert's index; a leading `[part.]` is optional. Several rules may fill one parameter from alternative names.
 """
 
 from __future__ import annotations
@@ -12,11 +14,6 @@ from typing import Final, Literal, TypeAlias
 from pagoda.common.models import hf_config
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.spec import Attention, Classifier, Ffn, Layer, Mlp, ModelSpec, Norm, Norms, Pooler
-
-# Weight-name rules of a family: which checkpoint tensor fills which parameter. `common.weights.rules` applies them.
-#
-# A pattern is a dotted name in which `{l}` and `{e}` stand for a layer's and an expert's index, and a leading `[part.]`
-# is optional. Several rules may fill the same parameter from alternative names.
 
 
 @dataclass(frozen=True, slots=True)

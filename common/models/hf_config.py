@@ -154,12 +154,12 @@ class HfConfig:
         """Raise ModelError naming every unread key that could matter, and the override that drops it."""
         for key in OFF_VALUES.keys() - self._read:
             self.expect(key, *OFF_VALUES[key])
-        left = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
-        if left:
-            noun, pronoun = ("key", "it does") if len(left) == 1 else ("keys", "they do")
+        unread = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
+        if unread:
+            noun, pronoun = ("key", "it does") if len(unread) == 1 else ("keys", "they do")
             raise ModelError(
-                f"{self.error(', '.join(left), f'unknown {noun} that could change the result')}; if {pronoun} not: "
-                f"--hf-overrides '{json.dumps(self._nulls(left), ensure_ascii=False)}'"
+                f"{self.error(', '.join(unread), f'unknown {noun} that could change the result')}; if {pronoun} not: "
+                f"--hf-overrides '{json.dumps(self._nulls(unread), ensure_ascii=False)}'"
             )
 
     def _nulls(self, keys: Sequence[str]) -> dict[str, Any]:

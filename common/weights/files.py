@@ -6,7 +6,7 @@ import json
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -73,6 +73,11 @@ def _parse_json(path: Path) -> object:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
     return value
+
+
+def leaves_folder(name: str) -> bool:
+    """True if a relative path from an untrusted file may lead outside of its folder."""
+    return name.startswith("/") or ".." in PurePosixPath(name).parts or any(char in name for char in "\\\0:")
 
 
 def array_at(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import ModelError, WeightError
-from pagoda.common.weights.files import NamedTensor, read_file, read_json
+from pagoda.common.weights.files import NamedTensor, leaves_folder, read_file, read_json
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 
@@ -143,7 +143,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _shard_path(index: Path, shard: str) -> Path:
     """Path of a shard. Names are untrusted: they must stay inside the index's folder."""
     parts = PurePosixPath(shard).parts
-    if not parts or shard.startswith("/") or ".." in parts or any(char in shard for char in "\\\0:"):
+    if not parts or leaves_folder(shard):
         raise WeightError(f"{index}: names {shard!r}, which is not a file inside the checkpoint's folder")
     path = index.parent.joinpath(*parts)
     if not path.is_file():

@@ -57,11 +57,11 @@ def apply_rules(
     for target, stack in stacks.items():
         if target not in filled:
             raise WeightError(f"parameter {target}: the checkpoint lacks {stack.missing()}")
-    left = [target for target in params if target not in filled]
-    if left:
-        more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
-        source = _sources(rules, left[0])
-        raise WeightError(f"parameter {left[0]} {list(params[left[0]].shape)}{more}: the checkpoint lacks {source}")
+    unfilled = [target for target in params if target not in filled]
+    if unfilled:
+        more = f" and {len(unfilled) - 1} more parameters" if len(unfilled) > 1 else ""
+        first, source = params[unfilled[0]], _sources(rules, unfilled[0])
+        raise WeightError(f"parameter {first.name} {list(first.shape)}{more}: the checkpoint lacks {source}")
 
 
 _Index = Mapping[str, Sequence[Rule]]

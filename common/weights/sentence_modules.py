@@ -6,14 +6,14 @@ Files: modules.json, N_Pooling/config.json, N_Dense/, sentence_bert_config.json,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from pagoda.common.config.groups.pooler import PoolingKind
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import SentenceModules
 from pagoda.common.models.spec import Dense, PoolerActivation
-from pagoda.common.weights.files import NamedTensor, read_json, read_json_list
+from pagoda.common.weights.files import NamedTensor, leaves_folder, read_json, read_json_list
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 
@@ -82,7 +82,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     except (KeyError, TypeError, ValueError):
         raise ModelError(f"{folder}/modules.json: corrupt: needs a list of modules with idx, type and path") from None
     for _, path in listed:
-        if path.startswith("/") or ".." in PurePosixPath(path).parts or any(char in path for char in "\\\0:"):
+        if leaves_folder(path):
             raise ModelError(f"{folder}/modules.json: names {path!r}, which is not a folder inside it")
     return [(kind, folder / path) for kind, path in listed]
 

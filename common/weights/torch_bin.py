@@ -1,6 +1,8 @@
-"""Read a state dict saved by torch.save (.bin, .pt) without torch and without executing pickled code.
+"""Read what torch.save wrote without torch and without executing pickled code.
 
-The file is a zip archive: `data.pkl` describes the tensors, `data/N` are their bytes, normally uncompressed and then
+`TorchFile` reads a state dict (.bin, .pt), `read_tensor` one tensor from untrusted bytes in memory.
+
+A file is a zip archive: `data.pkl` describes the tensors, `data/N` are their bytes, normally uncompressed and then
 memory-mapped. Unpickling admits only the names of a state dict, each mapped to a function of this module.
 Source of the format: https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
@@ -81,14 +83,11 @@ class TorchFile:
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
         """Return one tensor, as a view of the mapped file if it is stored uncompressed."""
         tensor = self._tensors[name]
-        if not tensor.size:
-            return np.empty(tensor.shape, tensor.dtype)
-        begin = tensor.offset * tensor.dtype.itemsize
-        flat = self._bytes(tensor)[begin : tensor.extent]
-        if flat.ctypes.data % tensor.dtype.itemsize:
-            flat = flat.copy()
-        strides = tuple(stride * tensor.dtype.itemsize for stride in tensor.strides)
-        return np.ndarray(tensor.shape, tensor.dtype, flat.data, 0, strides)  # checks the bounds again
+        begin, itemsize = tensor.offset * tensor.dtype.itemsize, tensor.dtype.itemsize
+        storage = self._storage(tensor)
+        if (storage.ctypes.data + begin) % itemsize:
+            return tensor._replace(offset=0).array(storage[begin : tensor.extent].copy().data)
+        return tensor.array(storage.data)
 
     def _check(self, name: str, tensor: TensorView) -> None:
         try:
@@ -103,17 +102,14 @@ class TorchFile:
     def _entry(self, tensor: TensorView) -> zipfile.ZipInfo:
         return self._archive.getinfo(f"{self._root}data/{tensor.key}")
 
-    def _bytes(self, tensor: TensorView) -> npt.NDArray[np.uint8]:
+    def _storage(self, tensor: TensorView) -> npt.NDArray[np.uint8]:
         entry = self._entry(tensor)
         if entry.compress_type != zipfile.ZIP_STORED:
             return np.frombuffer(bytearray(_read(self.path, self._archive, entry.filename)), np.uint8)
-        header = self._data[entry.header_offset : entry.header_offset + _LOCAL_HEADER].tobytes()
-        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        begin = entry.header_offset + _LOCAL_HEADER + names
-        piece = self._data[begin : begin + entry.file_size]
-        if header[:4] != _LOCAL_MAGIC or len(piece) != entry.file_size:
+        stored = _stored_bytes(self._data.data, entry)
+        if stored is None:
             raise WeightError(f"{self.path}: corrupt record data/{tensor.key}; download it again")
-        return piece
+        return np.frombuffer(stored, np.uint8)
 
 
 def _open_archive(path: Path, data: npt.NDArray[np.uint8]) -> zipfile.ZipFile:
@@ -132,13 +128,27 @@ def _open_archive(path: Path, data: npt.NDArray[np.uint8]) -> zipfile.ZipFile:
 
 def _root(path: Path, archive: zipfile.ZipFile) -> str:
     """The archive's top folder with its slash. Also checks the byte order."""
-    pickles = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    pickles = _pickles(archive)
     if len(pickles) != 1:
         raise WeightError(f"{path}: is not a file of torch.save: the archive has {len(pickles)} data.pkl, expected 1")
     root = pickles[0].removesuffix("data.pkl")
     if f"{root}byteorder" in archive.namelist() and _read(path, archive, f"{root}byteorder") != b"little":
         raise WeightError(f"{path}: was saved on a big-endian machine, which is not supported")
     return root
+
+
+def _pickles(archive: zipfile.ZipFile) -> list[str]:
+    """Return the names of the descriptions in an archive; torch.save writes one."""
+    return [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+
+
+def _stored_bytes(data: memoryview, entry: zipfile.ZipInfo) -> memoryview | None:
+    """Return the bytes of an uncompressed entry of the archive `data`; None if the entry is corrupt or truncated."""
+    header = bytes(data[entry.header_offset : entry.header_offset + _LOCAL_HEADER])
+    name_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    begin = entry.header_offset + _LOCAL_HEADER + name_bytes
+    stored = data[begin : begin + entry.file_size]
+    return stored if header[:4] == _LOCAL_MAGIC and len(stored) == entry.file_size else None
 
 
 def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
@@ -153,7 +163,7 @@ def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, Tens
         raise WeightError(f"{path}: refused: its description of the tensors exceeds {_MAX_PICKLE} bytes")
     pickled = _read(path, archive, f"{root}data.pkl")
     try:
-        state = Unpickler(io.BytesIO(pickled)).load()
+        state = _StateDictUnpickler(io.BytesIO(pickled)).load()
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
     except Exception as error:  # a hostile or broken pickle may raise anything
@@ -200,8 +210,15 @@ class TensorView(NamedTuple):
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
         return (self.offset + last + 1) * self.dtype.itemsize
 
+    def array(self, storage: memoryview) -> npt.NDArray[np.generic]:
+        """Return the tensor as a view of its storage. Raises ValueError if it reaches outside."""
+        if not self.size:
+            return np.empty(self.shape, self.dtype)
+        strides = tuple(stride * self.dtype.itemsize for stride in self.strides)
+        return np.ndarray(self.shape, self.dtype, storage, self.offset * self.dtype.itemsize, strides)
 
-class Unpickler(pickle.Unpickler):
+
+class _StateDictUnpickler(pickle.Unpickler):
     """Builds dicts, lists, numbers, strings and `TensorView`s; raises WeightError for any other global name."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -265,10 +282,9 @@ def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Se
     return TensorView(key, dtype, offset, tuple(shape), tuple(strides))
 
 
-# Read one tensor saved by torch.save from untrusted bytes in memory (a request's prompt embeddings).
-#
-# Read like a checkpoint, without torch, with tight limits: a pickle of a few kilobytes whose opcodes build only tuples
-# and numbers, no compression, and no view larger than its storage. Memory use is bounded by the bytes sent.
+# One tensor in memory, such as a request's prompt embeddings. It is read with tight limits: a pickle of a few kilobytes
+# whose opcodes build only tuples and numbers, no compression, no view larger than its storage. Memory use is bounded by
+# the bytes sent.
 
 _MAX_TENSOR_PICKLE: Final = 4096  # bytes; a tensor needs about 150
 _MAX_ENTRIES: Final = 64  # of the archive; a tensor needs 7
@@ -286,7 +302,7 @@ _OPCODES: Final = frozenset(
 """Allowed pickle opcodes: no dicts (their keys are hashed), no attributes, no memo index of arbitrary size."""
 
 
-class _TensorUnpickler(Unpickler):
+class _TensorUnpickler(_StateDictUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return tuple  # the tensor's empty dict of hooks
@@ -310,37 +326,30 @@ def read_tensor(data: bytes) -> npt.NDArray[np.generic]:
 
 
 def _read_tensor(data: bytes, archive: zipfile.ZipFile) -> npt.NDArray[np.generic]:
-    names = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
-    if len(names) != 1:
+    pickles = _pickles(archive)
+    if len(pickles) != 1:
         raise WeightError("it is not what torch.save writes of a tensor")
-    root = names[0].removesuffix("data.pkl")
+    root = pickles[0].removesuffix("data.pkl")
     if f"{root}byteorder" in archive.namelist() and bytes(_entry(data, archive, f"{root}byteorder")) != b"little":
         raise WeightError("it was saved on a big-endian machine")
-    view = _unpickle(bytes(_entry(data, archive, names[0], _MAX_TENSOR_PICKLE)))
+    view = _unpickle(bytes(_entry(data, archive, pickles[0], _MAX_TENSOR_PICKLE)))
     storage = _entry(data, archive, f"{root}data/{view.key}")
     if view.size > len(storage):
         raise WeightError("it repeats the values of a smaller storage; save tensor.contiguous()")
     if view.extent > len(storage):
         raise WeightError("its shape reaches outside of its storage")
-    strides = tuple(stride * view.dtype.itemsize for stride in view.strides)
-    if not view.size:
-        return np.empty(view.shape, view.dtype)
-    begin = view.offset * view.dtype.itemsize
-    return np.ndarray(view.shape, view.dtype, storage, begin, strides)  # checks the bounds again
+    return view.array(storage)
 
 
 def _entry(data: bytes, archive: zipfile.ZipFile, name: str, max_size: int | None = None) -> memoryview:
-    """A view of the bytes of one archive entry."""
+    """Return the bytes of one archive entry."""
     entry = archive.getinfo(name)
     if entry.compress_type != zipfile.ZIP_STORED or (max_size is not None and entry.file_size > max_size):
         raise WeightError("it is compressed, or describes more than a tensor")
-    header = data[entry.header_offset : entry.header_offset + _LOCAL_HEADER]
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    begin = entry.header_offset + _LOCAL_HEADER + lengths
-    piece = memoryview(data)[begin : begin + entry.file_size]
-    if header[:4] != _LOCAL_MAGIC or len(piece) != entry.file_size:
+    stored = _stored_bytes(memoryview(data), entry)
+    if stored is None:
         raise WeightError("it is truncated or corrupt")
-    return piece
+    return stored
 
 
 def _unpickle(pickled: bytes) -> TensorView:

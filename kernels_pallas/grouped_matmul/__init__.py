@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
-from pagoda.kernels_pallas.grouped_matmul.kernel import kernel
-
-# The public function of the grouped matmul, and its reference implementation.
+from pagoda.kernels_pallas.grouped_matmul.kernel import grouped_matmul_kernel
 
 
 def grouped_matmul(
@@ -51,7 +49,7 @@ def grouped_matmul(
     layer, sizes = jnp.asarray(layer, jnp.int32), sizes.astype(jnp.int32)
     if not use_kernel:
         return reference(rows, weights, layer, sizes, transposed=transposed, out_dtype=out_dtype)
-    return kernel(
+    return grouped_matmul_kernel(
         rows, weights, layer, sizes, transposed=transposed, out_dtype=out_dtype, interpret=interpret, chip=chip
     )
 
@@ -66,9 +64,6 @@ def reference(
         for part in range(matrices.shape[1])
     ]
     return jnp.stack(products).astype(out_dtype)
-
-
-__all__ = ["grouped_matmul"]
 
 
 # Named static shapes of a call, for compile tests and schedules.

@@ -187,7 +187,7 @@ def _slice(i: Any, size: int, total: int) -> Any:
     return slice(None) if size == total else pl.ds(pl.multiple_of(i * size, size), size)
 
 
-def kernel(
+def grouped_matmul_kernel(
     rows: jax.Array,
     weights: jax.Array,
     layer: jax.Array,
@@ -198,7 +198,7 @@ def kernel(
     interpret: Any,
     chip: ChipInfo,
 ) -> jax.Array:
-    """Run the kernel. Arguments as `api.grouped_matmul`."""
+    """Run the kernel. Arguments as `grouped_matmul`."""
     count, inner = rows.shape
     groups, parts, outer = weights.shape[1], weights.shape[2], weights.shape[3 if transposed else 4]
     blocks = choose_block_sizes(chip, count, groups, inner, outer, weights.dtype.itemsize)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
-from pagoda.kernels_pallas.ragged_paged_attention.call import kernel
+from pagoda.kernels_pallas.ragged_paged_attention.call import attention_kernel
 from pagoda.kernels_pallas.ragged_paged_attention.layout import PagedKvLayout
 from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch, Scalar, check, make_knobs
-from pagoda.kernels_pallas.ragged_paged_attention.reference import reference
+from pagoda.kernels_pallas.ragged_paged_attention.reference import attention_reference
 
-# The public function of ragged paged attention.
+__all__ = ["PagedKvLayout", "ragged_paged_attention"]
 
 
 def ragged_paged_attention(
@@ -50,7 +50,7 @@ def ragged_paged_attention(
     page_table: int32 [S, max_pages]. Its width is static: a bucket chosen by the caller.
     counts: int32 [2], number of decode sequences (one token each, first in the batch), number of sequences (each with
     at least one token).
-    scale, softcap, k_scale, v_scale: float32 []; window: int32 []; sinks: float32 [N]. See `arguments.Knobs`. Their
+    scale, softcap, k_scale, v_scale: float32 []; window: int32 []; sinks: float32 [N]. See `plan.Knobs`. Their
     values are traced, so one program serves all values.
 
     Static: which of these options are None; decode_only (all sequences have one token: the mixed variant is not built);
@@ -66,18 +66,13 @@ def ragged_paged_attention(
     knobs = make_knobs(scale, softcap, window, sinks, k_scale, v_scale)
     layer = jnp.asarray(layer, jnp.int32)
     if not use_kernel:
-        return reference(q, k, v, cache, layer, batch, knobs, layout=layout, decode_only=decode_only)
-    return kernel(
+        return attention_reference(q, k, v, cache, layer, batch, knobs, layout=layout, decode_only=decode_only)
+    return attention_kernel(
         q, k, v, cache, layer, batch, knobs, layout=layout, decode_only=decode_only, interpret=interpret, chip=chip
     )
 
 
-__all__ = ["PagedKvLayout", "ragged_paged_attention"]
-
-
 # Named static shapes of a call, for compile tests and schedules.
-
-KNOBS = ("softcap", "window", "sinks", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class RaggedAttentionArgs:
     context: int = 1024
     layers: int = 4
     pages: int = 1024
-    knobs: tuple[str, ...] = ()
+    knobs: tuple[str, ...] = ()  # fields of plan.Knobs that are set, besides `scale`
     decode_only: bool = False
 
     def function(self, chip: ChipInfo) -> Callable[..., Any]:

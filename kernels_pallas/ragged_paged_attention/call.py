@@ -28,7 +28,7 @@ from pagoda.kernels_pallas.ragged_paged_attention.transfers import Transfers
 MAX_TABLE = 128 * 1024  # int32 entries of the page table: half of SMEM
 
 
-def kernel(
+def attention_kernel(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -42,7 +42,7 @@ def kernel(
     interpret: Any,
     chip: ChipInfo,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel. Arguments as `api.ragged_paged_attention`."""
+    """Run the kernel. Arguments as `ragged_paged_attention`."""
     if batch.page_table.size > MAX_TABLE:
         raise ValueError(
             f"a page table of {batch.page_table.shape} exceeds the {MAX_TABLE} entries that fit scalar memory; use "

@@ -17,7 +17,7 @@ QUERY_BLOCK = 128
 DECODE_BATCH = 16
 
 
-def reference(
+def attention_reference(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -29,7 +29,7 @@ def reference(
     layout: PagedKvLayout,
     decode_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute attention. Arguments as `api.ragged_paged_attention`."""
+    """Compute attention. Arguments as `ragged_paged_attention`."""
     batch = batch.cleaned()
     cache = write(k, v, cache, layer, batch, knobs, layout)
     out = _decode(q, cache, layer, batch, knobs, layout)

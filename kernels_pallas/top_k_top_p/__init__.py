@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
-from pagoda.kernels_pallas.top_k_top_p.kernel import kernel
-
-# The public function of the top-k/top-p/min-p threshold, and its reference implementation.
+from pagoda.kernels_pallas.top_k_top_p.kernel import top_k_top_p_kernel
 
 
 def top_k_top_p(
@@ -46,7 +44,7 @@ def top_k_top_p(
             raise ValueError(f"{name} has shape {x.shape}, expected {rows}")
     if not use_kernel:
         return reference(logits, temperature, top_k, top_p, min_p)
-    return kernel(logits, temperature, top_k, top_p, min_p, interpret=interpret, chip=chip)
+    return top_k_top_p_kernel(logits, temperature, top_k, top_p, min_p, interpret=interpret, chip=chip)
 
 
 def reference(
@@ -86,9 +84,6 @@ def largest(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
 
     rows = jax.eval_shape(enough, jax.ShapeDtypeStruct((1,), jnp.uint32)).shape[0]
     return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(rows, jnp.uint32))
-
-
-__all__ = ["top_k_top_p"]
 
 
 # Named static shapes of a call, for compile tests and schedules.

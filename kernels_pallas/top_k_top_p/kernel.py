@@ -245,7 +245,7 @@ def wide(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x] * (CHUNK // LANES), axis=1)
 
 
-def kernel(
+def top_k_top_p_kernel(
     logits: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
@@ -255,7 +255,7 @@ def kernel(
     interpret: Any,
     chip: ChipInfo,
 ) -> jax.Array:
-    """Run the kernel. Arguments as `api.top_k_top_p`."""
+    """Run the kernel. Arguments as `top_k_top_p`."""
     count, vocab = logits.shape
     vmem = 4 * ROWS * (3 * pl.cdiv(vocab, CHUNK) + 8) * CHUNK
     if vmem > chip.vmem_bytes:

@@ -1,6 +1,6 @@
 """Prompt embeddings: from a request's base64 or a caller's array to rows in the model's dtype.
 
-Neither torch nor unrestricted unpickling is needed; see common.weights.torch_tensor.
+Neither torch nor unrestricted unpickling is needed; see common.weights.torch_bin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Beam search against all answers that there are: a beam as wide as the tree is exact, a narrow one is greedy."""
+"""Beam search against enumeration: a beam as wide as the tree is exact, a beam of one is greedy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ VOCAB = 4
 def table(seed: int) -> Mapping[tuple[int, ...], dict[int, float]]:
     """Next-token log-probabilities of every history of up to four tokens."""
     draw = random.Random(seed)
-    found: dict[tuple[int, ...], dict[int, float]] = {}
+    logprobs: dict[tuple[int, ...], dict[int, float]] = {}
     histories: list[tuple[int, ...]] = [()]
     while histories:
         history = histories.pop()
         weights = [draw.random() + 0.01 for _ in range(VOCAB)]
-        found[history] = {token: math.log(weight / sum(weights)) for token, weight in enumerate(weights)}
+        logprobs[history] = {token: math.log(weight / sum(weights)) for token, weight in enumerate(weights)}
         if len(history) < 3:
             histories += [(*history, token) for token in range(VOCAB)]
-    return found
+    return logprobs
 
 
 def every_answer(model: Mapping[tuple[int, ...], dict[int, float]], longest: int) -> list[Beam]:
@@ -70,7 +70,7 @@ def test_a_beam_of_one_is_greedy(seed: int) -> None:
     assert beam.ended == (tokens[-1] == END)
 
 
-def test_the_end_can_be_ignored_and_room_is_kept() -> None:
+def test_ignore_eos_and_the_context_limit() -> None:
     model = table(1)
     params = BeamSearchParams(beam_width=8, max_tokens=9, ignore_eos=True)
     beams = searched(model, params, room=2)
@@ -79,7 +79,7 @@ def test_the_end_can_be_ignored_and_room_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("early", "tokens"), [(True, (0, END)), (False, (0, 1, END))])
-def test_stopping_early_ends_with_the_first_answers(early: bool, tokens: tuple[int, ...]) -> None:
+def test_early_stopping_ends_with_the_first_answers(early: bool, tokens: tuple[int, ...]) -> None:
     model: dict[tuple[int, ...], dict[int, float]] = {
         (): {0: -0.1, 1: -9.0},
         (0,): {END: -0.5, 1: -0.6},
@@ -100,7 +100,7 @@ def test_stopping_early_ends_with_the_first_answers(early: bool, tokens: tuple[i
         ({"length_penalty": 1e300}, "length_penalty"),
     ],
 )
-def test_bad_params_name_the_field(values: dict[str, float], field: str) -> None:
+def test_invalid_params_name_the_field(values: dict[str, float], field: str) -> None:
     with pytest.raises(RequestError) as error:
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | values))  # type: ignore[arg-type]
     assert error.value.field == field

@@ -1,4 +1,4 @@
-"""An answer that says the same again and again is seen, and no other."""
+"""Repetition detection."""
 
 import pytest
 

@@ -89,7 +89,7 @@ def test_positions_and_defaults_are_those_of_the_interface():
     "|min_tokens|logprobs|prompt_logprobs|logit_bias|allowed_token_ids|extra_args"
 )
 @pytest.mark.parametrize("name", sorted(SET_VALUES))
-def test_none_of_the_honoured_fields_is_ignored(name):
+def test_every_honoured_field_has_an_effect(name):
     """Each one changes the resolved rules, or is read elsewhere by name."""
     read_elsewhere = {
         "n", "stop", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
@@ -148,7 +148,7 @@ def test_values_outside_their_bounds_name_the_field(name, value):
         {"stop": ("a", "b")}, {"truncate_prompt_tokens": -1}, {"logit_bias": {0: -100}}, {"presence_penalty": -2},
     ],
 )  # fmt: skip
-def test_values_on_their_bounds_are_taken(values):
+def test_values_on_their_bounds_are_accepted(values):
     SamplingParams(**values)
 
 
@@ -169,7 +169,7 @@ def test_changed_fields_are_checked_again():
     assert params.stop_strings == ["end"]
 
 
-def test_greedy_neutralises_the_filters_and_draws_no_seed():
+def test_greedy_sampling_has_no_filters_and_no_seed():
     rules = SamplingParams(temperature=1e-6, top_p=0.5, top_k=3, min_p=0.2, repetition_penalty=1.3).rules(vocab_size=10)
     assert rules.is_greedy
     assert (rules.temperature, rules.top_p, rules.top_k, rules.min_p, rules.seed) == (0.0, 1.0, 0, 0.0, 0)
@@ -216,7 +216,7 @@ def test_bad_word_ids_outside_the_vocabulary():
     assert caught.value.field == "bad_words"
 
 
-def test_from_optional_takes_none_as_default():
+def test_from_optional_treats_none_as_default():
     params = SamplingParams.from_optional(n=None, temperature=None, max_tokens=None, logit_bias={"12": 1.0}, stop=None)
     assert (params.n, params.temperature, params.max_tokens, params.logit_bias) == (1, 1.0, None, {12: 1.0})
     with pytest.raises(RequestError) as caught:

@@ -28,9 +28,9 @@ def compile_all(pairs: list[str]) -> None:
         [sys.executable, str(PROGRAM), *pairs], env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [facts["pair"] for facts in found] == pairs
-    for facts in found:
+    compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [facts["pair"] for facts in compiled] == pairs
+    for facts in compiled:
         chip, name = facts["pair"].split("/")
         case = spec(name)
         cache = 4 * math.prod(case.layout.shape(case.layers, case.pages))
@@ -47,7 +47,7 @@ def test_every_tuned_entry_is_compiled() -> None:
     """Each key of tuning.json belongs to a shape of the matrix, and its entry changes the block sizes."""
     cases = {f"{chip}/{kind(spec(name))}/{key(spec(name).layout)}": spec(name) for chip, name in pairs(MATRIX)}
     for line, entry in plan._table().items():
-        assert line in cases, f"no shape of arg_specs compiles {line}"
+        assert line in cases, f"no shape of SPECS compiles {line}"
         case = cases[line]
         group = case.heads // case.layout.kv_heads * case.layout.heads_per_row
         assert entry.items() - plan._formula(case.layout, group, decode=case.decode_only).items()

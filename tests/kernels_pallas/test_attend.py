@@ -27,8 +27,8 @@ def test_every_byte_is_widened_exactly(dtype: str, place: int) -> None:
 
     shape = jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
     out = pl.pallas_call(body, out_shape=shape, interpret=pltpu.InterpretParams())(jnp.asarray(words))
-    found, wanted = np.asarray(out, np.float32), np.stack([true[low], true[high]], 1).reshape(16, 128)
-    finite = np.isfinite(wanted)
+    actual, expected = np.asarray(out, np.float32), np.stack([true[low], true[high]], 1).reshape(16, 128)
+    finite = np.isfinite(expected)
     assert finite.sum() >= 16 * 128 * 247 / 256
-    np.testing.assert_array_equal(found[finite], wanted[finite])
-    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(actual[finite], expected[finite])
+    assert np.isfinite(actual).all()

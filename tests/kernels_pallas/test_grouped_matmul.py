@@ -37,13 +37,13 @@ def case(sizes: list[int], dtype: str, seed: int) -> tuple[np.ndarray, np.ndarra
     rows = np.array(jnp.asarray(rng.standard_normal((ROWS, INNER)), dtype), np.float32)
     stack = np.array(jnp.asarray(rng.standard_normal((2, GROUPS, PARTS, INNER, OUTER)), dtype), np.float32)
     rows[sum(sizes) :], stack[1 - LAYER] = np.nan, np.nan
-    want, at = np.zeros((PARTS, sum(sizes), OUTER)), 0
+    expected, at = np.zeros((PARTS, sum(sizes), OUTER)), 0
     for group, size in enumerate(sizes):
         if size == 0:
             stack[LAYER, group] = np.nan
-        want[:, at : at + size] = np.einsum("mi,pio->pmo", rows[at : at + size], stack[LAYER, group])
+        expected[:, at : at + size] = np.einsum("mi,pio->pmo", rows[at : at + size], stack[LAYER, group])
         at += size
-    return rows, stack, want
+    return rows, stack, expected
 
 
 def product(rows: np.ndarray, stack: np.ndarray, sizes: list[int], dtype: str, transposed: bool) -> np.ndarray:
@@ -53,8 +53,8 @@ def product(rows: np.ndarray, stack: np.ndarray, sizes: list[int], dtype: str, t
         static = {"transposed": transposed, "out_dtype": jnp.float32, "interpret": STRICT}
         CALLS[key] = jax.jit(partial(grouped_matmul, **static))
     weights = jnp.asarray(stack.swapaxes(3, 4) if transposed else stack, dtype)
-    found = CALLS[key](jnp.asarray(rows, dtype), weights, LAYER, jnp.asarray(sizes))
-    return np.asarray(found)[:, : sum(sizes)]
+    actual = CALLS[key](jnp.asarray(rows, dtype), weights, LAYER, jnp.asarray(sizes))
+    return np.asarray(actual)[:, : sum(sizes)]
 
 
 def split(cuts: list[int]) -> list[int]:
@@ -67,28 +67,28 @@ def split(cuts: list[int]) -> list[int]:
     [[10, 0, 30, 5, 0, 20], [0] * 6, [0, 0, ROWS, 0, 0, 0], [16, 16, 16, 16, 6, 0], [0, 1, 0, 0, 0, 1]],
     ids=str,
 )
-def test_groups_of_every_kind(sizes: list[int]) -> None:
-    rows, stack, want = case(sizes, "bfloat16", 1)
-    np.testing.assert_allclose(product(rows, stack, sizes, "bfloat16", True), want, atol=1e-4)
+def test_group_sizes(sizes: list[int]) -> None:
+    rows, stack, expected = case(sizes, "bfloat16", 1)
+    np.testing.assert_allclose(product(rows, stack, sizes, "bfloat16", True), expected, atol=1e-4)
     assert not races_found()
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS).map(split), st.integers(0, 2**31))
 def test_random_groups(sizes: list[int], seed: int) -> None:
-    rows, stack, want = case(sizes, "float32", seed)
-    np.testing.assert_allclose(product(rows, stack, sizes, "float32", False), want, atol=1e-4)
+    rows, stack, expected = case(sizes, "float32", seed)
+    np.testing.assert_allclose(product(rows, stack, sizes, "float32", False), expected, atol=1e-4)
     assert not races_found()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_reference_is_the_definition(transposed: bool) -> None:
     sizes = [10, 0, 30, 5, 0, 20]
-    rows, stack, want = case(sizes, "float32", 2)
+    rows, stack, expected = case(sizes, "float32", 2)
     rows, weights = np.nan_to_num(rows), np.nan_to_num(stack.swapaxes(3, 4) if transposed else stack)
     arrays = (jnp.asarray(rows), jnp.asarray(weights), LAYER, jnp.asarray(sizes))
-    found = grouped_matmul(*arrays, transposed=transposed, use_kernel=False)
-    np.testing.assert_allclose(np.asarray(found)[:, : sum(sizes)], want, atol=1e-4)
+    actual = grouped_matmul(*arrays, transposed=transposed, use_kernel=False)
+    np.testing.assert_allclose(np.asarray(actual)[:, : sum(sizes)], expected, atol=1e-4)
 
 
 @settings(max_examples=50, deadline=None)
@@ -108,25 +108,25 @@ def test_every_row_is_visited_once_by_its_own_group(sizes: list[int]) -> None:
     assert owner.tolist() == np.repeat(np.arange(GROUPS), sizes).tolist()
 
 
-def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_race_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     one_buffer = kernel.MatmulKernelBody.copy
 
     def same(self: kernel.MatmulKernelBody, column, group, slot):
         return one_buffer(self, column, group, 0)  # the next weights land in the buffer that is being read
 
     monkeypatch.setattr(kernel.MatmulKernelBody, "copy", same)
-    rows, stack, want = case([30, 0, 10, 20, 10, 0], "float32", 3)
+    rows, stack, expected = case([30, 0, 10, 20, 10, 0], "float32", 3)
     arrays = (jnp.asarray(rows), jnp.asarray(stack), LAYER, jnp.asarray([30, 0, 10, 20, 10, 0]))
     try:
-        found = jax.block_until_ready(grouped_matmul(*arrays, interpret=STRICT))
-        caught = races_found() or not np.allclose(found[:, : want.shape[1]], want, atol=1e-4)
+        actual = jax.block_until_ready(grouped_matmul(*arrays, interpret=STRICT))
+        caught = races_found() or not np.allclose(actual[:, : expected.shape[1]], expected, atol=1e-4)
     except Exception as error:
         caught = "race" in str(error).lower()
     assert caught
 
 
 @pytest.mark.parametrize("name", ["rows", "weights", "sizes"])
-def test_shapes_that_do_not_fit_are_named(name: str) -> None:
+def test_invalid_shapes_are_named(name: str) -> None:
     arrays = {
         "rows": jnp.zeros((8, 32)),
         "weights": jnp.zeros((1, 4, 1, 32, 128)),
@@ -138,7 +138,7 @@ def test_shapes_that_do_not_fit_are_named(name: str) -> None:
         grouped_matmul(**arrays | {name: wrong[name]})
 
 
-def test_a_matrix_without_a_part_that_fits_is_refused() -> None:
+def test_a_matrix_too_large_for_vmem_is_refused() -> None:
     with pytest.raises(ValueError, match="VMEM"):
         choose_block_sizes(CHIPS["v5p"], 8, 1, 1 << 18, 100, 2)
     assert (

@@ -98,7 +98,7 @@ def test_random_batches(seqs: list[tuple[int, int]], seed: int) -> None:
     run("bf16", seqs, seed)
 
 
-def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_race_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Transfers.wait_fetched
 
     def late(self: Transfers, tokens, slot) -> None:

@@ -28,7 +28,7 @@ def test_unpack_inverts_pack(dtype: str, heads: int, width: int) -> None:
         np.testing.assert_array_equal(np.asarray(stored, np.float32), np.asarray(kept.astype(dtype), np.float32))
 
 
-def test_a_page_takes_what_its_elements_take() -> None:
+def test_bytes_per_page() -> None:
     layout = PagedKvLayout(8, 128, "bfloat16", 128)
     assert layout.bytes_per_page == 128 * 8 * 128 * 2 * 2
     assert layout.shape(2, 3) == (2, 3, 8, 128, 128)
@@ -70,7 +70,7 @@ def test_scales_are_applied() -> None:
 
 
 @pytest.mark.parametrize("field", ["k", "cache", "query_start", "page_table", "counts"])
-def test_shapes_that_do_not_fit_are_named(field: str) -> None:
+def test_invalid_shapes_are_named(field: str) -> None:
     layout = PagedKvLayout(2, 128, "float32", 16)
     arrays = make_case(layout, 2, [(1, 0)], limits=LIMITS, seed=0).arrays
     wrong = arrays[field][..., :1] if field == "counts" else arrays[field][1:, ...]

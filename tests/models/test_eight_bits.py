@@ -1,4 +1,4 @@
-"""How much a real model loses to matrices or K and V in 8 bits, against its own float32."""
+"""A real model with 8-bit matrices or an 8-bit KV cache against its own float32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUNDS = {
 }
 
 
-def test_eight_bits_lose_little(model_file: Path) -> None:
+def test_eight_bit_weights_are_close(model_file: Path) -> None:
     checkpoint = open_checkpoint(model_file)
     spec, family = spec_from_config(checkpoint.config())
     weights = list(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))

@@ -30,7 +30,7 @@ from pagoda.common.weights.rules import apply_rules
 
 TOLERANCE = 3e-5
 LENGTHS = (1, 12, 30, 12, 3)
-"""Of the prompts: longer than the windows, two of a length, one of a token."""
+"""Lengths of the prompts: longer than the windows, two equal ones, one token."""
 LIMITS = Limits(max_model_len=40, max_num_batched_tokens=64, max_num_seqs=8, block_size=16)
 
 Make = Callable[[ModelSpec], PoolingBackend]
@@ -89,7 +89,7 @@ COMPILED = ("bert-classify", "modernbert-mean", "modernbert-tokens", "gemma3-bot
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_answers(saved: Saved, implementation: str):
-    """A batch of prompts against one prompt at a time: lengths, positions and token types are each prompt's own."""
+    """A batch of prompts against one prompt at a time."""
     if implementation == "jax_tpu" and saved.case.name not in COMPILED:
         pytest.skip("its mechanisms are in other cases")
     prompts = [tiny.tokens(length, seed=length + index) for index, length in enumerate(LENGTHS)]

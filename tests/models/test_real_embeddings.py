@@ -1,4 +1,4 @@
-"""A real encoder behind the HTTP server and behind LLM: the vectors that sentence-transformers makes."""
+"""A real encoder behind the HTTP server and LLM against the vectors of sentence-transformers."""
 
 import json
 from collections.abc import Iterator

@@ -49,7 +49,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def answers(engine: BuiltEngine, prompts: list[list[int]], rules: PoolingRules) -> list[np.ndarray]:
-    """In the order of the prompts, all in line at once."""
+    """Return the vectors in the order of the prompts, all queued at once."""
     for index, prompt in enumerate(prompts):
         engine.core.add_request(pooling_request(str(index), prompt, rules))
     vectors: dict[int, np.ndarray] = {}

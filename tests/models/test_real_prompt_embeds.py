@@ -30,7 +30,7 @@ def embedding_table(file: Path) -> np.ndarray:
     return np.asarray(weights["embed"], np.float32)
 
 
-def test_rows_of_the_table_continue_as_the_text_does(model_file: Path) -> None:
+def test_embeddings_of_tokens_give_the_answer_of_the_text(model_file: Path) -> None:
     """Prompts in chunks of 32, then from the prefix cache, with a cache too small for all of them at once."""
     llm = LLM(
         str(model_file),

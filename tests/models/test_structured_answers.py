@@ -48,7 +48,7 @@ def test_finished_answers_validate(llm: LLM) -> None:
     assert finished > len(wanted) // 2
 
 
-def test_other_forms(llm: LLM) -> None:
+def test_choice_regex_and_grammar(llm: LLM) -> None:
     params = [
         params_for(1, choice=["blue", "as green as grass"]),
         params_for(1, regex=r"\d{3}-\d{2}"),

@@ -215,7 +215,7 @@ def hash_of(name: str) -> int:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Matrices that keep the size of what passes through; norms around their start, biases around zero."""
+    """Random matrices that preserve the scale of their input; norms near one, biases near zero."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter.shape[-1] ** -0.5 if "embed" not in name else 0.5)

@@ -1,4 +1,4 @@
-"""Small random models that pool, built and saved by transformers, and what transformers makes of a prompt."""
+"""Small random pooling models, built and saved by transformers, and their outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def logits(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it is for, and which of transformers' numbers its raw answer is. `types`: it reads token types."""
+    """A model, its task, and the output of transformers that its raw output equals. `types`: it reads token types."""
 
     name: str
     architecture: str
@@ -135,7 +135,7 @@ CASES = (
 
 @torch.inference_mode()
 def theirs(case: Case, model: transformers.PreTrainedModel, token_ids: list[int], second: int | None) -> torch.Tensor:
-    """What transformers answers, float32. `second`: where tokens of type 1 begin."""
+    """Return transformers' output, float32. `second`: index of the first token of type 1."""
     keywords: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
     if case.types:
         at = len(token_ids) if second is None else second

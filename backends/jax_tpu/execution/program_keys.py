@@ -196,9 +196,10 @@ class StepProgramSet:
                 function = self._per_shard(_penalise, ("R.", "", ""), "R.")
                 return function, (), (logits, history, array((8, rows), jnp.int32))
             case "adjust":
-                return sampling.adjust, (), (logits, array((3, sampling_state.ENTRIES), jnp.int32))
+                return sampling.adjust, (), (logits, array((3, sampling_state.MAX_ADDITIONS), jnp.int32))
             case "ban_words":
-                words, heads = array((2, sampling_state.WORDS), jnp.int32), array((4, sampling_state.HEADS), jnp.int32)
+                words = array((2, sampling_state.MAX_WORDS), jnp.int32)
+                heads = array((4, sampling_state.MAX_WORD_HEADS), jnp.int32)
                 return sampling.ban_words, (), (logits, history, words, heads)
             case "mask":
                 return sampling.mask, (), (logits, array((rows, -(-logits.shape[1] // 32)), jnp.uint32))

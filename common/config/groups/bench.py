@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from pagoda.common.config.fields import comma_separated, option
+from pagoda.common.config.fields import comma_separated, need_not_negative, need_positive, option
 from pagoda.common.errors import ConfigError
 
 MEASURES: Final = ("ttft", "tpot", "itl", "e2el")
@@ -19,17 +19,6 @@ _NO_PROFILER: Final = "there is no built-in profiler; run the command under py-s
 
 def _percentiles(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in comma_separated(text))
-
-
-def _need_positive(config: Any, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ConfigError(flag_of(name), f"{getattr(config, name)} is not positive; use 1 or more")
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +39,8 @@ class LatencyConfig:
     profile: bool = option(False, "Profile one batch with the built-in profiler.", refused=_NO_PROFILER)
 
     def __post_init__(self) -> None:
-        _need_positive(self, "input_len", "output_len", "batch_size", "n", "num_iters")
-        if self.num_iters_warmup < 0:
-            raise ConfigError("--num-iters-warmup", f"{self.num_iters_warmup} is negative; use 0 or more")
+        need_positive(self, "input_len", "output_len", "batch_size", "n", "num_iters")
+        need_not_negative(self, "num_iters_warmup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +55,7 @@ class ThroughputConfig:
     output_json: str | None = option(None, "Output file for the results, as JSON.")
 
     def __post_init__(self) -> None:
-        _need_positive(self, "input_len", "output_len", "num_prompts", "n")
+        need_positive(self, "input_len", "output_len", "num_prompts", "n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +68,8 @@ class StartupConfig:
     output_json: str | None = option(None, "Output file for the results, as JSON.")
 
     def __post_init__(self) -> None:
-        _need_positive(self, "num_iters", "input_len")
-        if self.num_iters_warmup < 0:
-            raise ConfigError("--num-iters-warmup", f"{self.num_iters_warmup} is negative; use 0 or more")
+        need_positive(self, "num_iters", "input_len")
+        need_not_negative(self, "num_iters_warmup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +129,8 @@ class ServeLoadConfig:
     metadata: tuple[str, ...] = option((), "KEY=VALUE pairs to add to the result file.")
 
     def __post_init__(self) -> None:
-        _need_positive(self, "random_input_len", "random_output_len", "num_prompts")
-        if self.max_concurrency is not None:
-            _need_positive(self, "max_concurrency")
-        _need(
-            self.random_prefix_len >= 0, "--random-prefix-len", f"{self.random_prefix_len} is negative; use 0 or more"
-        )
-        _need(self.num_warmups >= 0, "--num-warmups", f"{self.num_warmups} is negative; use 0 or more")
+        need_positive(self, "random_input_len", "random_output_len", "num_prompts", "max_concurrency")
+        need_not_negative(self, "random_prefix_len", "num_warmups")
         _need(0 <= self.random_range_ratio < 1, "--random-range-ratio", f"{self.random_range_ratio} is not in [0, 1)")
         _need(
             self.request_rate > 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pagoda.common.config.fields import human_readable_int, option
+from pagoda.common.config.fields import human_readable_int, need_positive, option
 from pagoda.common.errors import ConfigError
 
 CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -86,12 +86,7 @@ class CacheConfig:
             raise ConfigError("--gpu-memory-utilization", f"{self.gpu_memory_utilization} is not in (0, 1]")
         if not 0.0 <= self.cpu_offload_gb < 1 << 20:
             raise ConfigError("--cpu-offload-gb", f"{self.cpu_offload_gb} is not a size in GiB; use 0 or more")
-        for flag, value in (
-            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
-            ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
+        need_positive(self, "kv_cache_memory_bytes", "num_gpu_blocks_override", remedy="use 1 or more, or drop it")
 
     def check_scales(self) -> None:
         """Raise ConfigError if --calculate-kv-scales does not suit the cache's data type. Called by backends."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pagoda.common.config.fields import json_object, option
+from pagoda.common.config.fields import json_object, need_not_negative, need_positive, option
 from pagoda.common.errors import ConfigError
 
 _TENSOR_ONLY: Final = "this version shards a model by --tensor-parallel-size only; use 1"
@@ -128,9 +128,7 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, size in (("tensor", self.tensor_parallel_size), ("data", self.data_parallel_size)):
-            if size < 1:
-                raise ConfigError(f"--{name}-parallel-size", f"{size} is not positive; use 1 or more")
+        need_positive(self, "tensor_parallel_size", "data_parallel_size")
         if self.distributed_executor_backend == "external_launcher":
             raise ConfigError(
                 "--distributed-executor-backend",
@@ -140,9 +138,7 @@ class ParallelConfig:
             raise ConfigError(
                 "--data-parallel-size-local", f"all {self.data_parallel_size} replicas run on this node; drop it"
             )
-        if self.nnodes < 1:
-            raise ConfigError("--nnodes", f"{self.nnodes} is not positive; use 1 or more")
-        if self.node_rank < 0:
-            raise ConfigError("--node-rank", f"{self.node_rank} is negative; use 0 for the node that receives requests")
+        need_positive(self, "nnodes")
+        need_not_negative(self, "node_rank", remedy="use 0 for the node that receives requests")
         if not 0 < self.master_port < 65535:
             raise ConfigError("--master-port", f"{self.master_port} or the following port is invalid; use 1 to 65534")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pagoda.common.config.fields import human_readable_int, option
-from pagoda.common.errors import ConfigError
+from pagoda.common.config.fields import human_readable_int, need_not_negative, need_positive, option
 
 _NO_LIMIT: Final = "partial prefills are limited by tokens, not by number; use --long-prefill-token-threshold"
 
@@ -49,17 +48,7 @@ class SchedulerConfig:
     stream_interval: int = option(1, "Tokens per streamed event; the first token is sent immediately.")
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--max-num-batched-tokens", self.max_num_batched_tokens),
-            ("--max-num-seqs", self.max_num_seqs),
-            ("--max-num-queued-reqs", self.max_num_queued_reqs),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(flag, f"{value} is not positive; use 1 or more, or drop it")
-        if self.stream_interval < 1:
-            raise ConfigError("--stream-interval", f"{self.stream_interval} is not positive; use 1 for every token")
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                "--long-prefill-token-threshold",
-                f"{self.long_prefill_token_threshold} is negative; use 0 for unlimited",
-            )
+        limits = ("max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs")
+        need_positive(self, *limits, remedy="use 1 or more, or drop it")
+        need_positive(self, "stream_interval", remedy="use 1 for every token")
+        need_not_negative(self, "long_prefill_token_threshold", remedy="use 0 for unlimited")

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pagoda.common.config.fields import comma_separated, json_object, option
+from pagoda.common.config.fields import (
+    check_port,
+    comma_separated,
+    flag_of,
+    json_object,
+    need_not_negative,
+    need_positive,
+    option,
+)
 from pagoda.common.errors import ConfigError
 
 _PREFIX: Final = re.compile(r"(/[\w.~!$&'()*+,;=:@-]+)*/?", re.ASCII)
@@ -161,8 +169,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("--port", f"{self.port} is not a port; use 1 to 65535, or 0 for any free one")
+        check_port(self.port)
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("--enable-auto-tool-choice", "needs --tool-call-parser")
         if self.tool_parser_plugin and not self.tool_call_parser:
@@ -174,8 +181,7 @@ class ServerConfig:
             raise ConfigError(missing, "TLS needs both --ssl-keyfile and --ssl-certfile")
         for name in ("enable_ssl_refresh", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
             if getattr(self, name) and self.ssl_certfile is None:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(flag, "needs TLS; give --ssl-keyfile and --ssl-certfile")
+                raise ConfigError(flag_of(name), "needs TLS; give --ssl-keyfile and --ssl-certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError("--ssl-cert-reqs", f"{self.ssl_cert_reqs} is not 0, 1 or 2")
         for flag, seconds in (
@@ -191,24 +197,11 @@ class ServerConfig:
         ):
             if not 0.0 < seconds < float("inf"):
                 raise ConfigError(flag, f"{seconds} is not a number of seconds above 0")
-        for flag, limit in (
-            ("--max-body-bytes", self.max_body_bytes),
-            ("--max-connections", self.max_connections),
-            ("--h11-max-incomplete-event-size", self.h11_max_incomplete_event_size),
-            ("--h11-max-header-count", self.h11_max_header_count),
-        ):
-            if limit < 1:
-                raise ConfigError(flag, f"{limit} is not positive; use 1 or more")
-        for flag, limit in (
-            ("--max-stored-responses", self.max_stored_responses),
-            ("--max-stored-response-bytes", self.max_stored_response_bytes),
-        ):
-            if limit < 0:
-                raise ConfigError(flag, f"{limit} is negative; use 0 to store none")
-        if self.max_log_len is not None and self.max_log_len < 0:
-            raise ConfigError(
-                "--max-log-len", f"{self.max_log_len} is negative; use 0 or more, or drop it for unlimited"
-            )
+        need_positive(
+            self, "max_body_bytes", "max_connections", "h11_max_incomplete_event_size", "h11_max_header_count"
+        )
+        need_not_negative(self, "max_stored_responses", "max_stored_response_bytes", remedy="use 0 to store none")
+        need_not_negative(self, "max_log_len", remedy="use 0 or more, or drop it for unlimited")
         if self.root_path and not _PREFIX.fullmatch(self.root_path):
             raise ConfigError("--root-path", f"{self.root_path} is not a URL path; use one such as /models/small")
 

@@ -92,7 +92,7 @@ def one_line(message: str, limit: int = 300) -> str:
 
 # Errors of structured output.
 
-FIELD: Final = "structured_outputs"
+GRAMMAR_FIELD: Final = "structured_outputs"
 """The SamplingParams field that errors name; the API replaces it by the request's own spelling."""
 
 _PACKAGES: Final[Mapping[GrammarEngine, tuple[str, str]]] = {
@@ -115,12 +115,14 @@ def not_installed(engine: GrammarEngine) -> str:
 
 def refused(message: object) -> RequestError:
     """Return an error whose text begins with the field."""
-    return RequestError(FIELD, f"{FIELD}: {message}")
+    return RequestError(GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {message}")
 
 
 def no_tokenizer() -> RequestError:
     """Return the error of an engine without a tokenizer."""
-    return RequestError(FIELD, "structured output needs a tokenizer, which is switched off (skip_tokenizer_init)")
+    return RequestError(
+        GRAMMAR_FIELD, "structured output needs a tokenizer, which is switched off (skip_tokenizer_init)"
+    )
 
 
 # What a library must know of a tokenizer.
@@ -147,12 +149,15 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Vocab
     table = tokenizer.byte_table
     if table is None:
         raise RequestError(
-            FIELD, "structured output needs a byte-level or sentencepiece tokenizer, and this model's is neither"
+            GRAMMAR_FIELD,
+            "structured output needs a byte-level or sentencepiece tokenizer, and this model's is neither",
         )
     eos = tokenizer.eos_token_id
     known = tuple(dict.fromkeys(each for each in (eos, *ends) if each is not None and 0 <= each < size))
     if not known:
-        raise RequestError(FIELD, "structured output needs a token that ends the answer, and this model names none")
+        raise RequestError(
+            GRAMMAR_FIELD, "structured output needs a token that ends the answer, and this model names none"
+        )
     return Vocabulary(
         tuple(table[token] for token in range(size)),
         tokenizer.special_ids | set(known),
@@ -162,6 +167,8 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Vocab
 
 
 # JSON schemas of requests.
+
+ANY_OBJECT: Final = {"type": "object"}
 
 _NAME_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map names to schemas, so that their keys are not keywords."""
@@ -184,6 +191,14 @@ def json_schema(value: str | Mapping[str, Any] | bool) -> Mapping[str, Any]:
     if not isinstance(schema, Mapping):
         raise refused("a JSON schema must be an object")
     return schema
+
+
+def json_text(value: Any) -> str:
+    """Return a value that contains a schema as JSON text. Raises RequestError."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (RecursionError, TypeError, ValueError) as error:
+        raise refused(f"the schema is nested too deeply or has values that JSON cannot represent ({error})") from None
 
 
 def closed(schema: Any) -> Any:

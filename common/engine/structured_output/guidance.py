@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-import msgspec
-
 from pagoda.common.engine.structured_output.grammar import (
+    ANY_OBJECT,
     Bits,
     GrammarError,
     Library,
@@ -16,11 +15,12 @@ from pagoda.common.engine.structured_output.grammar import (
     Vocabulary,
     closed,
     json_schema,
+    json_text,
     not_installed,
     one_line,
     refused,
 )
-from pagoda.common.engine.structured_output.structural_tags import Special, TagGrammar, choices, tag_format
+from pagoda.common.engine.structured_output.structural_tags import SpecialTokens, TagGrammar, choice_grammar, tag_format
 from pagoda.common.sampling_params import StructuredOutputsParams
 
 MAX_THREADS: Final = 8
@@ -118,20 +118,18 @@ class _TokenizerAdapter:
 
 # StructuredOutputsParams -> the text that llguidance compiles.
 
-ANY_OBJECT: Final = {"type": "object"}
-
 MAX_EBNF_CHARS: Final = 1 << 18
 """What the converter, in Python, reads in a second or two; no timeout applies to it."""
 
 
-def guidance_text(params: StructuredOutputsParams, special: Special) -> str:
+def guidance_text(params: StructuredOutputsParams, special: SpecialTokens) -> str:
     """Return the grammar of an answer. `special`: text of each special token -> its id. Raises RequestError."""
     if params.json is not None:
         return _grammars({"json_schema": _with_options(json_schema(params.json), params)})
     if params.json_object:
         return _grammars({"json_schema": _with_options(ANY_OBJECT, params)})
     if params.choice:
-        return _grammars({"lark_grammar": choices(params.choice)})
+        return _grammars({"lark_grammar": choice_grammar(params.choice)})
     if params.regex is not None:
         return _grammars({"lark_grammar": f"start: /{_in_lark(whole_pattern(params.regex))}/"})
     if params.grammar is not None:
@@ -144,10 +142,7 @@ def guidance_text(params: StructuredOutputsParams, special: Special) -> str:
 
 
 def _grammars(*grammars: dict[str, Any]) -> str:
-    try:
-        return msgspec.json.encode({"grammars": grammars}).decode()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise refused(f"the schema is nested too deeply or has values that JSON cannot represent ({error})") from None
+    return json_text({"grammars": grammars})
 
 
 def _with_options(schema: Mapping[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:

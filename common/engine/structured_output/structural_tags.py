@@ -1,4 +1,7 @@
-"""Structural tags as one format: OpenAI's `structures` and `triggers`, and vLLM's `format`, which includes them."""
+"""Structural tags: OpenAI's `structures` and `triggers` and vLLM's `format`, which includes them, as one `Format`.
+
+`TagGrammar` converts a format to a grammar in llguidance's Lark, `choice_grammar` a list of choices.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ import msgspec
 from pagoda.common.engine.structured_output.grammar import refused
 
 Format = Mapping[str, Any]
-"""A format: {"type": ..., ...} with the keys of `KEYS`."""
+"""A format: {"type": ..., ...} with the keys of `FORMAT_KEYS`."""
 
-KEYS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
+FORMAT_KEYS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
     "const_string": (frozenset({"value"}), frozenset()),
     "json_schema": (frozenset({"json_schema"}), frozenset({"style"})),
     "any_text": (frozenset(), frozenset({"excludes"})),
@@ -72,9 +75,9 @@ def _checked(part: object, where: str = "format", depth: int = 0) -> Format:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise refused(f"{where} must be an object with a type")
     kind = part["type"]
-    if kind not in KEYS:
-        raise refused(f"{where}: unknown format type {kind[:80]!r}; use one of {', '.join(KEYS)}")
-    required, optional = KEYS[kind]
+    if kind not in FORMAT_KEYS:
+        raise refused(f"{where}: unknown format type {kind[:80]!r}; use one of {', '.join(FORMAT_KEYS)}")
+    required, optional = FORMAT_KEYS[kind]
     given = {key for key, value in part.items() if value is not None} - {"type"}
     if missing := required - given:
         raise refused(f"{where}: {kind} lacks {', '.join(sorted(missing))}")
@@ -126,16 +129,12 @@ def _need(good: bool, where: str, what: str) -> None:
         raise refused(f"{where} must be {what}")
 
 
-# Structural tags and choices as a grammar in llguidance's Lark.
-#
-# A text terminal matches no special token, so a special token in a tag becomes a reference by id.
-
-ANY: Final = r"(.|\n)*"
+ANY_TEXT: Final = r"(.|\n)*"
 _IN_REGEX: Final = str.maketrans(
     {char: "\\" + char for char in r".+*?()|[]{}^$\/"} | {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 )
 
-Special = Mapping[str, int]
+SpecialTokens = Mapping[str, int]
 """Text of each special token -> its id."""
 
 
@@ -144,21 +143,26 @@ def quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def choices(texts: Sequence[str]) -> str:
+def choice_grammar(texts: Sequence[str]) -> str:
     """Return a grammar of these alternatives."""
     return "start: " + " | ".join(map(quoted, texts))
 
 
 class TagGrammar:
-    """Rules of one structural tag. `schema`: converts a JSON schema for the grammar; `regex`: escapes a pattern."""
+    """The grammar of one structural tag. `schema`: converts a JSON schema for the grammar; `regex`: escapes a pattern.
 
-    def __init__(self, special: Special, schema: Callable[[Any], dict[str, Any]], regex: Callable[[str], str]) -> None:
+    A text terminal matches no special token, so a special token in a tag becomes a reference by id.
+    """
+
+    def __init__(
+        self, special: SpecialTokens, schema: Callable[[Any], dict[str, Any]], regex: Callable[[str], str]
+    ) -> None:
         self._special = (
             re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
         )
         self._ids = special
         self._schema, self._regex = schema, regex
-        self._lines = [f"TEXT: /{ANY}/"]
+        self._lines = [f"TEXT: /{ANY_TEXT}/"]
         self.others: dict[str, str] = {}
 
     def text(self, tag: Format) -> str:
@@ -235,7 +239,7 @@ class TagGrammar:
         if not plain:
             return "TEXT"
         any_of = "|".join(each.translate(_IN_REGEX) for each in plain)
-        return self._rule(f"/{ANY}/ & ~/{ANY}({any_of}){ANY}/", "T")
+        return self._rule(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({any_of}){ANY_TEXT}/", "T")
 
     def _triggered(self, part: Format) -> str:
         """Return an expression of text in which a trigger begins one of the tags."""

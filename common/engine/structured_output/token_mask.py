@@ -160,15 +160,15 @@ class TokenMaskState:
         if self.error is not None or bits is None:
             self.bits = bits
             return
-        left = bits if self._allowed is None else bits & self._allowed
+        allowed = bits if self._allowed is None else bits & self._allowed
         if self._never is not None:
-            left &= ~self._never
+            allowed &= ~self._never
         for token in self._banned(outputs):
             if token < self.vocab:
-                left[token // 32] &= ~np.uint32(1 << token % 32)
-        if not left.any():
+                allowed[token // 32] &= ~np.uint32(1 << token % 32)
+        if not allowed.any():
             self.error = self._empty_mask_error(len(outputs))
-        self.bits = left
+        self.bits = allowed
 
     def _before_rules(self, grammar: Bits | None) -> Bits | None:
         """Return the tokens that reasoning and grammar allow, as a copy."""

@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 
 from pagoda.common.engine.structured_output.grammar import (
+    ANY_OBJECT,
     Bits,
     GrammarError,
     Library,
     Matcher,
     Vocabulary,
     json_schema,
+    json_text,
     not_installed,
     one_line,
     refused,
@@ -22,11 +24,10 @@ from pagoda.common.engine.structured_output.grammar import (
 from pagoda.common.engine.structured_output.structural_tags import quoted, tag_format
 from pagoda.common.sampling_params import StructuredOutputsParams
 
-# StructuredOutputsParams -> the text that Xgrammar.compile reads.
+MAX_THREADS: Final = 4
+CACHE_BYTES: Final = 256 << 20
 
 Kind = Literal["json_schema", "regex", "grammar", "structural_tag"]
-
-ANY_OBJECT: Final = {"type": "object"}
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -36,43 +37,6 @@ class Source(msgspec.Struct, frozen=True):
     text: str
     any_whitespace: bool = True
     closed: bool = False  # objects have no properties beyond those of their schema
-
-
-def xgrammar_text(params: StructuredOutputsParams) -> str:
-    """Return the grammar of an answer. Raises RequestError."""
-    if params.whitespace_pattern is not None:
-        raise refused("whitespace_pattern needs a server whose structured output runs on guidance; leave it out")
-    kind, text = _source(params)
-    any_whitespace, closed = not params.disable_any_whitespace, params.disable_additional_properties
-    return msgspec.json.encode(Source(kind, text, any_whitespace, closed)).decode()
-
-
-def _source(params: StructuredOutputsParams) -> tuple[Kind, str]:
-    if params.json is not None:
-        return "json_schema", _json(json_schema(params.json))
-    if params.json_object:
-        return "json_schema", _json(ANY_OBJECT)
-    if params.choice:
-        return "grammar", "root ::= " + " | ".join(map(quoted, params.choice))
-    if params.regex is not None:
-        return "regex", params.regex
-    if params.grammar is not None:
-        if "::=" not in params.grammar:
-            raise refused("this server reads grammars in EBNF (root ::= ...); Lark needs the guidance backend")
-        return "grammar", params.grammar
-    assert params.structural_tag is not None, "one of them is set"
-    return "structural_tag", _json({"type": "structural_tag", "format": tag_format(params.structural_tag)})
-
-
-def _json(value: Any) -> str:
-    try:
-        return msgspec.json.encode(value).decode()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise refused(f"the schema is nested too deeply or has values that JSON cannot represent ({error})") from None
-
-
-MAX_THREADS: Final = 4
-CACHE_BYTES: Final = 256 << 20
 
 
 class XgrammarMatcher(Matcher):
@@ -133,3 +97,32 @@ class Xgrammar(Library):
         signed = bits.view(np.int32)
         for index, matcher in enumerate(matchers):
             cast(XgrammarMatcher, matcher).inner.fill_next_token_bitmask(signed, index)
+
+
+# StructuredOutputsParams -> the text that `Xgrammar.compile` reads.
+
+
+def xgrammar_text(params: StructuredOutputsParams) -> str:
+    """Return the grammar of an answer. Raises RequestError."""
+    if params.whitespace_pattern is not None:
+        raise refused("whitespace_pattern needs a server whose structured output runs on guidance; leave it out")
+    kind, text = _source(params)
+    any_whitespace, closed = not params.disable_any_whitespace, params.disable_additional_properties
+    return msgspec.json.encode(Source(kind, text, any_whitespace, closed)).decode()
+
+
+def _source(params: StructuredOutputsParams) -> tuple[Kind, str]:
+    if params.json is not None:
+        return "json_schema", json_text(json_schema(params.json))
+    if params.json_object:
+        return "json_schema", json_text(ANY_OBJECT)
+    if params.choice:
+        return "grammar", "root ::= " + " | ".join(map(quoted, params.choice))
+    if params.regex is not None:
+        return "regex", params.regex
+    if params.grammar is not None:
+        if "::=" not in params.grammar:
+            raise refused("this server reads grammars in EBNF (root ::= ...); Lark needs the guidance backend")
+        return "grammar", params.grammar
+    assert params.structural_tag is not None, "one of them is set"
+    return "structural_tag", json_text({"type": "structural_tag", "format": tag_format(params.structural_tag)})

@@ -134,8 +134,8 @@ def test_sampled_tokens_enter_the_history(programs: CompiledPrograms) -> None:
 
 
 def test_long_lists_are_split(programs: CompiledPrograms) -> None:
-    count = sampling_state.ENTRIES + 5
-    words = tuple((word, word + 1, 5) for word in range(sampling_state.WORDS + 9))
+    count = sampling_state.MAX_ADDITIONS + 5
+    words = tuple((word, word + 1, 5) for word in range(sampling_state.MAX_WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
     sampler = JaxSampler(programs, ROOM)
     history = np.array([0, len(words) - 1, len(words)], np.int32)

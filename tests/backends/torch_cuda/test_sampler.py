@@ -124,8 +124,8 @@ def test_a_row_taken_again_forgets_what_it_held() -> None:
 
 
 def test_lists_longer_than_an_array_go_in_pieces() -> None:
-    count = sampling_state.ENTRIES + 5
-    words = tuple((word, word + 1, 5) for word in range(sampling_state.WORDS + 9))
+    count = sampling_state.MAX_ADDITIONS + 5
+    words = tuple((word, word + 1, 5) for word in range(sampling_state.MAX_WORDS + 9))
     rules = SamplingRules(logit_bias=tuple((token, 1000.0 + token) for token in range(count)), bad_words=words)
     sampler = make()
     sampler.start(RowStart(0, np.array([0, len(words) - 1, len(words)], np.int32), 1, rules))

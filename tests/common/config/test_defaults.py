@@ -1,4 +1,4 @@
-"""Every row of the tables of defaults, the order of clamps, and the reasons that go with them."""
+"""Default limits of every platform, how they are clamped, and their reasons."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ H100 = Platform("cuda", 80 * GIB, "NVIDIA H100 80GB HBM3")
 MODEL = ModelLimits(4096)
 
 
-def asked(**settings: Any) -> EngineConfig:
+def engine_config(**settings: Any) -> EngineConfig:
     return EngineArgs("m", **settings).create_engine_config()
 
 
 def resolved(
     platform: Platform = H100, usage: Usage = "server", model: ModelLimits = MODEL, **settings: Any
 ) -> ResolvedLimits:
-    return resolve_limits(asked(**settings), platform=platform, usage=usage, block_size=16, model=model)
+    return resolve_limits(engine_config(**settings), platform=platform, usage=usage, block_size=16, model=model)
 
 
 def limits(platform: Platform = H100, usage: Usage = "server", max_len: int = 4096, **settings: Any) -> Limits:
     return resolved(platform, usage, ModelLimits(max_len), **settings).limits
 
 
-def row(found: ResolvedLimits, name: str) -> ResolvedRow:
-    (one,) = (each for each in found.rows if each.name == name)
+def row(actual: ResolvedLimits, name: str) -> ResolvedRow:
+    (one,) = (each for each in actual.rows if each.name == name)
     return one
 
 
@@ -64,12 +64,12 @@ def row(found: ResolvedLimits, name: str) -> ResolvedRow:
     ],
     ids=lambda value: f"{value.kind}-{value.device_name}-{value.memory_bytes}" if isinstance(value, Platform) else "",
 )
-def test_the_table(platform: Platform, llm: tuple[int, int], server: tuple[int, int]) -> None:
+def test_batch_defaults_of_every_platform(platform: Platform, llm: tuple[int, int], server: tuple[int, int]) -> None:
     assert batch_defaults(platform, "llm") == BatchDefaults(*llm)
     assert batch_defaults(platform, "server") == BatchDefaults(*server)
 
 
-def test_devices_are_named_where_they_count() -> None:
+def test_the_reason_names_the_number_of_cpu_devices() -> None:
     rows = [resolved(Platform(kind, world_size=3)).rows[1] for kind in ("cpu", "cuda", "tpu")]
     assert [row.reason.removeprefix("for an API server on a ") for row in rows] == ["CPU times 3 devices", "GPU", "TPU"]
 
@@ -90,11 +90,11 @@ def test_devices_are_named_where_they_count() -> None:
         (32768, {"max_model_len": 1000, "max_num_seqs": 2}, 2000, 2),
     ],
 )
-def test_clamps_come_in_order_and_spare_what_was_stated(
+def test_unset_limits_are_clamped_and_given_ones_kept(
     max_len: int, settings: dict[str, Any], tokens: int, seqs: int
 ) -> None:
-    found = limits(max_len=max_len, **settings)
-    assert (found.max_num_batched_tokens, found.max_num_seqs) == (tokens, seqs)
+    actual = limits(max_len=max_len, **settings)
+    assert (actual.max_num_batched_tokens, actual.max_num_seqs) == (tokens, seqs)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_reasons(settings: dict[str, Any], name: str, why: str) -> None:
 
 
 def test_reason_of_a_budget_for_whole_prompts() -> None:
-    found = resolved(model=ModelLimits(32768), enable_chunked_prefill=False)
-    why = row(found, "max_num_batched_tokens").reason
+    actual = resolved(model=ModelLimits(32768), enable_chunked_prefill=False)
+    why = row(actual, "max_num_batched_tokens").reason
     assert why == "max_model_len, above the default 8192, without chunked prefill"
 
 
@@ -121,19 +121,21 @@ def test_reason_of_a_budget_for_whole_prompts() -> None:
 def test_chunked_prefill_and_prefix_caching_follow_the_model_unless_stated() -> None:
     assert (limits().chunked_prefill, limits().prefix_caching) == (True, True)
     neither = ModelLimits(4096, chunked_prefill=False, prefix_caching=False)
-    found = resolved(model=neither).limits
-    assert (found.chunked_prefill, found.prefix_caching) == (False, False)
-    found = resolved(model=neither, enable_chunked_prefill=True, enable_prefix_caching=True).limits
-    assert (found.chunked_prefill, found.prefix_caching) == (True, True)
-    found = limits(enable_chunked_prefill=False, enable_prefix_caching=False)
-    assert (found.chunked_prefill, found.prefix_caching) == (False, False)
+    actual = resolved(model=neither).limits
+    assert (actual.chunked_prefill, actual.prefix_caching) == (False, False)
+    actual = resolved(model=neither, enable_chunked_prefill=True, enable_prefix_caching=True).limits
+    assert (actual.chunked_prefill, actual.prefix_caching) == (True, True)
+    actual = limits(enable_chunked_prefill=False, enable_prefix_caching=False)
+    assert (actual.chunked_prefill, actual.prefix_caching) == (False, False)
 
 
 @pytest.mark.parametrize("architecture", ["ppc64le", "s390x", "riscv64"])
-def test_plain_architectures_have_neither(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_architectures_disable_chunked_prefill_and_prefix_caching(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
     platform = Platform("cpu", device_name=architecture)
-    found = limits(platform, enable_prefix_caching=True)
-    assert (found.chunked_prefill, found.prefix_caching) == (False, False)
+    actual = limits(platform, enable_prefix_caching=True)
+    assert (actual.chunked_prefill, actual.prefix_caching) == (False, False)
     assert [record.getMessage() for record in caplog.records] == [
         f"--enable-prefix-caching: disabled, not supported on {architecture} CPUs"
     ]
@@ -155,7 +157,7 @@ def test_plain_architectures_have_neither(architecture: str, caplog: pytest.LogC
         ),
     ],
 )
-def test_what_cannot_be_names_a_value_that_works(settings: dict[str, Any], words: str) -> None:
+def test_impossible_limits_name_a_value_that_works(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         limits(**settings)
 
@@ -178,7 +180,7 @@ def test_block_size() -> None:
     assert limits(block_size=64).block_size == 64
 
 
-def test_blocks_grow_until_the_tables_fit_a_tpu() -> None:
+def test_block_size_doubles_until_the_tables_fit_a_tpu() -> None:
     tpu = Platform("tpu", 32 * GIB, "V6E")
     assert limits(tpu, max_len=131072, max_num_seqs=256).block_size == 256
     assert limits(tpu, max_len=131072, max_num_seqs=16).block_size == 16

@@ -1,4 +1,4 @@
-"""Variables: one row each, what they become, and what is said about those that become nothing."""
+"""Environment variables: the setting each maps to, notes on those without effect, refused and unknown ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TABLES = [ENGINE_SETTINGS, SERVER_SETTINGS]
 SETTINGS = [name for table in TABLES for name in table]
 
 
-def said(**environ: str) -> dict[str, Any]:
+def settings_from(**environ: str) -> dict[str, Any]:
     return {name: sourced.value for name, sourced in from_environment(TABLES, environ).items()}
 
 
-def test_every_row_says_what_becomes_of_it() -> None:
+def test_every_variable_has_a_help_text_status_and_unique_name() -> None:
     names = [name for variable in env.VARIABLES for name in variable.names]
     assert len(names) == len(set(names))
     for variable in env.VARIABLES:
@@ -64,17 +64,17 @@ def test_every_row_says_what_becomes_of_it() -> None:
         ("PAGODA_MAX_MODEL_LEN", "4k", "max_model_len", 4000),
     ],
 )
-def test_what_a_variable_becomes(name: str, text: str, setting: str, value: Any) -> None:
-    assert said(**{name: text}) == {setting: value}
+def test_variables_map_to_settings(name: str, text: str, setting: str, value: Any) -> None:
+    assert settings_from(**{name: text}) == {setting: value}
     assert from_environment(TABLES, {name: text})[setting].source == f"environment {name}"
 
 
-def test_values_that_leave_the_default() -> None:
-    assert said(VLLM_CPU_KVCACHE_SPACE="0", VLLM_LOG_BATCHSIZE_INTERVAL="-1", VLLM_API_KEY="") == {}
+def test_values_that_mean_the_default() -> None:
+    assert settings_from(VLLM_CPU_KVCACHE_SPACE="0", VLLM_LOG_BATCHSIZE_INTERVAL="-1", VLLM_API_KEY="") == {}
 
 
-def test_our_name_is_stronger_than_its_alias() -> None:
-    assert said(PAGODA_RPC_TIMEOUT="3000", VLLM_RPC_TIMEOUT="9000") == {"rpc_timeout": 3000}
+def test_pagoda_variable_overrides_its_alias() -> None:
+    assert settings_from(PAGODA_RPC_TIMEOUT="3000", VLLM_RPC_TIMEOUT="9000") == {"rpc_timeout": 3000}
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_our_name_is_stronger_than_its_alias() -> None:
         ("PAGODA_PORT", "http", "PAGODA_PORT: --port: 'http' is not an integer"),
     ],
 )
-def test_an_unreadable_variable_is_named(name: str, text: str, line: str) -> None:
+def test_an_invalid_variable_is_named_in_the_error(name: str, text: str, line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        said(**{name: text})
+        settings_from(**{name: text})
     assert line in str(error.value)
     assert error.value.setting == name
 
 
 @pytest.mark.variable("PAGODA_ATTENTION_BACKEND")
-def test_a_refused_value_is_told_by_the_name_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_value_is_reported_under_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLEX_ATTENTION")
     with pytest.raises(
         ConfigError, match=r"^VLLM_ATTENTION_BACKEND: --attention-backend: 'FLEX_ATTENTION': not in this"
@@ -109,7 +109,7 @@ def test_a_refused_value_is_told_by_the_name_that_was_set(monkeypatch: pytest.Mo
     assert EngineArgs(attention_backend="auto").attention_backend == "AUTO"  # a keyword is stronger
 
 
-def test_what_has_no_effect_is_said_once() -> None:
+def test_variables_without_effect_are_noted_once() -> None:
     assert env.notes({"VLLM_USE_V1": "1", "VLLM_NO_USAGE_STATS": "1"}) == (
         "VLLM_NO_USAGE_STATS has no effect: no usage data is collected or sent",
         "VLLM_USE_V1 has no effect: there is one engine, which follows V1",
@@ -117,11 +117,13 @@ def test_what_has_no_effect_is_said_once() -> None:
     assert env.notes({"VLLM_USE_V1": ""}) == ()
 
 
-def test_nothing_is_said_about_variables_that_other_programs_share() -> None:
+def test_shared_variables_are_not_noted() -> None:
     assert env.notes({"MAX_JOBS": "8", "CUDA_VISIBLE_DEVICES": "0", "LD_LIBRARY_PATH": "/x", "PATH": "/bin"}) == ()
 
 
-def test_a_start_tells_what_has_no_effect(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_without_effect_are_logged_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     EngineArgs()
     assert [record.message for record in caplog.records] == [
@@ -133,7 +135,7 @@ def test_a_start_tells_what_has_no_effect(monkeypatch: pytest.MonkeyPatch, caplo
     ("name", "refused", "accepted"),
     [("VLLM_USE_MODELSCOPE", "True", "0"), ("VLLM_DP_SIZE", "2", "1"), ("VLLM_DP_RANK", "1", "0")],
 )
-def test_a_refused_variable_ends_the_start(
+def test_a_refused_variable_raises_at_start(
     name: str, refused: str, accepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert env.notes({name: accepted}) == ()
@@ -142,7 +144,7 @@ def test_a_refused_variable_ends_the_start(
         EngineArgs()
 
 
-def test_an_unknown_variable_is_told_with_the_nearest_name_and_without_its_value() -> None:
+def test_an_unknown_variable_is_reported_with_the_nearest_name_without_its_value() -> None:
     notes = env.notes({"VLLM_MAX_MODEL_LEN": "hush", "PAGODA_LOGING_LEVEL": "hush", "VLLM_ZZZZ": "hush"}, SETTINGS)
     assert notes == (
         "unknown environment variable PAGODA_LOGING_LEVEL; did you mean PAGODA_LOGGING_LEVEL?",
@@ -152,7 +154,7 @@ def test_an_unknown_variable_is_told_with_the_nearest_name_and_without_its_value
     assert env.notes({"PAGODA_MAX_MODEL_LEN": "5"}, SETTINGS) == ()
 
 
-def test_what_kubernetes_says_about_a_service_of_our_name_is_not_ours() -> None:
+def test_kubernetes_service_variables_are_ignored() -> None:
     links = {
         "PAGODA_PORT": "tcp://10.0.0.1:8000",
         "PAGODA_PORT_8000_TCP_ADDR": "10.0.0.1",
@@ -160,14 +162,14 @@ def test_what_kubernetes_says_about_a_service_of_our_name_is_not_ours() -> None:
         "VLLM_SERVICE_HOST": "10.0.0.2",
         "VLLM_SERVICE_PORT_HTTP": "80",
     }
-    assert said(**links) == {}
+    assert settings_from(**links) == {}
     (line,) = env.notes(links, SETTINGS)
     assert f"ignored Kubernetes service variables: {', '.join(sorted(links))}; " in line
-    assert said(PAGODA_PORT="9000") == {"port": 9000}
+    assert settings_from(PAGODA_PORT="9000") == {"port": 9000}
     assert env.notes({"VLLM_PORT": "9000"})[0].startswith("VLLM_PORT has no effect")
 
 
-def test_switches() -> None:
+def test_boolean_variables() -> None:
     for text in ("1", "true", "yes", "ON"):
         assert env.HF_HUB_OFFLINE.is_on({"HF_HUB_OFFLINE": text})
     for text in ("", "0", "False", "no", "off"):
@@ -181,7 +183,7 @@ def test_secret_names() -> None:
 
 @pytest.mark.setting("--allow-long-max-model-len")
 @pytest.mark.variable("PAGODA_ALLOW_LONG_MAX_MODEL_LEN")
-def test_a_length_beyond_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allow_long_max_model_len_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32},
         **{"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -209,7 +211,7 @@ def test_plugins_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.variable("HF_HUB_OFFLINE")
-def test_offline_asks_no_hub() -> None:
+def test_hf_hub_offline_makes_no_connection() -> None:
     program = (
         "from pagoda.common.weights.hub import resolve_model\n"
         "try: resolve_model('org/never-downloaded')\n"

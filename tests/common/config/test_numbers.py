@@ -34,24 +34,24 @@ def test_a_fraction_of_a_power_of_two_is_refused(text: str, better: str) -> None
 
 
 @pytest.mark.parametrize("text", ["", "k", "1KiB", "1kb", "-1k", "1 k", "1e3", "1.5", "auto", "٣k"])
-def test_what_is_no_number(text: str) -> None:
+def test_invalid_numbers(text: str) -> None:
     with pytest.raises(ValueError, match="4K"):
         human_readable_int(text)
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO", " -1 "])
-def test_auto_is_nothing(text: str) -> None:
+def test_auto_and_minus_one_parse_to_none(text: str) -> None:
     assert human_readable_int_or_auto(text) is None
     assert human_readable_int_or_auto("2k") == 2000
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"', '{"x": NaN}', '{"x": Infinity}', "{'x': 1}"])
-def test_what_is_no_json_object(text: str) -> None:
+def test_invalid_json_objects(text: str) -> None:
     with pytest.raises(ValueError, match="JSON"):
         json_object(text)
 
 
 def test_json_or_text() -> None:
-    said = ("1", "1.5", "true", "null", '["a"]', '{"a": 1}', "auto", "NaN", "01", "True")
-    meant = [1, 1.5, True, None, ["a"], {"a": 1}, "auto", "NaN", "01", "True"]
-    assert [json_or_text(each) for each in said] == meant
+    texts = ("1", "1.5", "true", "null", '["a"]', '{"a": 1}', "auto", "NaN", "01", "True")
+    values = [1, 1.5, True, None, ["a"], {"a": 1}, "auto", "NaN", "01", "True"]
+    assert [json_or_text(each) for each in texts] == values

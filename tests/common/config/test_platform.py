@@ -1,4 +1,4 @@
-"""What a machine says about itself, and what is assumed when it says nothing."""
+"""Detection of the platform, and its fallbacks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pagoda.backends.registry import BACKENDS, load_backend
 from pagoda.common.config.defaults import BLOCK_SIZES, KINDS, Platform, detect
 
 
-def test_a_cpu_says_its_architecture_and_memory() -> None:
-    found = detect("cpu", 2)
-    assert (found.kind, found.device_name, found.world_size) == ("cpu", platform.machine(), 2)
-    assert found.memory_bytes > 1 << 28
+def test_detected_cpu_has_architecture_and_memory() -> None:
+    detected = detect("cpu", 2)
+    assert (detected.kind, detected.device_name, detected.world_size) == ("cpu", platform.machine(), 2)
+    assert detected.memory_bytes > 1 << 28
 
 
 def _smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -24,15 +24,13 @@ def _smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_gpu_is_what_its_driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_detected_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _smi(tmp_path, monkeypatch, "printf 'NVIDIA H100 80GB HBM3, 81559\\nNVIDIA L4, 23034\\n'")
     assert detect("cuda") == Platform("cuda", 81559 << 20, "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize("script", ["exit 9", "true", "echo 'a, b'"])
-def test_a_driver_that_fails_leaves_the_defaults_of_any_device(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_driver_gives_generic_defaults(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _smi(tmp_path, monkeypatch, script)
     assert detect("cuda") == Platform("cuda")
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
@@ -50,7 +48,7 @@ def _pci(folder: Path, **devices: tuple[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("device", "name", "gib"), [("0x0062", "V5P", 95), ("0x0063", "V5E", 16), ("0x006f", "V6E", 32), ("0x005e", "", 0)]
 )
-def test_a_tpu_is_told_by_its_pci_id(device: str, name: str, gib: int, tmp_path: Path) -> None:
+def test_tpu_is_detected_by_pci_id(device: str, name: str, gib: int, tmp_path: Path) -> None:
     pci = _pci(tmp_path, a=("0x10de", device), b=("0x1ae0", device))
     assert detect("tpu", pci=pci) == Platform("tpu", gib << 30, name)
     assert detect("tpu", pci=tmp_path / "none") == Platform("tpu")

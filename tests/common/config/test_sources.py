@@ -1,4 +1,4 @@
-"""Who wins: flags over the file, the file over the environment, all over the defaults; and files in every shape."""
+"""Precedence: flags, file, environment, defaults; deprecated flags; reading configuration files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from pagoda.common.errors import ConfigError
 ALL = ENGINE_SETTINGS | SERVER_SETTINGS
 
 
-def said(source: str = "flag", **values: Any) -> dict[str, Sourced]:
+def layer_of(source: str = "flag", **values: Any) -> dict[str, Sourced]:
     return {name: Sourced(ALL[name].convert(value), source) for name, value in values.items()}
 
 
@@ -39,55 +39,59 @@ def values(layer: dict[str, Sourced]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("upper", [0, 1, 2])
 @pytest.mark.parametrize("lower", [1, 2, 3])
-def test_the_stronger_layer_wins(upper: int, lower: int) -> None:
+def test_the_layer_with_precedence_wins(upper: int, lower: int) -> None:
     if upper >= lower:
         return
     layers: list[dict[str, Sourced]] = [{}, {}, {}]
-    layers[upper] = said(f"layer {upper}", max_num_seqs=5)
+    layers[upper] = layer_of(f"layer {upper}", max_num_seqs=5)
     if lower < 3:
-        layers[lower] = said(f"layer {lower}", max_num_seqs=9)
-    settled = merge_layers(ALL, *layers)
-    assert settled.values["max_num_seqs"] == 5
-    assert settled.sources == {"max_num_seqs": f"layer {upper}"}
+        layers[lower] = layer_of(f"layer {lower}", max_num_seqs=9)
+    resolved_settings = merge_layers(ALL, *layers)
+    assert resolved_settings.values["max_num_seqs"] == 5
+    assert resolved_settings.sources == {"max_num_seqs": f"layer {upper}"}
 
 
-def test_what_nobody_says_is_the_default() -> None:
-    settled = merge_layers(ALL, {}, {}, {})
-    assert settled.values == {name: setting.default for name, setting in ALL.items()}
-    assert (settled.sources, settled.notes) == ({}, ())
+def test_unset_settings_have_their_default() -> None:
+    resolved_settings = merge_layers(ALL, {}, {}, {})
+    assert resolved_settings.values == {name: setting.default for name, setting in ALL.items()}
+    assert (resolved_settings.sources, resolved_settings.notes) == ({}, ())
 
 
-def test_a_stronger_nothing_wins_too() -> None:
+def test_an_explicit_none_overrides_lower_layers() -> None:
     flag = {"max_num_seqs": Sourced(None, "flag")}
-    assert merge_layers(ALL, flag, said("file", max_num_seqs=9)).values["max_num_seqs"] is None
+    assert merge_layers(ALL, flag, layer_of("file", max_num_seqs=9)).values["max_num_seqs"] is None
 
 
 def test_json_is_merged_key_by_key() -> None:
-    settled = merge_layers(
+    resolved_settings = merge_layers(
         ALL,
-        said("flag", hf_overrides={"a": {"x": 1}, "b": 1}),
-        said("file", hf_overrides={"a": {"x": 2, "y": 2}, "b": {"z": 2}}),
-        said("environment", hf_overrides={"a": {"y": 3, "w": 3}, "c": 3}),
+        layer_of("flag", hf_overrides={"a": {"x": 1}, "b": 1}),
+        layer_of("file", hf_overrides={"a": {"x": 2, "y": 2}, "b": {"z": 2}}),
+        layer_of("environment", hf_overrides={"a": {"y": 3, "w": 3}, "c": 3}),
     )
-    assert settled.values["hf_overrides"] == {"a": {"x": 1, "y": 2, "w": 3}, "b": 1, "c": 3}
-    assert settled.sources["hf_overrides"] == "flag, file, environment"
+    assert resolved_settings.values["hf_overrides"] == {"a": {"x": 1, "y": 2, "w": 3}, "b": 1, "c": 3}
+    assert resolved_settings.sources["hf_overrides"] == "flag, file, environment"
 
 
 # --- old names ---
 
 
-def test_an_old_flag_holds_in_its_own_layer() -> None:
-    stronger = merge_layers(ALL, said("flag", rope_theta=5.0), said("file", hf_overrides={"rope_theta": 7.0, "x": 1}))
+def test_a_deprecated_flag_has_the_precedence_of_its_layer() -> None:
+    stronger = merge_layers(
+        ALL, layer_of("flag", rope_theta=5.0), layer_of("file", hf_overrides={"rope_theta": 7.0, "x": 1})
+    )
     assert stronger.values["hf_overrides"] == {"rope_theta": 5.0, "x": 1}
-    weaker = merge_layers(ALL, said("flag", hf_overrides={"rope_theta": 7.0}), said("file", rope_theta=5.0))
+    weaker = merge_layers(ALL, layer_of("flag", hf_overrides={"rope_theta": 7.0}), layer_of("file", rope_theta=5.0))
     assert weaker.values["hf_overrides"] == {"rope_theta": 7.0}
-    switch = merge_layers(ALL, said("flag", disable_log_requests=True), said("environment", enable_log_requests=True))
+    switch = merge_layers(
+        ALL, layer_of("flag", disable_log_requests=True), layer_of("environment", enable_log_requests=True)
+    )
     assert switch.values["enable_log_requests"] is False
 
 
-def test_two_old_flags_share_one_setting() -> None:
-    settled = merge_layers(ALL, said(rope_theta=5.0, rope_scaling={"factor": 2.0}, hf_overrides={"x": 1}))
-    assert settled.values["hf_overrides"] == {"x": 1, "rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}
+def test_two_deprecated_flags_merge_into_one_setting() -> None:
+    resolved_settings = merge_layers(ALL, layer_of(rope_theta=5.0, rope_scaling={"factor": 2.0}, hf_overrides={"x": 1}))
+    assert resolved_settings.values["hf_overrides"] == {"x": 1, "rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -100,30 +104,30 @@ def test_two_old_flags_share_one_setting() -> None:
         {"tokens_only": True, "skip_tokenizer_init": False},
     ],
 )
-def test_an_old_flag_that_contradicts_the_new_one(values: dict[str, Any]) -> None:
+def test_a_deprecated_flag_that_contradicts_the_new_one_is_refused(values: dict[str, Any]) -> None:
     old = next(iter(values))
     with pytest.raises(ConfigError, match=f"--{old.replace('_', '-')}: contradicts --.*; drop --"):
-        merge_layers(ALL, said(**values))
+        merge_layers(ALL, layer_of(**values))
 
 
-def test_an_old_flag_may_agree_with_the_new_one() -> None:
-    settled = merge_layers(ALL, said(device="cpu", backend="reference"))
-    assert settled.values["backend"] == "reference"
+def test_a_deprecated_flag_may_agree_with_the_new_one() -> None:
+    resolved_settings = merge_layers(ALL, layer_of(device="cpu", backend="reference"))
+    assert resolved_settings.values["backend"] == "reference"
 
 
-def test_an_old_flag_at_its_default_says_nothing_new() -> None:
+def test_a_deprecated_flag_at_its_default_changes_nothing() -> None:
     layer = {"task": Sourced(None, "flag"), "rope_scaling": Sourced({}, "flag")}
-    settled = merge_layers(ALL, layer)
-    assert settled.values["runner"] == "auto"
-    assert settled.values["hf_overrides"] == {}
-    assert len(settled.notes) == 2
+    resolved_settings = merge_layers(ALL, layer)
+    assert resolved_settings.values["runner"] == "auto"
+    assert resolved_settings.values["hf_overrides"] == {}
+    assert len(resolved_settings.notes) == 2
 
 
-def test_a_refusal_names_the_flag_that_was_said() -> None:
+def test_a_refusal_names_the_deprecated_flag_that_was_given() -> None:
     runner = ALL["runner"]
     refused = replace(runner, option=replace(runner.option, status="refused", reason="there is none; drop it"))
     with pytest.raises(ConfigError, match=r"^--task: sets --runner: 'pooling' is not supported: "):
-        merge_layers(ALL | {"runner": refused}, said(task="embed"))
+        merge_layers(ALL | {"runner": refused}, layer_of(task="embed"))
 
 
 # --- what the user hears ---
@@ -141,8 +145,8 @@ def test_a_refusal_names_the_flag_that_was_said() -> None:
         ({"attention_backend": "auto"}, []),
     ],
 )
-def test_one_line_for_each_flag_that_calls_for_one(values: dict[str, Any], starts: list[str]) -> None:
-    notes = merge_layers(ALL, said(**values)).notes
+def test_one_note_per_flag(values: dict[str, Any], starts: list[str]) -> None:
+    notes = merge_layers(ALL, layer_of(**values)).notes
     assert len(notes) == len(starts)
     assert all(note.startswith(start) for note, start in zip(notes, starts))
     assert all("\n" not in note for note in notes)
@@ -151,8 +155,8 @@ def test_one_line_for_each_flag_that_calls_for_one(values: dict[str, Any], start
 # --- keywords and variables ---
 
 
-def test_keywords_that_are_none_say_nothing() -> None:
-    assert from_keywords(ALL, {"max_num_seqs": None, "seed": 3}) == said("keyword", seed=3)
+def test_keywords_of_none_are_ignored() -> None:
+    assert from_keywords(ALL, {"max_num_seqs": None, "seed": 3}) == layer_of("keyword", seed=3)
 
 
 def test_variables() -> None:
@@ -164,28 +168,28 @@ def test_variables() -> None:
         "PAGODA_TOKENIZER": "",
         "VLLM_API_KEY": "secret",
     }
-    found = from_environment([ALL], environ)
-    assert values(found) == {
+    layer_of_environment = from_environment([ALL], environ)
+    assert values(layer_of_environment) == {
         "max_num_seqs": 7,
         "served_model_name": ("a", "b"),
         "hf_overrides": {"a": 1},
         "enforce_eager": True,
         "api_key": ("secret",),
     }
-    assert found["max_num_seqs"].source == "environment PAGODA_MAX_NUM_SEQS"
-    assert found["api_key"].source == "environment VLLM_API_KEY"
+    assert layer_of_environment["max_num_seqs"].source == "environment PAGODA_MAX_NUM_SEQS"
+    assert layer_of_environment["api_key"].source == "environment VLLM_API_KEY"
 
 
-def test_a_variable_says_nothing_to_a_command_that_has_no_such_setting() -> None:
+def test_variables_of_settings_outside_the_table_are_ignored() -> None:
     assert from_environment([ENGINE_SETTINGS], {"PAGODA_PORT": "x", "VLLM_API_KEY": "k"}) == {}
 
 
-def test_a_bad_variable_is_named() -> None:
+def test_an_invalid_variable_error_names_it() -> None:
     with pytest.raises(ConfigError, match=r"^PAGODA_PORT: --port: 'x' is not an integer"):
         from_environment([ALL], {"PAGODA_PORT": "x"})
 
 
-def test_a_service_of_our_name_is_no_setting() -> None:
+def test_a_kubernetes_service_variable_is_no_setting() -> None:
     assert from_environment([ALL], {"PAGODA_PORT": "tcp://10.0.0.1:80"}) == {}
 
 

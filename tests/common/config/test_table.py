@@ -1,4 +1,4 @@
-"""One row of the table: what its texts, keywords and variables mean, and what it says of those that mean nothing."""
+"""One setting: conversion of texts, keywords and variables, errors, and how values are shown."""
 
 import dataclasses
 from pathlib import PurePosixPath
@@ -99,7 +99,7 @@ def test_bad_text(name: str, text: Any, message: str) -> None:
     assert caught.value.setting == ALL[name].flag
 
 
-def test_a_choice_that_is_none_names_all_and_the_nearest() -> None:
+def test_an_unknown_choice_error_lists_all_and_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'float23' is not one of auto, float32, .*; did you mean float32\?"):
         ALL["dtype"].convert_text("float23")
     with pytest.raises(ConfigError, match="'nope' is not one of auto, safetensors"):
@@ -124,19 +124,19 @@ def test_bad_keywords(name: str, given: Any) -> None:
         ALL[name].convert(given)
 
 
-def test_an_object_within_itself_is_refused() -> None:
+def test_a_recursive_object_is_refused() -> None:
     endless: dict[str, Any] = {}
     endless["x"] = endless
     with pytest.raises(ConfigError, match="--hf-overrides"):
         ALL["hf_overrides"].convert(endless)
 
 
-def test_a_variable_that_is_no_array() -> None:
+def test_a_variable_with_an_invalid_array() -> None:
     with pytest.raises(ConfigError, match="is not a JSON array"):
         ALL["served_model_name"].convert_variable('["a"')
 
 
-def test_values_as_they_are_shown() -> None:
+def test_shown_values() -> None:
     shown = {
         "max_num_seqs": (7, "7"),
         "enforce_eager": (False, "false"),
@@ -154,8 +154,8 @@ def test_values_as_they_are_shown() -> None:
 @pytest.mark.parametrize(
     "setting", [each for group in DOCUMENTED_GROUPS for each in settings_of(group)], ids=lambda setting: setting.flag
 )
-def test_every_row_is_sound(setting: Any) -> None:
-    """A default is a value of its own setting, is told no user, and every row says what it is."""
+def test_every_setting_is_well_formed(setting: Any) -> None:
+    """A default is a valid value without a note, and every setting has a help text."""
     assert setting.default is None or setting.convert(setting.default) == setting.default
     if setting.option.deprecated is None:
         assert setting.note(setting.default) is None
@@ -163,13 +163,13 @@ def test_every_row_is_sound(setting: Any) -> None:
     assert setting.default in (setting.choices or (setting.default,)) or setting.default is None
 
 
-def test_names_are_given_once() -> None:
+def test_setting_names_are_unique() -> None:
     names = [each.name for group in DOCUMENTED_GROUPS for each in settings_of(group)]
     assert len(names) == len(set(names))
     flags = [flag for group in DOCUMENTED_GROUPS for each in settings_of(group) for flag in each.flags]
     assert len(flags) == len(set(flags))
 
 
-def test_every_field_is_a_row() -> None:
+def test_every_field_is_a_setting() -> None:
     for group in DOCUMENTED_GROUPS:
         assert [each.field for each in settings_of(group)] == [each.name for each in dataclasses.fields(group)]

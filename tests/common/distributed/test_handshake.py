@@ -1,4 +1,4 @@
-"""Hosts that meet over real sockets, each in a thread: whoever differs, is missing or came twice is named to all."""
+"""The handshake over real sockets, each host in a thread: hosts that differ, are missing or connect twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HERE = "127.0.0.1"
 PATIENT = 20.0
 
 
-def facts(rank: int, nodes: int = 2, **changed: Any) -> HostFingerprint:
+def fingerprint(rank: int, nodes: int = 2, **changed: Any) -> HostFingerprint:
     usual = {
         "versions": {"pagoda": "1.0", "jax": "0.10.2"},
         "model": {"config": "abc"},
@@ -50,8 +50,8 @@ def nothing(hosts: Sequence[Host]) -> str:
     return ""
 
 
-class Meeting:
-    """What became of each host: the others it met, or the line it ended with."""
+class Handshake:
+    """The outcome on each host: its peers, or the error message."""
 
     def __init__(self, *hosts: HostFingerprint, nodes: int = 2, wait: float = PATIENT, check: Any = nothing) -> None:
         self.port = two_free_ports()
@@ -69,7 +69,7 @@ class Meeting:
 
     @property
     def line(self) -> str:
-        """The one line that every host ended with."""
+        """The error message, the same on all hosts."""
         (line,) = set(map(str, self.ends))
         return line
 
@@ -80,8 +80,8 @@ class Meeting:
                 peer.end()
 
 
-def test_hosts_that_are_alike_meet() -> None:
-    meeting = Meeting(facts(0, 3), facts(2, 3), facts(1, 3), nodes=3)
+def test_matching_hosts_connect() -> None:
+    meeting = Handshake(fingerprint(0, 3), fingerprint(2, 3), fingerprint(1, 3), nodes=3)
     first, third, second = meeting.ends
     assert [peer.name for peer in first] == ["host 1 (127.0.0.1)", "host 2 (127.0.0.1)"]
     second[0].send(BlockCount(7))
@@ -110,24 +110,24 @@ def test_hosts_that_are_alike_meet() -> None:
         ({"devices": {"devices": "8", "devices of kind": "cpu"}}, "devices 8 instead of 1", "use hosts of one kind"),
     ],
 )
-def test_every_host_names_the_one_that_differs(changed: Any, difference: str, remedy: str) -> None:
-    line = Meeting(facts(0), facts(1, **changed)).line
+def test_every_host_reports_the_one_that_differs(changed: Any, difference: str, remedy: str) -> None:
+    line = Handshake(fingerprint(0), fingerprint(1, **changed)).line
     assert line.startswith(f"--nnodes: host 1 (127.0.0.1) has {difference}; {remedy}")
 
 
-def test_most_hosts_are_right() -> None:
+def test_the_majority_is_taken_as_correct() -> None:
     old = {"versions": {"pagoda": "0.9", "jax": "0.10.2"}}
-    line = Meeting(facts(0, 3, **old), facts(1, 3), facts(2, 3), nodes=3).line
+    line = Handshake(fingerprint(0, 3, **old), fingerprint(1, 3), fingerprint(2, 3), nodes=3).line
     assert line == "--nnodes: host 0 (127.0.0.1) has pagoda 0.9 instead of 1.0; install the same versions everywhere"
 
 
-def test_what_the_backend_finds_is_told_to_all() -> None:
-    line = Meeting(facts(0), facts(1), check=lambda hosts: f"{hosts[1]} is too warm; open a window").line
+def test_the_backends_check_is_reported_on_all_hosts() -> None:
+    line = Handshake(fingerprint(0), fingerprint(1), check=lambda hosts: f"{hosts[1]} is too warm; open a window").line
     assert line == "--nnodes: host 1 (127.0.0.1) is too warm; open a window"
 
 
-def test_a_rank_that_came_twice() -> None:
-    lines = list(map(str, Meeting(facts(0, 3), facts(1, 3), facts(1, 3), nodes=3).ends))
+def test_a_rank_that_connects_twice() -> None:
+    lines = list(map(str, Handshake(fingerprint(0, 3), fingerprint(1, 3), fingerprint(1, 3), nodes=3).ends))
     assert len(set(lines)) == 1
     assert (
         "host 1 (127.0.0.1) connected twice, also from 127.0.0.1; give each host a --node-rank of its own" in lines[0]
@@ -135,38 +135,38 @@ def test_a_rank_that_came_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guest", "words"),
+    ("joining", "words"),
     [
         (
-            facts(2, 2),
+            fingerprint(2, 2),
             "host 2 (127.0.0.1) has a rank out of range; give each host a --node-rank of its own, 0 to 1",
         ),
-        (facts(1, 3), "host 1 (127.0.0.1) has --nnodes 3 instead of 2; give every host the same flags"),
+        (fingerprint(1, 3), "host 1 (127.0.0.1) has --nnodes 3 instead of 2; give every host the same flags"),
     ],
 )
-def test_a_host_that_counts_otherwise(guest: HostFingerprint, words: str) -> None:
-    assert words in Meeting(facts(0), guest).line
+def test_a_host_with_another_nnodes_or_rank(joining: HostFingerprint, words: str) -> None:
+    assert words in Handshake(fingerprint(0), joining).line
 
 
-def test_a_host_that_is_missing_is_named_to_those_that_came() -> None:
-    line = Meeting(facts(0, 4), facts(2, 4), nodes=4, wait=1.0).line
+def test_a_missing_host_is_reported_to_the_others() -> None:
+    line = Handshake(fingerprint(0, 4), fingerprint(2, 4), nodes=4, wait=1.0).line
     assert line.startswith("--nnodes: host 1 and host 3 of 4 did not connect to 127.0.0.1:")
 
 
-def test_a_host_that_cannot_be_reached() -> None:
+def test_an_unreachable_host_0() -> None:
     port = two_free_ports()
     parallel = ParallelConfig(nnodes=2, node_rank=1, master_addr=HERE, master_port=port)
     with pytest.raises(ConfigError, match=f"^--master-addr: host 1 cannot reach host 0 at 127.0.0.1:{port} .*refused"):
-        meet(parallel, facts(1), nothing, wait=0.0)
+        meet(parallel, fingerprint(1), nothing, wait=0.0)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_a_port_that_is_taken(offset: int) -> None:
+def test_a_port_in_use(offset: int) -> None:
     with socket.create_server((HERE, 0)) as taken:
         port = taken.getsockname()[1]
         parallel = ParallelConfig(nnodes=2, master_addr=HERE, master_port=port - offset)
         with pytest.raises(ConfigError, match=f"^--master-port: host 0 cannot listen at 127.0.0.1:{port}: .*in use"):
-            meet(parallel, facts(0), nothing, wait=0.0)
+            meet(parallel, fingerprint(0), nothing, wait=0.0)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_a_port_that_is_taken(offset: int) -> None:
 def test_an_address_that_is_not_host_0s(address: str, words: str) -> None:
     parallel = ParallelConfig(nnodes=2, master_addr=address, master_port=two_free_ports())
     with pytest.raises(ConfigError, match=f"^--master-addr: .*{words}"):
-        meet(parallel, facts(0), nothing, wait=0.0)
+        meet(parallel, fingerprint(0), nothing, wait=0.0)
 
 
-def test_somebody_else_listens_at_the_port() -> None:
+def test_another_program_listens_at_the_port() -> None:
     with socket.create_server((HERE, 0)) as other, ThreadPoolExecutor(1) as pool:
         parallel = ParallelConfig(nnodes=2, node_rank=1, master_addr=HERE, master_port=other.getsockname()[1])
-        waiting = pool.submit(meet, parallel, facts(1), nothing, PATIENT)
+        waiting = pool.submit(meet, parallel, fingerprint(1), nothing, PATIENT)
         connection, _ = other.accept()
         connection.sendall(b"220 mail.example.org ready\r\n")
         with pytest.raises(ConfigError, match=r"^--master-port: the process listening .* does not answer as host 0"):
@@ -193,15 +193,15 @@ def test_somebody_else_listens_at_the_port() -> None:
         connection.close()
 
 
-class Doorstep:
-    """Host 0, waiting, and what comes to its port."""
+class WaitingHost0:
+    """Host 0 waiting for the others, and connections to its port."""
 
     def __init__(self, pool: ThreadPoolExecutor, nodes: int = 2) -> None:
         self.nodes, self.port = nodes, two_free_ports()
         parallel = ParallelConfig(nnodes=nodes, master_addr=HERE, master_port=self.port)
-        self.waiting = pool.submit(meet, parallel, facts(0, nodes), nothing, PATIENT)
+        self.waiting = pool.submit(meet, parallel, fingerprint(0, nodes), nothing, PATIENT)
 
-    def knock(self, data: bytes = b"") -> socket.socket:
+    def connect(self, data: bytes = b"") -> socket.socket:
         while True:
             try:
                 connection = socket.create_connection((HERE, self.port), PATIENT)
@@ -211,10 +211,10 @@ class Doorstep:
                 connection.sendall(data)
                 return connection
 
-    def guest(self, rank: int) -> tuple[Peer, ...]:
-        """A host that comes and meets the others."""
+    def join(self, rank: int) -> tuple[Peer, ...]:
+        """Run the handshake of another host."""
         parallel = ParallelConfig(nnodes=self.nodes, node_rank=rank, master_addr=HERE, master_port=self.port)
-        return meet(parallel, facts(rank, self.nodes), nothing, PATIENT)
+        return meet(parallel, fingerprint(rank, self.nodes), nothing, PATIENT)
 
 
 @pytest.mark.parametrize(
@@ -227,36 +227,36 @@ class Doorstep:
     ],
     ids=["http", "too large", "no message", "no greeting"],
 )
-def test_strangers_are_sent_away(data: bytes) -> None:
+def test_other_clients_are_disconnected(data: bytes) -> None:
     with ThreadPoolExecutor(1) as pool:
-        doorstep = Doorstep(pool)
-        with doorstep.knock(data) as stranger, contextlib.suppress(ConnectionResetError):
+        host0 = WaitingHost0(pool)
+        with host0.connect(data) as stranger, contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-        (leader,) = doorstep.guest(1)
-        (follower,) = doorstep.waiting.result()
+        (leader,) = host0.join(1)
+        (follower,) = host0.waiting.result()
         follower.send(AgreedBlocks(3))
         assert leader.expect(AgreedBlocks) == AgreedBlocks(3)
         leader.end()
 
 
-def test_a_host_that_gave_up_may_come_again() -> None:
+def test_a_host_that_disconnected_may_connect_again() -> None:
     with ThreadPoolExecutor(3) as pool:
-        doorstep = Doorstep(pool, nodes=3)
-        with doorstep.knock() as early:
-            send_frame(early, encode(Hello(WIRE_VERSION, facts(1, 3))))
-        guests = [pool.submit(doorstep.guest, rank) for rank in (1, 2)]
-        assert [peer.name for peer in doorstep.waiting.result()] == ["host 1 (127.0.0.1)", "host 2 (127.0.0.1)"]
-        for guest in guests:
-            guest.result()[0].end()
+        host0 = WaitingHost0(pool, nodes=3)
+        with host0.connect() as early:
+            send_frame(early, encode(Hello(WIRE_VERSION, fingerprint(1, 3))))
+        others = [pool.submit(host0.join, rank) for rank in (1, 2)]
+        assert [peer.name for peer in host0.waiting.result()] == ["host 1 (127.0.0.1)", "host 2 (127.0.0.1)"]
+        for joining in others:
+            joining.result()[0].end()
 
 
 def test_another_version_of_the_messages() -> None:
     with ThreadPoolExecutor(1) as pool:
-        doorstep = Doorstep(pool)
-        with doorstep.knock() as old:
+        host0 = WaitingHost0(pool)
+        with host0.connect() as old:
             send_frame(old, msgspec.msgpack.encode({"type": "hello", "wire": 99, "name": "whatever it was then"}))
-            told = decode(receive_frame(old, HANDSHAKE_BYTES))
-        line = str(doorstep.waiting.exception())
-        assert isinstance(told, Verdict)
-        assert line == f"--nnodes: {told.reason}"
+            verdict = decode(receive_frame(old, HANDSHAKE_BYTES))
+        line = str(host0.waiting.exception())
+        assert isinstance(verdict, Verdict)
+        assert line == f"--nnodes: {verdict.reason}"
         assert "the host at 127.0.0.1 runs another version of pagoda: its message version is 99" in line

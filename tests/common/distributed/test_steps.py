@@ -1,4 +1,4 @@
-"""Two hosts over a socket pair: the second does what the first does, and each knows the other's end."""
+"""Two hosts over a socket pair: the follower runs the leader's steps, and each detects the other's failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.distributed.messages import AgreedBlocks, BlockCount, Peer, WarmedUp, encode, send_frame
-from pagoda.common.engine.core import TAGS, EngineCore, Sleeper, generation_core
+from pagoda.common.engine.core import SLEEP_TAGS, EngineCore, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
@@ -52,7 +52,7 @@ class Pair:
         self.pool = pool
 
     def follow(self) -> Future[None]:
-        """Start up on host 1, and follow to the end."""
+        """Start host 1 and follow until the leader ends."""
 
         def run() -> None:
             try:
@@ -76,7 +76,7 @@ class Pair:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes pairs, which hang up at the end, so that no thread waits for ever."""
+    """Creates pairs and closes them at the end, so that no thread waits forever."""
     with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as ends:
 
         def made(**settings: int) -> Pair:
@@ -91,19 +91,19 @@ def answers(engine: EngineCore) -> dict[str, list[int]]:
     for number in range(5):
         prompt = [7 * number + place for place in range(1 + 4 * number)]
         rows = np.repeat(np.float32(prompt), 3).tobytes() if number == 3 else None
-        asked = EngineRequest(
+        engine_request = EngineRequest(
             request_id=str(number),
             prompt_token_ids=prompt if rows is None else [EMBEDDED] * len(prompt),
             rules=RULES,
             max_tokens=6,
             prompt_embeds=rows,
         )
-        engine.add_request(asked)
-    found: dict[str, list[int]] = {}
+        engine.add_request(engine_request)
+    tokens_of: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step().outputs:
-            found.setdefault(output.request_id, []).extend(output.new_token_ids)
-    return found
+            tokens_of.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens_of
 
 
 def answers_for_ever(engine: EngineCore) -> None:
@@ -121,11 +121,11 @@ def arrays(plan: StepPlan) -> list[np.ndarray]:
 def test_every_host_runs_the_same_steps(make: Make) -> None:
     pair = make()
     following = pair.follow()
-    found = answers(pair.start())
+    tokens_of = answers(pair.start())
     pair.leading.close()
     assert following.result() is None
     alone = FakeBackend(hybrid_layout(), num_blocks=40, next_token=scrambled)
-    assert found == answers(generation_core(alone, alone.layout, LIMITS, 40))
+    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, 40))
     assert len(pair.there.plans) == len(pair.here.plans) > 6
     assert any(plan.embeds is not None for plan in pair.there.plans)
     for ours, theirs in zip(pair.here.plans, pair.there.plans):
@@ -143,16 +143,16 @@ def test_every_copy_of_the_model_runs_on_every_host(make: Make) -> None:
     pair = make(blocks=48, copies=2)
     following = pair.follow()
     pair.start()
-    found = answers(sharded_core(pair.leading, pair.here.layout, LIMITS, 48, 2))
+    tokens_of = answers(sharded_core(pair.leading, pair.here.layout, LIMITS, 48, 2))
     pair.leading.close()
     following.result()
     alone = FakeBackend(hybrid_layout(), num_blocks=48, next_token=scrambled)
-    assert found == answers(generation_core(alone, alone.layout, LIMITS, 48))
+    assert tokens_of == answers(generation_core(alone, alone.layout, LIMITS, 48))
     for ours, theirs in zip(pair.here.shards, pair.there.shards, strict=True):
         assert len(ours.plans) == len(theirs.plans) > 3
 
 
-def test_the_host_with_least_room_decides(make: Make) -> None:
+def test_the_host_with_least_memory_sets_the_block_count(make: Make) -> None:
     pair = make(blocks=33)
     following = pair.follow()
     pair.start()
@@ -161,7 +161,7 @@ def test_the_host_with_least_room_decides(make: Make) -> None:
     following.result()
 
 
-def test_a_follower_that_fails_says_why(make: Make) -> None:
+def test_a_followers_error_is_reported(make: Make) -> None:
     pair = make()
     heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
     pair.leading.watch(heard.put)
@@ -190,7 +190,7 @@ def test_an_error_of_host_0_ends_the_others(make: Make) -> None:
     assert pair.left == ["release"]
 
 
-def test_a_host_that_vanishes_is_the_cause_of_what_failed(make: Make) -> None:
+def test_a_lost_host_is_the_root_cause_of_a_failed_step(make: Make) -> None:
     pair = make()
     following = pair.follow()
     engine = pair.start()
@@ -204,7 +204,7 @@ def test_a_host_that_vanishes_is_the_cause_of_what_failed(make: Make) -> None:
 
 
 def test_a_step_that_was_abandoned_has_no_result(make: Make) -> None:
-    """What waits for a dead host may come back with anything."""
+    """A collective that was aborted may return a wrong result instead of raising."""
     pair = make()
     following = pair.follow()
     engine = pair.start()
@@ -242,7 +242,7 @@ def test_a_failed_step_of_a_follower_is_its_own_when_host_0_lives(make: Make) ->
     pair.leading.close()
 
 
-def test_the_others_hear_which_host_is_dead(make: Make) -> None:
+def test_other_followers_receive_which_host_failed(make: Make) -> None:
     pair = make()
     ours, theirs = socket.socketpair()
     third, gone = Peer(ours, "host 2 (c)", 0.3), Peer(theirs, "host 0 (a)", 0.3)
@@ -256,7 +256,7 @@ def test_the_others_hear_which_host_is_dead(make: Make) -> None:
     assert pair.left == []
 
 
-def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
+def test_a_failure_before_watch_is_reported_by_watch(make: Make) -> None:
     pair = make()
     pair.leader.close()
     heard: list[EngineDeadError] = []
@@ -277,7 +277,7 @@ def test_a_loss_that_was_not_watched_for_is_told_later(make: Make) -> None:
         ),
     ],
 )
-def test_words_out_of_place(data: bytes, words: str) -> None:
+def test_unexpected_messages(data: bytes, words: str) -> None:
     ours, theirs = socket.socketpair()
     peer = Peer(ours, "host 1 (b)")
     send_frame(theirs, data)
@@ -304,7 +304,7 @@ def test_every_host_sleeps_and_wakes_up(make: Make) -> None:
     assert following.result() is None
 
 
-def test_a_host_that_cannot_is_named_and_nothing_is_lost(make: Make) -> None:
+def test_a_host_that_cannot_sleep_is_named_and_all_stay_awake(make: Make) -> None:
     pair = make()
     pair.follow()
     core = pair.start()
@@ -323,9 +323,9 @@ def test_a_host_that_cannot_is_named_and_nothing_is_lost(make: Make) -> None:
     sleeper.sleep(1)
     pair.there.full = True
     with pytest.raises(SleepError, match=r"^weights cannot wake up: host 1 \(b\): the device is out of memory; free"):
-        sleeper.wake_up(TAGS)
-    assert sleeper.asleep == TAGS
+        sleeper.wake_up(SLEEP_TAGS)
+    assert sleeper.asleep == SLEEP_TAGS
     pair.there.full = False
-    sleeper.wake_up(TAGS)
+    sleeper.wake_up(SLEEP_TAGS)
     assert answers(core) == want
     pair.leading.close()

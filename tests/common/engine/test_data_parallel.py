@@ -1,4 +1,4 @@
-"""The step loop over several shards, on strict fake backends: who gets which request, and what is told of them all."""
+"""The step loop over several shards of the strict fake backend: assignment of requests, statistics, integrity."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_requests_are_spread_evenly() -> None:
     assert loads(engine) == [0, 0, 0]
 
 
-def test_a_request_goes_where_its_prefix_is_unless_that_shard_is_busy() -> None:
+def test_prefix_affinity_yields_to_load() -> None:
     engine = core()
     shared = [9] * 16
     for number in range(2):
@@ -63,7 +63,7 @@ def test_a_request_goes_where_its_prefix_is_unless_that_shard_is_busy() -> None:
     assert loads(engine) == [1, 0, 0]
 
 
-def test_an_idle_shard_waits_while_another_works() -> None:
+def test_an_idle_shard_has_no_plan_while_another_works() -> None:
     engine = core(shards=2)
     engine.add_request(request("a", [1, 2, 3]))
     assert len(drain(engine)) == 4
@@ -71,7 +71,7 @@ def test_an_idle_shard_waits_while_another_works() -> None:
     assert engine.step().outputs == []
 
 
-def test_statistics_are_of_all_shards() -> None:
+def test_statistics_sum_all_shards() -> None:
     engine = core(shards=2, async_scheduling=False)
     for name, prompt in (("a", [1] * 9), ("b", [2] * 5)):
         engine.add_request(request(name, prompt))
@@ -81,7 +81,7 @@ def test_statistics_are_of_all_shards() -> None:
     assert engine.stats.running == 2
 
 
-def test_an_abort_finds_its_shard() -> None:
+def test_abort_reaches_the_requests_shard() -> None:
     engine = core(shards=2)
     for name in "abc":
         engine.add_request(request(name, [ord(name)] * 5, max_tokens=50))
@@ -91,7 +91,7 @@ def test_an_abort_finds_its_shard() -> None:
     assert {output.request_id for output in drain(engine)} == {"a", "c"}
 
 
-def test_what_cannot_run_is_refused_and_forgotten() -> None:
+def test_a_refused_request_is_not_assigned_to_a_shard() -> None:
     engine = core(shards=2)
     with pytest.raises(RequestError, match="the prompt is empty"):
         engine.add_request(request("a", []))
@@ -106,7 +106,7 @@ def test_what_cannot_run_is_refused_and_forgotten() -> None:
         sharded_core(backend, full_layout(8), limits, 16, 2)
 
 
-def test_a_shard_that_lost_a_request_is_noticed() -> None:
+def test_check_integrity_detects_a_lost_request() -> None:
     engine = core(shards=2)
     engine.add_request(request("a", [1, 2]))
     engine._scheduler.shards[0].scheduler.abort(["a"])

@@ -4,7 +4,7 @@ from support.extreme_noise import SPACE, extreme_tokens, token_with_bits
 from pagoda.common.engine.sampling import TOKEN_STRIDE, gumbel, mix
 
 
-def test_the_hash_turns_round():
+def test_the_noise_hash_is_invertible():
     key = np.array([12345], np.uint32)
     for bits in (0, 77, SPACE - 1):
         token = np.array([token_with_bits(12345, bits)], np.uint32)

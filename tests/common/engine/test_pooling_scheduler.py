@@ -1,4 +1,4 @@
-"""The step loop of pooling models, over a backend whose vectors tell which tokens they were made of."""
+"""The step loop of pooling models, over a backend whose vectors contain the tokens that they pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMBED = PoolingRules(task="embed", use_activation=True)
 
 
 class FakePooling:
-    """Keeps the plans; answers a prompt with its tokens and their types, at once or when the test says so."""
+    """Records the plans; the vector of a prompt is its tokens and their types."""
 
     def __init__(self) -> None:
         self.plans: list[PoolPlan] = []
@@ -45,34 +45,34 @@ def ask(name: str, length: int = 3, first: int = 1, rules: PoolingRules = EMBED,
 
 
 def drain(engine: EngineCore) -> list[EngineOutput]:
-    found: list[EngineOutput] = []
+    results: list[EngineOutput] = []
     while engine.has_work:
-        found += engine.step().outputs
-    return found
+        results += engine.step().outputs
+    return results
 
 
 def lengths(backend: FakePooling) -> list[list[int]]:
     return [np.diff(plan.query_start).tolist() for plan in backend.plans]
 
 
-def test_answers_say_when_their_prompts_ran():
+def test_outputs_carry_the_schedule_time():
     times = iter([1.0, 2.0, 3.0])
     engine = pooling_core(FakePooling(), core(seqs=2)[0].limits, ("embed",), clock=lambda: next(times))
     for name in "abcde":
         engine.add_request(ask(name))
-    found = drain(engine)
-    assert [(output.request_id, output.scheduled) for output in found] == [
+    results = drain(engine)
+    assert [(output.request_id, output.scheduled) for output in results] == [
         *(("a", 1.0), ("b", 1.0), ("c", 2.0), ("d", 2.0), ("e", 3.0)),
     ]
 
 
-def test_every_prompt_gets_its_own_answer_once():
+def test_every_prompt_gets_its_vector_once():
     engine, _ = core()
     for index in range(7):
         engine.add_request(ask(str(index), 1 + index, first=10 * index))
-    found = drain(engine)
-    assert [output.request_id for output in found] == [str(index) for index in range(7)]
-    for index, output in enumerate(found):
+    results = drain(engine)
+    assert [output.request_id for output in results] == [str(index) for index in range(7)]
+    for index, output in enumerate(results):
         assert output.finish_reason == "stop"
         assert output.new_token_ids == []
         assert output.pooled is not None
@@ -80,7 +80,7 @@ def test_every_prompt_gets_its_own_answer_once():
     engine.check_integrity()
 
 
-def test_steps_hold_what_the_budget_allows():
+def test_steps_fill_the_token_budget():
     engine, backend = core(tokens=10, seqs=3)
     for index, length in enumerate((4, 4, 4, 1, 1, 1, 1, 9)):
         engine.add_request(ask(str(index), length))
@@ -88,7 +88,7 @@ def test_steps_hold_what_the_budget_allows():
     assert lengths(backend) == [[4, 4], [4, 1, 1], [1, 1], [9]]
 
 
-def test_a_prompt_beyond_the_budget_has_a_step_to_itself():
+def test_a_prompt_over_the_budget_has_its_own_step():
     engine, backend = core(tokens=10)
     for index, length in enumerate((3, 25, 3)):
         engine.add_request(ask(str(index), length))
@@ -97,7 +97,7 @@ def test_a_prompt_beyond_the_budget_has_a_step_to_itself():
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", ["a", "b", "c"]), ("priority", ["b", "c", "a"])])
-def test_who_goes_first(policy: str, order: list[str]):
+def test_queue_order_by_policy(policy: str, order: list[str]):
     engine, _ = core(seqs=1, policy=policy)
     for name, priority in (("a", 2), ("b", 1), ("c", 1)):
         engine.add_request(ask(name, priority=priority))
@@ -113,7 +113,7 @@ def test_the_next_step_is_started_while_one_runs(ahead: bool, started: int):
     assert len(backend.plans) == started
 
 
-def test_aborted_requests_are_not_heard_of():
+def test_aborted_requests_have_no_output():
     engine, backend = core(seqs=1)
     for name in "abcd":
         engine.add_request(ask(name))
@@ -125,15 +125,15 @@ def test_aborted_requests_are_not_heard_of():
     engine.check_integrity()
 
 
-def test_an_id_that_comes_again_gets_its_own_answer():
+def test_a_reused_id_gets_its_own_result():
     engine, _ = core(seqs=1)
     for name in "ab":
         engine.add_request(ask(name))
     engine.step()
     engine.abort(["b"])  # its step is under way
     engine.add_request(ask("b", first=50))
-    found = drain(engine)
-    assert [output.pooled.array[0, 0] for output in found if output.pooled] == [50]
+    results = drain(engine)
+    assert [output.pooled.array[0, 0] for output in results if output.pooled] == [50]
 
 
 def test_token_types_begin_with_the_second_text():
@@ -147,7 +147,7 @@ def test_token_types_begin_with_the_second_text():
     assert backend.plans[-1].token_types is None
 
 
-def test_stats_count():
+def test_stats():
     engine, _ = core(seqs=1, async_scheduling=False)
     for name in "abc":
         engine.add_request(ask(name, 5))
@@ -172,7 +172,7 @@ def test_stats_count():
         ),
     ],
 )
-def test_what_can_never_run_is_refused(request_: EngineRequest, field: str, words: str):
+def test_requests_that_can_never_run_are_refused(request_: EngineRequest, field: str, words: str):
     engine, _ = core()
     engine.add_request(ask("taken"))
     with pytest.raises(RequestError, match=words) as refused:

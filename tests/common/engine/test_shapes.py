@@ -1,4 +1,4 @@
-"""The ladder is closed: every step finds a rung, and nothing lies above."""
+"""The ladder of shapes: every step within the limits has a bucket, and none is larger."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def test_powers_of_two_up_to_the_limit_itself():
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4)])
-def test_an_impossible_ladder_is_refused(low, high):
+def test_an_invalid_ladder_is_refused(low, high):
     with pytest.raises(ValueError, match="no ladder"):
         ShapeLadder.between(low, high)
 
 
-def test_the_smallest_rung_that_holds():
+def test_bucket_for_is_the_smallest_bucket_that_fits():
     ladder = ShapeLadder.between(8, 48)
     assert [ladder.bucket_for(n) for n in (1, 8, 9, 33, 48)] == [8, 8, 16, 48, 48]
     with pytest.raises(ValueError, match="above the top"):

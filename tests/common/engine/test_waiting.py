@@ -1,4 +1,4 @@
-"""Both lines, in order."""
+"""Both waiting queues."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pagoda.common.engine.sampling import SamplingRules
 
 
 def request(name: str, *rank: float) -> Request:
-    asked = EngineRequest(request_id=name, prompt_token_ids=[1], rules=SamplingRules(), max_tokens=1)
-    return Request.of(asked, limit=2, rank=rank)
+    engine_request = EngineRequest(request_id=name, prompt_token_ids=[1], rules=SamplingRules(), max_tokens=1)
+    return Request.of(engine_request, limit=2, rank=rank)
 
 
 def drain(queue: FcfsQueue | PriorityQueue) -> str:
     return "".join(queue.pop().request_id for _ in range(len(queue)))
 
 
-def test_fcfs_serves_in_order_and_the_preempted_first():
+def test_fcfs_order_with_preempted_requests_first():
     queue = FcfsQueue()
     for name in "abc":
         queue.push(request(name))
@@ -27,7 +27,7 @@ def test_fcfs_serves_in_order_and_the_preempted_first():
     assert drain(queue) == "zabc"
 
 
-def test_priority_serves_by_rank():
+def test_priority_order_by_rank():
     queue = PriorityQueue()
     for name, rank in (("late", (1, 5.0, 1)), ("low", (2, 0.0, 2)), ("early", (1, 1.0, 3)), ("first", (0, 9.0, 4))):
         queue.push(request(name, *rank))
@@ -36,7 +36,7 @@ def test_priority_serves_by_rank():
 
 
 @pytest.mark.parametrize("queue", [FcfsQueue(), PriorityQueue()], ids=["fcfs", "priority"])
-def test_anyone_can_leave_and_an_empty_line_says_so(queue):
+def test_remove_and_empty_queues(queue):
     for number, name in enumerate("abc"):
         queue.push(request(name, number))
     assert queue.remove("a").request_id == "a"

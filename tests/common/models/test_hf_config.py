@@ -69,7 +69,7 @@ def test_harmless_keys_pass():
     ).finish()
 
 
-def test_what_is_off_everywhere_may_not_be_on():
+def test_unsupported_switches_are_refused():
     with pytest.raises(ModelError, match="is_encoder_decoder is True"):
         reader(is_encoder_decoder=True).finish()
 

@@ -34,7 +34,7 @@ def test_published_poolers(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ONE_EACH)
-def test_what_writers_add_changes_nothing(kind: str) -> None:
+def test_keys_added_by_writers_do_not_change_the_spec(kind: str) -> None:
     """Every PretrainedConfig field of older files, in every generating family."""
     config = ONE_EACH[kind]
     assert spec({**LEGACY, **config}) == spec(config)
@@ -61,7 +61,7 @@ def test_what_writers_add_changes_nothing(kind: str) -> None:
         ("Llama-2-7b-hf", "quantization_config", {"quant_method": "awq"}, "the weights are quantised by awq"),
     ],
 )
-def test_keys_that_carry_maths_are_pinned(name: str, key: str, value: Any, words: str) -> None:
+def test_keys_that_change_the_computation_are_refused(name: str, key: str, value: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec({**GENERATORS[name], key: value})
 

@@ -69,7 +69,7 @@ def test_quantised_weights_are_refused(config: dict[str, Any], words: str) -> No
     refuse_quantised(dict.fromkeys(config))
 
 
-def test_without_windows_a_model_is_as_long_as_the_narrowest() -> None:
+def test_without_windows_limits_the_context_to_the_narrowest() -> None:
     spec = tiny_spec(layers=4, window=6)
     wider = replace(spec.layers[3], mixer=replace(spec.layers[3].mixer, window=9))
     whole = without_windows(replace(spec, layers=(*spec.layers[:3], wider)))

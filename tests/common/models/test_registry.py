@@ -292,7 +292,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_published_configs_are_read_and_count_as_published(name: str):
+def test_published_configs_have_the_published_parameter_count(name: str):
     config, count = PARAMETERS[name]
     assert sum(param.size for param in params(spec(config)).values()) == count
 
@@ -308,7 +308,7 @@ def test_unknown_architecture_lists_the_supported():
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM", "OPTForCausalLM"], "LlamaForCausalLM"])
-def test_one_architecture_must_be_named(architectures: object):
+def test_exactly_one_architecture_is_required(architectures: object):
     with pytest.raises(ModelError, match="must name one architecture"):
         spec({**LLAMA, "architectures": architectures})
 
@@ -325,7 +325,7 @@ def test_one_architecture_must_be_named(architectures: object):
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
     ],
 )
-def test_bad_configs_name_the_key(extra: dict[str, Any], message: str):
+def test_invalid_configs_name_the_key(extra: dict[str, Any], message: str):
     with pytest.raises(ModelError, match=message):
         spec({**LLAMA, **extra})
 
@@ -335,7 +335,7 @@ def test_specs_are_hashable_and_equal_when_configs_are():
     assert spec(LLAMA) != spec({**LLAMA, "tie_word_embeddings": True})
 
 
-def test_mechanisms_of_the_published():
+def test_mechanisms_of_published_configs():
     llama, gemma2, gemma3 = spec(LLAMA_3_1_8B), spec(GEMMA_2_2B), spec(GEMMA_3_1B)
     assert isinstance(llama.layers[0].mixer.rope.scaling, Llama3Scaling)  # type: ignore[union-attr]
     assert [layer.mixer.window for layer in gemma2.layers[:4]] == [4096, None, 4096, None]

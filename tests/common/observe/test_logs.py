@@ -32,7 +32,7 @@ def test_a_traceback_cannot_forge_lines(log: io.StringIO) -> None:
     assert all(line.startswith("    ") for line in lines[1:])
 
 
-def test_setting_up_twice_logs_once() -> None:
+def test_setup_twice_logs_once() -> None:
     setup_logging("info", io.StringIO())
     stream = io.StringIO()
     setup_logging("warning", stream)

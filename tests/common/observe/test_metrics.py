@@ -49,7 +49,7 @@ def observed(metrics: Metrics, *names: str) -> dict[str, tuple[float, float]]:
 LABELS = '{engine="0",model_name="m"}'
 
 
-def test_names_types_and_labels_are_those_of_dashboards() -> None:
+def test_metric_names_types_and_labels() -> None:
     metrics = Metrics("m")
     path = Path(__file__).resolve().parents[2] / "data" / "vllm_metrics.tsv"
     with path.open(newline="") as file:
@@ -100,7 +100,7 @@ def test_steps_without_output_are_counted() -> None:
     assert observed(metrics, "iteration_tokens_total") == {"iteration_tokens_total": (7, 8 + 2 * (8 + 8 + 3))}
 
 
-def test_sequences_that_vanish_are_forgotten() -> None:
+def test_last_token_times_are_bounded() -> None:
     metrics = Metrics("m")
     for number in range(1000):
         metrics.on_step(step(output(str(number)), running=1))
@@ -134,7 +134,7 @@ PER_ANSWER = (
 PER_REQUEST = ("request_max_num_generation_tokens", "request_params_n")
 
 
-def test_each_answer_is_timed_from_queue_to_end() -> None:
+def test_each_answer_is_timed_from_arrival_to_finish() -> None:
     metrics = Metrics("m")
     second = answer(
         scheduled=3.25, first_token=5.0, last_token=9.0, generation_tokens=3, cached_tokens=6, preemptions=2
@@ -147,7 +147,7 @@ def test_each_answer_is_timed_from_queue_to_end() -> None:
     assert list(observed(metrics, *PER_REQUEST).values()) == [(1, 5), (1, 2)]
 
 
-def test_what_was_cut_short_is_not_timed() -> None:
+def test_aborted_answers_are_not_timed() -> None:
     metrics = Metrics("m")
     metrics.on_finish(finished(answer(is_complete=False), finish_reason="abort"))
     assert set(observed(metrics, *PER_ANSWER, *PER_REQUEST).values()) == {(0, 0)}
@@ -156,7 +156,7 @@ def test_what_was_cut_short_is_not_timed() -> None:
     assert set(observed(metrics, *PER_REQUEST).values()) == {(0, 0)}
 
 
-def test_an_engine_may_say_nothing_of_the_queue() -> None:
+def test_answers_without_a_schedule_time_skip_queue_metrics() -> None:
     metrics = Metrics("m")
     metrics.on_finish(finished(answer(scheduled=0.0)))
     metrics.on_pooled("stop", arrival=1.0, finished=2.0, prompt_tokens=3)
@@ -164,7 +164,7 @@ def test_an_engine_may_say_nothing_of_the_queue() -> None:
     assert [count for count, _ in samples.values()] == [0, 0, 0, 1, 2, 2, 2, 1, 2, 1]
 
 
-def test_pooled_prompts_are_timed_without_their_tokens() -> None:
+def test_pooled_prompts_have_no_token_metrics() -> None:
     metrics = Metrics("m")
     metrics.on_pooled("stop", arrival=1.0, scheduled=1.5, finished=4.0, prompt_tokens=7)
     metrics.on_pooled("abort", arrival=1.0, scheduled=1.5, finished=4.0, prompt_tokens=7)
@@ -175,13 +175,13 @@ def test_pooled_prompts_are_timed_without_their_tokens() -> None:
     assert set(observed(metrics, *PER_REQUEST).values()) == {(0, 0)}
 
 
-def test_two_servers_in_one_process_do_not_share() -> None:
+def test_two_registries_in_one_process_are_separate() -> None:
     one, two = Metrics("m"), Metrics("m")
     one.on_step(step(output("a"), running=1))
     assert values(two)[f"vllm:generation_tokens_total{LABELS}"] == 0
 
 
-def test_cache_facts() -> None:
+def test_cache_config_info() -> None:
     metrics = Metrics("m")
     metrics.set_cache_info({"block_size": 16, "enable_prefix_caching": True})
     assert 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0"} 1.0' in (

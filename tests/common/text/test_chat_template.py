@@ -151,13 +151,13 @@ def test_arguments_as_text_become_objects():
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Zü', "[]", "42", "", "[" * 100_000, None, [1]])
-def test_arguments_that_are_no_object_end_no_conversation(arguments):
+def test_invalid_tool_call_arguments_become_an_empty_object(arguments):
     calls = json.loads(json.dumps(CALLS))
     calls[1]["tool_calls"][0]["function"]["arguments"] = arguments
     assert '"name": "get", "arguments": {}' in render(CHATML, calls)
 
 
-def test_developers_speak_as_the_system():
+def test_developer_messages_become_system_messages():
     chat = [
         {"role": "system", "content": "Be kind."},
         CHAT[0],
@@ -169,7 +169,7 @@ def test_developers_speak_as_the_system():
         assert render(template, chat[1:]) == render(template, [{"role": "system", "content": "Be brief."}, CHAT[0]])
 
 
-def test_developers_where_the_template_knows_them():
+def test_developer_role_is_kept_if_the_template_mentions_it():
     template = "{% for m in messages %}{% if m.role == 'developer' %}D{% else %}{{ m.role }}{% endif %}{% endfor %}"
     chat = [CHAT[0], {"role": "developer", "content": "x"}]
     assert render(template, chat) == "userD"
@@ -247,11 +247,11 @@ ASKS_WHAT_IS_DEFINED = """\
     {%- if message.reasoning_content is defined %}{{ "(" + message.reasoning_content + ")" }}{% endif %};
 {%- endfor %}
 """
-"""As templates of Hermes models tell messages with calls from others."""
+"""Tests which keys are defined, as templates of Hermes models do."""
 
 
 @pytest.mark.parametrize("absent", [{}, {"tool_calls": []}, {"tool_calls": None, "reasoning_content": None}])
-def test_keys_that_hold_nothing_do_not_reach_the_template(absent):
+def test_null_keys_and_empty_tool_calls_are_dropped(absent):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **absent}]
     assert render(ASKS_WHAT_IS_DEFINED, messages) == "a;b;"
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
@@ -266,7 +266,7 @@ def test_deeply_nested_messages_are_refused():
         render(CHATML, [{"role": "user", "content": "x", "extra": deep}])
 
 
-def test_what_a_template_refuses_is_the_messages_fault():
+def test_template_exceptions_become_errors_of_messages():
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         render(INSTRUCT, [CHAT[0], CHAT[0]], special_tokens=SPECIAL)
     assert caught.value.field == "messages"
@@ -278,12 +278,12 @@ def test_prompt_and_continuation_exclude_each_other():
     assert caught.value.field == "continue_final_message"
 
 
-def test_a_template_that_hides_the_message_cannot_continue_it():
+def test_a_message_that_the_template_omits_cannot_be_continued():
     with pytest.raises(RequestError, match="does not show the final message"):
         render("{{ 'hello' }}", CHAT, add_generation_prompt=False, continue_final_message=True)
 
 
-def test_invalid_template_is_named():
+def test_invalid_template_error_names_chat_template():
     with pytest.raises(RequestError, match="not valid jinja") as caught:
         render("{% for %}", CHAT)
     assert caught.value.field == "chat_template"
@@ -355,7 +355,7 @@ def test_many_messages_fit_the_bounds():
     assert len(render(INSTRUCT, chat, special_tokens=SPECIAL)) > 2_000_000
 
 
-def test_loops_know_their_length():
+def test_loop_variables_work_in_instrumented_loops():
     template = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '!' if loop.last }} {% endfor %}"
     assert render(template, CHAT) == "1/3 2/3 3/3! "
     assert render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", CHAT) == "a1"
@@ -364,11 +364,11 @@ def test_loops_know_their_length():
     )
 
 
-def test_clock():
+def test_strftime_now():
     assert render("{{ strftime_now('%Y') }}", CHAT).isdigit()
 
 
-def test_caller_messages_stay_as_they_were():
+def test_rendering_does_not_change_the_callers_messages():
     chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     render(CHATML, chat, add_generation_prompt=False, continue_final_message=True)
     assert chat == [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
@@ -406,16 +406,16 @@ TEXT = [
 
 
 @pytest.mark.parametrize("body", PARTS)
-def test_a_loop_over_the_content_wants_parts(body: str) -> None:
+def test_a_loop_over_the_content_selects_the_openai_format(body: str) -> None:
     assert content_format_of(LOOP.replace("BODY", body)) == "openai"
 
 
 @pytest.mark.parametrize("body", TEXT)
-def test_anything_else_wants_text(body: str) -> None:
+def test_other_templates_select_the_string_format(body: str) -> None:
     assert content_format_of(LOOP.replace("BODY", body)) == "string"
 
 
-def test_what_is_no_template() -> None:
+def test_content_format_of_invalid_jinja() -> None:
     with pytest.raises(jinja2.TemplateSyntaxError):
         content_format_of("{% for %}")
 
@@ -433,12 +433,12 @@ SHOW = LOOP.replace("BODY", "[{% for part in m.content %}{{ part.type }}={{ part
         ([], "[]"),
     ],
 )
-def test_parts_are_of_one_kind(content: Any, shown: str) -> None:
+def test_content_parts_are_normalised_for_both_formats(content: Any, shown: str) -> None:
     assert render(SHOW, [{"role": "user", "content": content}]) == shown
     assert render(SHOW, [{"role": "user", "content": content}], content_format="openai") == shown
 
 
-def test_the_format_that_was_asked_for_wins() -> None:
+def test_a_given_content_format_overrides_detection() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}]
     plain = LOOP.replace("BODY", "{{ m.content }}")
     assert render(plain, messages) == "x\ny"

@@ -58,7 +58,7 @@ def chunked(ids, cuts):
 
 
 def streamed(tokenizer, prompt, chunks, **options):
-    """Pieces and the detokenizer, its invariants checked on the way."""
+    """Return the pieces and the detokenizer, checking its invariants at each step."""
     detokenizer = Detokenizer(tokenizer, prompt, **options)
     pieces = []
     for i, chunk in enumerate(chunks):
@@ -68,11 +68,11 @@ def streamed(tokenizer, prompt, chunks, **options):
 
 
 def same_but_for_the_end(ours, theirs):
-    """Equal, but for a character that the last bytes only began."""
+    """True if equal up to an incomplete last character."""
     return theirs.startswith(ours) and set(theirs[len(ours) :]) <= {"\ufffd"} and len(theirs) - len(ours) <= 3
 
 
-def test_which_stream():
+def test_stream_class_by_decoder():
     kinds = {name: type(open_stream(tokenizer, [])) for name, tokenizer in TOKENIZERS.items()}
     assert kinds.pop("metaspace") is WindowStream
     assert set(kinds.values()) == {ByteStream}
@@ -81,7 +81,7 @@ def test_which_stream():
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 270)), cuts=st.lists(st.integers(0, 50), max_size=5))
-def test_byte_level_streams_add_up_to_the_whole(skip, ids, cuts):
+def test_byte_level_stream_pieces_join_to_the_decoded_text(skip, ids, cuts):
     pieces, _ = streamed(BYTES, [], chunked(ids, cuts), skip_special_tokens=skip)
     assert same_but_for_the_end("".join(pieces), BYTES.decode(ids, skip))
 
@@ -90,7 +90,7 @@ def test_byte_level_streams_add_up_to_the_whole(skip, ids, cuts):
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(0, 50), max_size=5), ends=st.lists(st.booleans()))
-def test_any_text_comes_out_as_it_went_in(name, skip, text, cuts, ends):
+def test_streams_of_any_text_equal_decoding_at_once(name, skip, text, cuts, ends):
     """Each character as bytes, special tokens in between, any chunks: equal to decoding all at once."""
     tokenizer = TOKENIZERS[name]
     special = tokenizer.backend.token_to_id("<s>")
@@ -106,7 +106,7 @@ def test_any_text_comes_out_as_it_went_in(name, skip, text, cuts, ends):
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 300), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=4))
-def test_chunks_make_no_difference(name, ids, cuts):
+def test_chunking_does_not_change_the_text(name, ids, cuts):
     tokenizer = TOKENIZERS[name]
     whole, _ = streamed(tokenizer, [], [ids])
     pieces, _ = streamed(tokenizer, [], chunked(ids, cuts))
@@ -122,7 +122,7 @@ def byte_tokens(data, tokenizer=BYTES):
 
 
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
-def test_no_half_characters(name):
+def test_incomplete_characters_are_withheld(name):
     text = "€👩‍👩‍👧é"
     pieces, _ = streamed(TOKENIZERS[name], [], [[i] for i in byte_tokens(text.encode(), TOKENIZERS[name])])
     assert [piece for piece in pieces if piece] == list(text)
@@ -142,7 +142,7 @@ def test_invalid_bytes_become_replacement_characters():
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "metaspace"])
-def test_the_leading_space_is_dropped_only_at_the_start_of_all(name):
+def test_the_leading_space_is_dropped_only_at_the_start_of_the_text(name):
     tokenizer = TOKENIZERS[name]
     word, bos, a = (tokenizer.backend.token_to_id(piece) for piece in ("▁ab", "<s>", "a"))
     text = lambda prompt, **options: "".join(streamed(tokenizer, prompt, [[word], [word]], **options)[0])  # noqa: E731
@@ -151,7 +151,7 @@ def test_the_leading_space_is_dropped_only_at_the_start_of_all(name):
     assert text([bos], skip_special_tokens=False) == " ab ab"
 
 
-def test_byte_runs_that_are_no_utf8():
+def test_byte_runs_of_invalid_utf8():
     tokenizer = TOKENIZERS["sentencepiece"]
     pieces, _ = streamed(tokenizer, [], [[0xE2, 0x82, 0xAC], [0xFF], [PIECES.index("a")]])
     assert pieces == ["€", "\ufffd", "a"]
@@ -187,7 +187,7 @@ def naive_stop(text, stops, include):
     stops=st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 25), max_size=8),
 )
-def test_stop_strings_across_any_borders(include, words, stops, cuts):
+def test_stop_strings_across_token_and_chunk_boundaries(include, words, stops, cuts):
     ids = [BYTES.backend.token_to_id(word) for word in words]
     pieces, detokenizer = streamed(BYTES, [], chunked(ids, cuts), stop=stops, include_stop_str_in_output=include)
     text, hit = naive_stop(BYTES.decode(ids), stops, include)
@@ -199,7 +199,7 @@ def test_stop_strings_across_any_borders(include, words, stops, cuts):
 
 @settings(max_examples=200, deadline=None)
 @given(words=st.lists(st.sampled_from("abc"), max_size=20), stop=st.text("abc", min_size=1, max_size=4))
-def test_emitted_text_is_never_taken_back_nor_held_for_nothing(words, stop):
+def test_only_a_possible_stop_prefix_is_withheld(words, stop):
     detokenizer = Detokenizer(BYTES, [], stop=[stop])
     text = ""
     for word in words:
@@ -211,7 +211,7 @@ def test_emitted_text_is_never_taken_back_nor_held_for_nothing(words, stop):
         assert detokenizer.text == text[: len(text) - withheld]
 
 
-def test_held_text_comes_at_the_end():
+def test_withheld_text_is_emitted_at_the_end():
     detokenizer = Detokenizer(BYTES, [], stop=["abcd"])
     assert detokenizer.append(ids_of("xab")) == "x"
     assert detokenizer.append(ids_of("c")) == ""
@@ -219,7 +219,7 @@ def test_held_text_comes_at_the_end():
     assert detokenizer.text == "xabc"
 
 
-def test_min_tokens_shield_a_stop_string():
+def test_stop_strings_within_min_tokens_are_ignored():
     ids = ids_of("bxbyb")
     for count, text in [(0, ""), (1, "bx"), (2, "bx"), (3, "bxby"), (5, "bxbyb")]:
         pieces, detokenizer = streamed(BYTES, [], [ids[:2], ids[2:]], stop=["b"], min_tokens=count)
@@ -237,7 +237,7 @@ def test_tokens_after_the_stop_string_do_not_count():
     assert (pieces, detokenizer.num_tokens) == (["a"], 2)
 
 
-def test_unknown_ids_are_nothing():
+def test_unknown_ids_decode_to_nothing():
     for tokenizer in TOKENIZERS.values():
         pieces, _ = streamed(tokenizer, [], [[10**6, -1] if tokenizer.byte_table else [10**6]] * 200)
         assert "".join(pieces) == ""

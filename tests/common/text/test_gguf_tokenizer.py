@@ -58,7 +58,7 @@ def test_real_file_has_transformers_ids(real, model_file):
 
 
 @pytest.mark.model
-def test_written_into_a_folder_it_is_the_same(real, tmp_path):
+def test_saved_tokenizer_is_read_back_equal(real, tmp_path):
     real.save(tmp_path)
     again = load_tokenizer(tmp_path)
     for text in CORPUS + random_texts(50):
@@ -68,13 +68,13 @@ def test_written_into_a_folder_it_is_the_same(real, tmp_path):
 
 
 @pytest.mark.model
-def test_digits_are_cut_out_before_spaces_are_grouped(real):
+def test_digits_are_split_before_runs_of_spaces(real):
     """The file's rule is "smollm": digits first. transformers drops the rule, and splits a run of spaces before one."""
     assert [real.token_text(i) for i in real.encode("a  57\n\n8½")] == ["a", "  ", "5", "7", "\n\n", "8", "½"]
 
 
 @pytest.mark.model
-def test_metadata_that_is_open_already(model_file, real):
+def test_tokenizer_from_metadata_that_is_already_open(model_file, real):
     again = load_tokenizer(model_file, gguf_metadata=GgufFile(model_file).metadata)
     assert again.encode(CORPUS[1]) == real.encode(CORPUS[1])
 
@@ -115,7 +115,7 @@ def test_splitting_rules(pre, expected):
 
 
 @pytest.mark.parametrize("rule", sorted(SPLITS))
-def test_every_rule_keeps_the_text(rule):
+def test_every_splitting_rule_preserves_the_text(rule):
     backend = read_gguf(byte_level(rule)).backend
     for text in ["hello hell 100", "It's  A\n\nhELL/he(ll)!\n", "<tool>x</s>"]:
         spaced = text.replace("\n", " ")
@@ -123,7 +123,7 @@ def test_every_rule_keeps_the_text(rule):
 
 
 def test_splitting_expressions_are_those_of_transformers():
-    """The expressions are facts about vocabularies; transformers states the same ones."""
+    """The splitting expressions equal those of transformers."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS
 
     common = SPLITS.keys() & THEIRS.keys()
@@ -138,7 +138,7 @@ def test_special_and_user_defined_tokens_stay_whole():
     assert tokenizer.decode(ids) == "hell<tool>"
 
 
-def test_ends_are_added_as_the_file_says():
+def test_bos_and_eos_are_added_as_the_metadata_states():
     both = byte_level(**{"ggml.add_bos_token": True, "ggml.add_eos_token": True})
     assert pieces(both, "he") == ["<s>", "he", "</s>"]
     assert pieces(byte_level(), "he") == ["he"]
@@ -181,7 +181,7 @@ def greedy_pieces(metadata, text):
         pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
 
 
-def test_scores_decide_what_merges_first():
+def test_merge_order_follows_the_scores():
     metadata = sentencepiece()
     backend = read_gguf(metadata).backend
     choose = random.Random(1)
@@ -262,7 +262,7 @@ SPACED = [
 
 
 @pytest.mark.parametrize("space", [" ", SPACE], ids=["raw", "marked"])
-def test_runs_of_spaces_are_the_vocabularys_own(space):
+def test_runs_of_spaces_use_the_vocabularys_tokens(space):
     """llama.cpp's converter spells them with real spaces, other files with marks."""
     metadata = gemma(space, MERGED)
     tokenizer, hub = Tokenizer(read_gguf(metadata).backend), as_on_the_hub(gemma(merged=MERGED))
@@ -282,7 +282,7 @@ def test_runs_of_spaces_are_the_vocabularys_own(space):
 
 
 def awkward():
-    """Vocabularies whose tokens the library could number again: runs of spaces, odd spellings, twice the same."""
+    """Vocabularies whose tokens the library might renumber: runs of spaces, odd spellings, duplicates."""
     yield from (gemma(), gemma(SPACE), sentencepiece(), byte_level(), byte_level("llama-bpe"))
     for metadata in (gemma(), gemma(SPACE), byte_level()):
         tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
@@ -294,7 +294,7 @@ def awkward():
 
 
 @pytest.mark.parametrize("metadata", list(awkward()))
-def test_no_id_is_beyond_the_vocabulary(metadata):
+def test_no_id_exceeds_the_vocabulary(metadata):
     backend = read_gguf(metadata).backend
     size = len(metadata["tokenizer.ggml.tokens"])
     assert max(backend.get_vocab(with_added_tokens=True).values()) < size
@@ -343,7 +343,7 @@ def test_merges_are_every_split_into_two_tokens():
     assert merges_from_scores(tokens, scores, mergeable) == [pair for pair in splits if known.issuperset(pair)]
 
 
-def test_merges_of_nothing():
+def test_merges_of_an_empty_vocabulary():
     assert merges_from_scores(["a"], [0.0], [True]) == []
     assert merges_from_scores(["a", "b", "ab"], [0.0] * 3, [True, True, False]) == []
 
@@ -362,7 +362,7 @@ def test_merges_of_nothing():
         ({**sentencepiece(), "tokenizer.ggml.token_type": [1, 1]}, "279 tokens, 279 scores and 2 types"),
     ],
 )
-def test_unusable_metadata_says_why(metadata, message):
+def test_unusable_metadata_is_rejected_with_the_reason(metadata, message):
     with pytest.raises(ModelError, match=message) as caught:
         read_gguf(metadata)
     assert "\n" not in str(caught.value)

@@ -10,10 +10,10 @@ import pytest
 
 from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.text.tokenizer import (
-    CHUNK,
-    FLOOR,
-    PER_TOKEN,
-    SHORT,
+    CHUNK_CHARS,
+    MAX_CHARS_PER_TOKEN,
+    MIN_CHAR_LIMIT,
+    UNMEASURED_CHARS,
     Tokenizer,
     check_length,
     load_tokenizer,
@@ -33,7 +33,11 @@ class Counting:
 
 
 def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
-    for limit, length in ((8, FLOOR + 1), (8192, 30_000_000), (131_072, PER_TOKEN * 131_072 + 1)):
+    for limit, length in (
+        (8, MIN_CHAR_LIMIT + 1),
+        (8192, 30_000_000),
+        (131_072, MAX_CHARS_PER_TOKEN * 131_072 + 1),
+    ):
         count = Counting(4)
         with pytest.raises(PromptTooLongError, match=f"maximum context length is {limit} tokens"):
             check_length("a" * length, limit, count)
@@ -44,35 +48,35 @@ def test_a_text_is_tokenised_until_it_is_too_long() -> None:
     for limit in (8, 8192, 131_072):
         count = Counting(4)
         with pytest.raises(PromptTooLongError, match="the first "):
-            check_length("a" * (max(FLOOR, PER_TOKEN * limit) - 1), limit, count)
-        assert count.seen <= 5 * limit + CHUNK
+            check_length("a" * (max(MIN_CHAR_LIMIT, MAX_CHARS_PER_TOKEN * limit) - 1), limit, count)
+        assert count.seen <= 5 * limit + CHUNK_CHARS
 
 
-def test_what_may_fit_passes() -> None:
+def test_texts_that_may_fit_are_accepted() -> None:
     for limit, length, size in (
-        (8, SHORT, 1),
-        (8192, FLOOR, 129),
-        (131_072, PER_TOKEN * 131_072, 33),
+        (8, UNMEASURED_CHARS, 1),
+        (8192, MIN_CHAR_LIMIT, 129),
+        (131_072, MAX_CHARS_PER_TOKEN * 131_072, 33),
         (1 << 20, 1 << 22, 1),
     ):
         check_length("a" * length, limit, Counting(size))
 
 
-def test_the_end_is_looked_for_from_there() -> None:
+def test_pre_truncate_tokenises_only_the_kept_side() -> None:
     for side in ("left", "right"):
         count = Counting(4)
         text = "".join(map(str, range(500_000)))
         end = pre_truncate(text, 512, side, count)
-        assert len(end) < 2 * CHUNK
-        assert count.seen < 2 * CHUNK
+        assert len(end) < 2 * CHUNK_CHARS
+        assert count.seen < 2 * CHUNK_CHARS
         assert text.startswith(end) if side == "right" else text.endswith(end)
-    assert pre_truncate("a" * SHORT, 1, "left", count) == "a" * SHORT
+    assert pre_truncate("a" * UNMEASURED_CHARS, 1, "left", count) == "a" * UNMEASURED_CHARS
     with pytest.raises(PromptTooLongError):
-        pre_truncate(" " * (FLOOR + 2 * CHUNK), 512, "left", lambda _: 0)
+        pre_truncate(" " * (MIN_CHAR_LIMIT + 2 * CHUNK_CHARS), 512, "left", lambda _: 0)
 
 
-def test_the_end_of_a_text_with_long_tokens_is_all_of_it() -> None:
-    text = " " * (SHORT + 1)
+def test_pre_truncate_keeps_a_text_of_long_tokens_whole() -> None:
+    text = " " * (UNMEASURED_CHARS + 1)
     assert pre_truncate(text, 512, "left", lambda _: 1) == text
 
 
@@ -89,11 +93,11 @@ def tokenizer(model_file: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [words, lambda *_: "The cat sat on the mat, and so on. " * 12_000])
-def test_what_is_kept_is_what_the_whole_text_ends_with(
+def test_pre_truncated_text_keeps_the_tokens_of_the_whole(
     tokenizer: Tokenizer, make: Callable[[Tokenizer, int], str]
 ) -> None:
     text = make(tokenizer, 100_000)
-    assert len(text) > SHORT
+    assert len(text) > UNMEASURED_CHARS
     whole = tokenizer.encode(text)
     for keep in (1, 100, 8191):
         last, first = tokenizer.pre_truncate(text, keep, "left"), tokenizer.pre_truncate(text, keep, "right")
@@ -102,7 +106,7 @@ def test_what_is_kept_is_what_the_whole_text_ends_with(
         assert tokenizer.encode(first)[:keep] == whole[:keep]
 
 
-def test_every_way_to_tokens_is_bounded(tokenizer: Tokenizer) -> None:
+def test_every_encode_method_checks_the_length(tokenizer: Tokenizer) -> None:
     bound, text = tokenizer.with_context(64), "a cat, " * 200_000
     for encode in (
         bound.encode,
@@ -115,5 +119,5 @@ def test_every_way_to_tokens_is_bounded(tokenizer: Tokenizer) -> None:
             encode(text)
         encode("a cat, " * 1000)
     with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
-        bound.encode("\ud800" * (SHORT + 1))
+        bound.encode("\ud800" * (UNMEASURED_CHARS + 1))
     assert bound.offsets("a cat") == [(0, 1), (1, 5)]

@@ -9,7 +9,7 @@ from support.tiny_encoder import WORDS, word_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pagoda.common.errors import ModelError, RequestError
-from pagoda.common.text.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer
+from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
 
 TEXTS = [
@@ -188,7 +188,7 @@ def test_tokens_one_by_one(folder):
     assert ours.token_bytes(10**6) == ours.token_bytes(-1) == ours.token_bytes(10**30) == b""
 
 
-def test_lone_surrogates_are_the_requests_fault(folder):
+def test_lone_surrogates_raise_request_error(folder):
     with pytest.raises(RequestError) as caught:
         load_tokenizer(folder).encode("a\ud800b")
     assert caught.value.field == "prompt"
@@ -253,7 +253,7 @@ def test_bad_words_at_the_start_and_after_a_space(folder):
         ({"tokenizer_config.json": "[]"}, "tokenizer_config.json: is not a JSON object"),
     ],
 )
-def test_unusable_folders_say_why(tmp_path, files, message):
+def test_unusable_folders_are_rejected_with_the_reason(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=message) as caught:
@@ -261,7 +261,7 @@ def test_unusable_folders_say_why(tmp_path, files, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_tokenizer(tmp_path):
+def test_a_file_of_another_kind_is_rejected(tmp_path):
     (tmp_path / "model.bin").write_text("x")
     with pytest.raises(ModelError, match="not a tokenizer"):
         load_tokenizer(tmp_path / "model.bin")
@@ -284,9 +284,9 @@ def test_transformers_is_not_imported(folder):
 
 
 @pytest.mark.parametrize("text", ["Hello world, <s> again ", "日本語 ", "a"])
-def test_long_texts_leave_other_threads_running(folder, text, monkeypatch):
+def test_long_texts_are_tokenised_without_the_gil(folder, text, monkeypatch):
     tokenizer = load_tokenizer(folder)
-    text = text * (LONG_TEXT // len(text) + 1)
+    text = text * (GIL_RELEASE_CHARS // len(text) + 1)
     for special in (False, True):
         ids = tokenizer.backend.encode(text, add_special_tokens=special).ids
         with monkeypatch.context() as patch:
@@ -309,7 +309,7 @@ def test_pairs_are_joined_by_the_tokenizer():
     assert second == 5
 
 
-def test_one_text_is_what_encode_makes_of_it():
+def test_encode_within_of_one_text_equals_encode():
     assert TOKENIZER.encode_within(None, "the cat") == (TOKENIZER.encode("the cat"), None)
 
 
@@ -327,14 +327,12 @@ def test_one_text_is_what_encode_makes_of_it():
         (3, ("a", "b"), "right", "[CLS] [SEP] [SEP]"),
     ],
 )
-def test_texts_are_cut_and_special_tokens_are_not(
-    limit: int, texts: tuple[str, ...], side: Literal["left", "right"], kept: str
-):
+def test_truncation_keeps_special_tokens(limit: int, texts: tuple[str, ...], side: Literal["left", "right"], kept: str):
     ids, _ = TOKENIZER.encode_within(limit, *texts, side=side)
     assert words(ids) == kept
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff"])
-def test_half_characters_are_refused(text: Any):
+def test_surrogates_in_a_pair_are_rejected(text: Any):
     with pytest.raises(RequestError, match=r"surrogate|UTF-8"):
         TOKENIZER.encode_pair("a", text)

@@ -1,4 +1,4 @@
-"""Hugging Face folders to GGUF files, the way llama.cpp's converter does it: the other direction of what is tested.
+"""Write Hugging Face folders as GGUF files like llama.cpp's converter: the inverse of the tested code.
 
 Names come from the gguf package's own table; layouts from the converter's source (convert_hf_to_gguf.py).
 """

@@ -44,7 +44,7 @@ def test_equals_the_gguf_package(kind: Type, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda kind: kind.name)
-def test_comes_back_near_what_was_quantised(kind: Type) -> None:
+def test_dequantised_values_are_near_the_originals(kind: Type) -> None:
     values = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
     known = block_type(int(kind))
     assert known is not None

@@ -134,7 +134,7 @@ def test_broken_index(folder: Path, index: dict[str, Any], message: str) -> None
         open_checkpoint(folder)
 
 
-def test_paths_that_are_no_model(folder: Path) -> None:
+def test_paths_without_a_model(folder: Path) -> None:
     save_file(TENSORS, folder / "model.safetensors")
     with pytest.raises(ModelError, match="give the folder that contains them"):
         open_checkpoint(folder / "model.safetensors")
@@ -144,7 +144,7 @@ def test_paths_that_are_no_model(folder: Path) -> None:
         open_checkpoint(folder, "tensorizer")
 
 
-def test_several_gguf_files_are_not_guessed_between(tmp_path: Path) -> None:
+def test_several_gguf_files_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"several GGUF files; name one after a colon, like :a: a.gguf, b.gguf"):

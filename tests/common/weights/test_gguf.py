@@ -147,7 +147,7 @@ def test_corrupt_files_are_refused(data: bytes, message: str, tmp_path: Path) ->
     _refused(tmp_path / "m.gguf", message)
 
 
-def test_a_type_nobody_dequantises_is_named(tmp_path: Path) -> None:
+def test_an_unsupported_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(_head(tensors=_tensor(b"a", (32,), 9, 0), num_tensors=1))
     with pytest.raises(WeightError, match="tensor a: type Q8_1 cannot be dequantised"):
         GgufFile(tmp_path / "m.gguf").tensor("a")

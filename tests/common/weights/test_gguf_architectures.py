@@ -188,7 +188,9 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
         ({"attention.head_count": 0}, "head_count is 0"),
     ],
 )
-def test_metadata_that_would_change_the_maths_is_refused(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unread_metadata_that_changes_the_computation_is_refused(
+    extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=message):
         _llama(tmp_path, extra)
 

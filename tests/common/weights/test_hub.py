@@ -49,7 +49,7 @@ def test_local_paths_need_no_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["", "/no/where", "./no", "../no", "~/no", "no.gguf", "a/b/c", "with space", "a//b"])
-def test_what_cannot_be_a_hub_id_is_a_wrong_path(model: str, hub: Hub) -> None:
+def test_invalid_hub_ids_are_reported_as_missing_paths(model: str, hub: Hub) -> None:
     with pytest.raises(ModelError, match="no such file or folder; give a local folder"):
         resolve_model(model)
     assert not hub.request
@@ -90,11 +90,11 @@ TORCH = (*COMMON, "pytorch_model*.bin")
         ),
     ],
 )
-def test_wanted_files(names: list[str], load_format: str, wanted: DownloadPlan) -> None:
+def test_plan_download_selects_files(names: list[str], load_format: str, wanted: DownloadPlan) -> None:
     assert plan_download(names, load_format) == wanted
 
 
-def test_without_weights_only_what_describes_the_model_is_wanted() -> None:
+def test_without_weights_only_config_and_tokenizer_are_downloaded() -> None:
     assert plan_download(["config.json", "model.safetensors"], "auto", weights=False) == DownloadPlan(COMMON)
     # A GGUF file contains config and tokenizer, so it is downloaded anyway.
     assert plan_download(["x.gguf"], "auto", weights=False).gguf == "x.gguf"
@@ -111,7 +111,7 @@ def test_a_quantisation_names_the_file() -> None:
         plan_download(["model.safetensors"], "auto", quant="Q8_0")
 
 
-def test_a_choice_of_gguf_files_names_the_model(hub: Hub) -> None:
+def test_an_ambiguous_gguf_error_names_the_model(hub: Hub) -> None:
     hub.files = ("x.gguf", "y.gguf")
     with pytest.raises(ModelError, match=r"^org/name: it has several GGUF files; name one .*: x.gguf, y.gguf$"):
         resolve_model("org/name")
@@ -206,10 +206,10 @@ def test_a_quantisation_names_one_file(quant: str, file: str) -> None:
         (["config.json", "mmproj.gguf"], "", "it has no GGUF file; drop --load-format gguf"),
     ],
 )
-def test_what_is_no_choice_lists_what_there_is(names: list[str], quant: str, words: str) -> None:
+def test_an_unknown_quantisation_lists_the_files(names: list[str], quant: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         pick_gguf(names, quant)
 
 
-def test_a_lone_file_needs_no_name() -> None:
+def test_a_single_gguf_file_is_picked() -> None:
     assert pick_gguf(["mmproj-m.gguf", "m.gguf", "config.json"]) == "m.gguf"

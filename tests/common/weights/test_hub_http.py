@@ -78,7 +78,7 @@ def test_stored_token_must_be_there(hub: HubServer) -> None:
         resolve_model("org/m", token="stored")
 
 
-def test_downloads_are_kept_where_asked_and_ignored_files_left(hub: HubServer, tmp_path: Path) -> None:
+def test_download_dir_and_ignored_files(hub: HubServer, tmp_path: Path) -> None:
     folder = resolve_model("org/m", download_dir=str(tmp_path / "mine"), ignore_patterns=("*.safetensors",))
     assert folder.is_relative_to(tmp_path / "mine")
     assert "pytorch_model.bin" in hub.fetched  # the next best format
@@ -91,7 +91,7 @@ def test_a_quantisation_is_one_file(hub: HubServer) -> None:
     assert hub.fetched == {"config.json", "m-Q4_0.gguf"}
 
 
-def test_offline_an_id_is_its_earlier_download(
+def test_offline_uses_the_earlier_download(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, file = resolve_model("org/m"), resolve_model("org/q:Q4_0")
@@ -109,7 +109,7 @@ def test_offline_an_id_is_its_earlier_download(
 
 
 @pytest.mark.variable("HF_HUB_OFFLINE")
-def test_the_variable_keeps_a_process_off_the_network(hub: HubServer, tmp_path: Path) -> None:
+def test_hf_hub_offline_keeps_a_process_off_the_network(hub: HubServer, tmp_path: Path) -> None:
     folder = resolve_model("org/m")
     hub.requests.clear()
     program = "from pagoda.common.weights.hub import resolve_model; print(resolve_model('org/m'))"
@@ -119,7 +119,7 @@ def test_the_variable_keeps_a_process_off_the_network(hub: HubServer, tmp_path: 
     assert not hub.requests
 
 
-def test_a_hub_that_is_gone_leaves_the_earlier_download(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_falls_back_to_the_earlier_download(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve_model("org/m")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert resolve_model("org/m") == folder

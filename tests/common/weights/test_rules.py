@@ -106,7 +106,9 @@ def test_a_rule_wins_over_an_ignored_pattern():
         ({"layers.0.experts": (1, 1)}, {"layers.0.experts.0.w": array(2)}, r"shape \[2\], .* needs \[1\]"),
     ],
 )
-def test_uneven_sides_are_named(shapes: dict[str, tuple[int, ...]], tensors: dict[str, np.ndarray], message: str):
+def test_unused_tensors_and_unfilled_parameters_are_named(
+    shapes: dict[str, tuple[int, ...]], tensors: dict[str, np.ndarray], message: str
+):
     with pytest.raises(WeightError, match=message):
         run(shapes, tensors)
 

@@ -34,7 +34,7 @@ def write(folder: Path, *kinds: str, pooling: dict[str, Any] = MEAN, **files: An
     return folder
 
 
-def test_a_plain_folder_has_none(tmp_path: Path):
+def test_a_folder_without_pooling_module_has_no_modules(tmp_path: Path):
     assert read_sentence_modules(tmp_path) is None
     assert read_sentence_modules(write(tmp_path, "Transformer")) is None
 
@@ -48,7 +48,7 @@ def test_a_plain_folder_has_none(tmp_path: Path):
         ({"embedding_dimension": 8, "pooling_mode": "lasttoken"}, "last"),
     ],
 )
-def test_kinds_of_pooling(tmp_path: Path, pooling: dict[str, Any], kind: str):
+def test_pooling_kinds(tmp_path: Path, pooling: dict[str, Any], kind: str):
     modules = read_sentence_modules(write(tmp_path, "Transformer", "Pooling", pooling=pooling))
     assert modules is not None
     assert (modules.kind, modules.width, modules.normalise, modules.dense) == (kind, 8, False, ())
@@ -95,7 +95,7 @@ def test_dense_layers_and_the_rest(tmp_path: Path):
         (("Transformer", "Pooling"), {"pooling_mode": "mean"}, "no word_embedding_dimension"),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: Path, kinds: tuple[str, ...], pooling: dict[str, Any], words: str):
+def test_unsupported_modules_are_refused(tmp_path: Path, kinds: tuple[str, ...], pooling: dict[str, Any], words: str):
     with pytest.raises(ModelError, match=words):
         read_sentence_modules(write(tmp_path, *kinds, pooling=pooling))
 

@@ -153,7 +153,7 @@ def _described(folder: Path, *args: Any, pid: Any = None, records: dict[str, byt
     return _archive(folder, buffer.getvalue(), {"data/0": b"\0" * 40} if records is None else records)
 
 
-def test_the_forger_of_the_next_test_can_make_a_good_file(tmp_path: Path) -> None:
+def test_described_tensor_within_its_storage_is_read(tmp_path: Path) -> None:
     assert TorchFile(_described(tmp_path, 0, (2, 5), (5, 1))).tensor("a").shape == (2, 5)
 
 
@@ -178,7 +178,7 @@ def test_tensors_that_reach_outside_their_storage_are_refused(args: Any, message
 @pytest.mark.parametrize(
     "pid", [("storage", "nonsense", "0", "cpu", 10), ("module", torch.FloatStorage, "0", "cpu", 10), "0", ("storage",)]
 )
-def test_storages_that_are_none(pid: Any, tmp_path: Path) -> None:
+def test_corrupt_storages(pid: Any, tmp_path: Path) -> None:
     _refused(_described(tmp_path, 0, (2,), (1,), pid=pid), "corrupt")
 
 
@@ -186,7 +186,7 @@ def test_missing_record(tmp_path: Path) -> None:
     _refused(_described(tmp_path, 0, (2,), (1,), records={}), "its record data/0 is missing")
 
 
-def test_records_that_lie_about_their_place(tmp_path: Path) -> None:
+def test_records_with_a_wrong_offset(tmp_path: Path) -> None:
     path = _described(tmp_path, 0, (10,), (1,))
     with zipfile.ZipFile(path, "a") as archive:
         archive.getinfo("archive/data/0").header_offset = 10_000

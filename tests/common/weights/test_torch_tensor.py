@@ -39,7 +39,7 @@ def test_bfloat16_is_tagged() -> None:
     np.testing.assert_array_equal(dtypes.to_float32(array), value.float().numpy())
 
 
-def test_reading_takes_no_memory_of_its_own() -> None:
+def test_reading_a_tensor_does_not_copy_it() -> None:
     data = saved(torch.zeros(1 << 20))
     tracemalloc.start()
     values = read_tensor(data)

@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 from pagoda.common.text import tokenizer
 from pagoda.common.text.tokenizer import Tokenizer
 
-LONG = "a word, " * (tokenizer.FLOOR // 8 + 1)
+LONG = "a word, " * (tokenizer.MIN_CHAR_LIMIT // 8 + 1)
 SAID = [{"role": "user", "content": LONG}]
 CUT = {"truncate_prompt_tokens": 5}
 
@@ -76,7 +76,7 @@ def refused(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
     assert status == 400
     assert "maximum context length is" in answer["error"]["message"]
     assert "the prompt is too long" in answer["error"]["message"]
-    assert max(seen, default=0) < tokenizer.CHUNK
+    assert max(seen, default=0) < tokenizer.CHUNK_CHARS
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATING)
@@ -104,7 +104,7 @@ def test_of_a_text_that_is_cut_only_the_end_is_tokenised(
 ) -> None:
     asked = body | CUT | {"truncation_side": side, "max_tokens": 1}
     assert server.post(path, asked)[1]["usage"]["prompt_tokens"] == 5
-    assert sum(seen) < 4 * tokenizer.CHUNK
+    assert sum(seen) < 4 * tokenizer.CHUNK_CHARS
     shown = server.post(f"{path}/render", asked | {"return_token_offsets": True})[1]
     shown = shown[0] if isinstance(shown, list) else shown
     text = LONG if "prompt" in body else f"user: {LONG};assistant:"
@@ -119,7 +119,7 @@ def test_of_a_pooled_text_that_is_cut_only_the_end_is_tokenised(side: str, seen:
     with live_server("fake:pool-embed") as server:
         status, answer = server.post("/v1/embeddings", asked | {"input": LONG})
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
-        assert sum(seen) < 8 * tokenizer.CHUNK
+        assert sum(seen) < 8 * tokenizer.CHUNK_CHARS
     with live_server("fake:pool-cross") as server:
         status, answer = server.post("/score", asked | {"text_1": LONG, "text_2": LONG})
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)

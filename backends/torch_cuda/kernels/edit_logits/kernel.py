@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Launch
-from pagoda.common.engine.sampling_state import HEADS
+from pagoda.common.engine.sampling_state import MAX_WORD_HEADS
 
 BLOCK = 1024
 WARPS = 4
@@ -160,7 +160,7 @@ def launches(chip: Chip) -> dict[str, Launch]:
         by_name[f"ban-{name}"] = Launch(
             ban_word,
             {"logits": "*fp32", **dict.fromkeys(("history", "words", "heads"), "*i32"), "rows": "i32", "count": "i32"},
-            {"VOCAB": vocab, "LENGTH": LENGTH, "HEADS": HEADS, "BLOCK": HEADS},
+            {"VOCAB": vocab, "LENGTH": LENGTH, "HEADS": MAX_WORD_HEADS, "BLOCK": MAX_WORD_HEADS},
             WARPS,
         )
         by_name[f"mask-{name}"] = Launch(

@@ -1,4 +1,4 @@
-"""Thinking, token by token: how it opens, how it ends, what a budget forces."""
+"""The reasoning state, token by token: start sequences, end sequences, budgets."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def after(thinking: Thinking, *tokens: int) -> ReasoningState:
         ((9, 1, 2), Phase.OVER),
     ],
 )
-def test_any_of_the_ends_ends_it(tokens, phase):
+def test_any_end_sequence_ends_the_reasoning(tokens, phase):
     assert after(OPEN, *tokens).phase is phase
 
 
-def test_no_thinking_is_over_at_once():
+def test_answers_without_reasoning_start_in_phase_over():
     assert ReasoningState(None).phase is Phase.OVER
     assert ReasoningState(Thinking(ends=((9,),), open=False)).phase is Phase.OVER
 
 
-def test_it_may_open_with_a_start_and_only_at_the_beginning():
+def test_a_start_sequence_counts_only_at_the_beginning():
     may_open = Thinking(ends=((9,),), open=False, starts=((4, 5), (6,)))
     assert ReasoningState(may_open).openings == {4, 6}
     assert after(may_open, 4).openings == {5}
@@ -47,7 +47,7 @@ def test_it_may_open_with_a_start_and_only_at_the_beginning():
     assert after(may_open, 1).openings == set()
 
 
-def test_a_spent_budget_forces_the_first_end_from_where_it_stands():
+def test_a_spent_budget_forces_the_rest_of_the_first_end_sequence():
     three = Thinking(ends=((7, 8), (9,)), open=True, budget=3)
     assert after(three, 1, 1).forced is None
     assert after(three, 1, 1, 1).forced == 7
@@ -58,7 +58,7 @@ def test_a_spent_budget_forces_the_first_end_from_where_it_stands():
     assert after(Thinking(ends=((7, 7, 8),), budget=2), 7, 7).forced == 8
 
 
-def test_when_a_token_in_flight_matters():
+def test_may_force_after_tokens_in_flight():
     three = Thinking(ends=((9,),), open=True, budget=3)
     assert not ReasoningState(three).may_force_after(2)
     assert ReasoningState(three).may_force_after(3)
@@ -67,7 +67,7 @@ def test_when_a_token_in_flight_matters():
     assert not ReasoningState(OPEN).may_force_after(99)
 
 
-def test_a_copy_goes_its_own_way():
+def test_a_copy_is_independent():
     thought = after(OPEN, 7)
     twin = thought.copy()
     twin.accept(8)

@@ -35,27 +35,27 @@ from pagoda.common.errors import RequestError
 
 
 @pytest.fixture(scope="module")
-def made() -> Structured:
+def structured() -> Structured:
     return Structured(vocabulary)
 
 
-def fitting(fits: Iterable[str], said: str) -> set[int]:
-    """What may follow `said`, where the texts that fit are these."""
-    fits = [text for text in fits if text.startswith(said)]
-    allowed = {token for token, text in enumerate(TEXTS) if any(each[len(said) :].startswith(text) for each in fits)}
-    return allowed | ({EOS} if said in fits else set())
+def fitting(fits: Iterable[str], prefix: str) -> set[int]:
+    """Return the tokens that may follow `prefix` if `fits` are all valid texts."""
+    fits = [text for text in fits if text.startswith(prefix)]
+    allowed = {token for token, text in enumerate(TEXTS) if any(each[len(prefix) :].startswith(text) for each in fits)}
+    return allowed | ({EOS} if prefix in fits else set())
 
 
-def is_forced(allowed: set[int], fits: list[str], said: str) -> bool:
-    """One token, with which every text that fits goes on."""
+def is_forced(allowed: set[int], fits: list[str], prefix: str) -> bool:
+    """True if one token is allowed, which continues every valid text."""
     return len(allowed) == 1 and all(
-        text.startswith(said + text_of([*allowed])) for text in fits if text.startswith(said)
+        text.startswith(prefix + text_of([*allowed])) for text in fits if text.startswith(prefix)
     )
 
 
-def follow(made: Structured, held: Grammar, fits: list[str], seed: int) -> str:
-    """A random answer, whose every mask is held against all texts that fit."""
-    answer, rng = Answer(asking(held), made), random.Random(seed)
+def follow(structured: Structured, constraint: Grammar, fits: list[str], seed: int) -> str:
+    """Return a random answer; each of its masks is compared with all valid texts."""
+    answer, rng = Answer(asking(constraint), structured), random.Random(seed)
     while not answer.mask_state.finished:
         want = fitting(fits, text_of(answer.outputs))
         assert answer.allowed == want or is_forced(answer.allowed, fits, text_of(answer.outputs))
@@ -69,15 +69,15 @@ WORDS = ["".join(letters) for size in range(7) for letters in itertools.product(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_choices(made, seed):
-    assert follow(made, grammar(choice=CHOICES), CHOICES, seed) in CHOICES
+def test_choices(structured, seed):
+    assert follow(structured, grammar(choice=CHOICES), CHOICES, seed) in CHOICES
 
 
 @pytest.mark.parametrize("pattern", ["(a|b){2,4},?", "^a(b,?){1,2}$", "[ab]{3}|,", "(ab|b)?,a", "^$|a", "a/b?|\\."])
-def test_regular_expressions(made, pattern):
+def test_regular_expressions(structured, pattern):
     fits = [word for word in (*WORDS, "a/", "a/b", ".") if re.fullmatch(pattern, word)]
     for seed in range(4):
-        assert follow(made, grammar(regex=pattern), fits, seed) in fits
+        assert follow(structured, grammar(regex=pattern), fits, seed) in fits
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_regular_expressions(made, pattern):
         {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 8, "maximum": 11}]},
     ],
 )
-def test_schemas_with_few_answers(made, schema):
+def test_schemas_with_few_answers(structured, schema):
     values = schema.get("enum") or [
         *({"a": a} | b for a in (1, 11) for b in ({}, {"b": "b,"})),
         *(list(each) for size in range(3) for each in itertools.product((1, 2), repeat=size)),
@@ -106,56 +106,58 @@ def test_schemas_with_few_answers(made, schema):
         for value in values
         if jsonschema.Draft202012Validator(schema).is_valid(value)
     ]
-    held = grammar(json=schema, disable_any_whitespace=True)
+    constraint = grammar(json=schema, disable_any_whitespace=True)
     for seed in range(6):
-        assert follow(made, held, fits, seed) in fits
+        assert follow(structured, constraint, fits, seed) in fits
 
 
 @pytest.mark.parametrize(
     "text",
     ['start: ("a" | "b"){1,3} ","', 'root ::= ("a" | "b") rest ","\nrest ::= "" | [ab] [ab]?'],
 )
-def test_lark_and_ebnf(made, text):
+def test_lark_and_ebnf(structured, text):
     fits = [word for word in WORDS if re.fullmatch("[ab]{1,3},", word)]
     for seed in range(4):
-        assert follow(made, grammar(grammar=text), fits, seed) in fits
+        assert follow(structured, grammar(grammar=text), fits, seed) in fits
 
 
-def test_specials_and_padding_are_never_text(made):
-    answer = Answer(asking(grammar(regex="(.|\n)*")), made)
+def test_special_and_padding_tokens_match_no_text(structured):
+    answer = Answer(asking(grammar(regex="(.|\n)*")), structured)
     assert answer.allowed == set(range(EOS + 1))
 
 
-def test_special_tokens_of_a_tag_are_tokens(made):
+def test_special_tokens_in_a_tag_match_by_id(structured):
     tag = {"format": {"type": "tag", "begin": "<think>a", "content": {"type": "any_text"}, "end": "</think>"}}
-    answer = Answer(asking(grammar(structural_tag=tag)), made)
+    answer = Answer(asking(grammar(structural_tag=tag)), structured)
     assert answer.allowed == {THINK}
     answer.go(THINK, *spell("ab,"))
     assert END_THINK in answer.allowed
     assert answer.go(END_THINK).allowed == {EOS}
 
 
-def test_rules_and_grammar_hold_together(made):
-    held = grammar(choice=["a", "b", "ab,"])
-    assert Answer(asking(held, allowed_token_ids=(TEXTS.index("b"), EOS, 9)), made).allowed == {TEXTS.index("b")}
-    assert TEXTS.index("ab") not in Answer(asking(held, bad_words=((TEXTS.index("ab"),),)), made).allowed
+def test_sampling_rules_and_grammar_are_combined(structured):
+    constraint = grammar(choice=["a", "b", "ab,"])
+    assert Answer(asking(constraint, allowed_token_ids=(TEXTS.index("b"), EOS, 9)), structured).allowed == {
+        TEXTS.index("b")
+    }
+    assert TEXTS.index("ab") not in Answer(asking(constraint, bad_words=((TEXTS.index("ab"),),)), structured).allowed
     word = (TEXTS.index("a"), TEXTS.index("b"))
-    two = Answer(asking(held, bad_words=(word,)), made).go(word[0])
+    two = Answer(asking(constraint, bad_words=(word,)), structured).go(word[0])
     assert two.allowed == {EOS, TEXTS.index("b,")}
-    longer = Answer(asking(held, min_tokens=2, stop_ids=(EOS,)), made).go(TEXTS.index("a"))
+    longer = Answer(asking(constraint, min_tokens=2, stop_ids=(EOS,)), structured).go(TEXTS.index("a"))
     assert EOS not in longer.allowed
 
 
-def test_rules_that_leave_nothing_are_an_error(made):
-    held = grammar(choice=["a", "b"])
+def test_an_empty_mask_is_an_error(structured):
+    constraint = grammar(choice=["a", "b"])
     with pytest.raises(RequestError, match="allowed_token_ids exclude all"):
-        Answer(asking(held, allowed_token_ids=(TEXTS.index(","),)), made)
-    answer = Answer(asking(held, min_tokens=3, stop_ids=(EOS,)), made).go(TEXTS.index("a"))
+        Answer(asking(constraint, allowed_token_ids=(TEXTS.index(","),)), structured)
+    answer = Answer(asking(constraint, min_tokens=3, stop_ids=(EOS,)), structured).go(TEXTS.index("a"))
     assert answer.mask_state.error == "the grammar is complete after 1 tokens, but min_tokens is 3"
 
 
-def test_a_token_that_does_not_fit_is_an_error_of_the_answer(made):
-    answer = Answer(asking(grammar(choice=["a", "b"])), made)
+def test_a_token_outside_the_grammar_is_an_error_of_the_answer(structured):
+    answer = Answer(asking(grammar(choice=["a", "b"])), structured)
     answer.mask_state.accept(TEXTS.index(","))
     assert "does not fit" in (answer.mask_state.error or "")
 
@@ -163,8 +165,8 @@ def test_a_token_that_does_not_fit_is_an_error_of_the_answer(made):
 OPEN = Thinking(ends=((END_THINK,),), open=True)
 
 
-def test_the_grammar_begins_after_the_thinking(made):
-    answer = Answer(asking(grammar(choice=["a", "b"]), OPEN), made)
+def test_the_grammar_begins_after_the_reasoning(structured):
+    answer = Answer(asking(grammar(choice=["a", "b"]), OPEN), structured)
     thinking = answer.allowed
     assert EOS not in thinking, "an answer that ends while it thinks has no form"
     assert thinking == set(range(SIZE)) - {EOS}
@@ -173,58 +175,58 @@ def test_the_grammar_begins_after_the_thinking(made):
     assert answer.go(TEXTS.index("a")).allowed == {EOS}
 
 
-def test_a_grammar_that_holds_the_thinking_too(made):
+def test_a_grammar_that_constrains_the_reasoning_too(structured):
     holds = Thinking(ends=((END_THINK,),), open=True, in_grammar=True)
-    assert Answer(asking(grammar(choice=["a", "b"]), holds), made).allowed == {TEXTS.index("a"), TEXTS.index("b")}
+    assert Answer(asking(grammar(choice=["a", "b"]), holds), structured).allowed == {TEXTS.index("a"), TEXTS.index("b")}
 
 
-def test_thinking_that_the_answer_may_open(made):
+def test_reasoning_that_the_answer_may_open(structured):
     a, b = TEXTS.index("a"), TEXTS.index("b")
     start = (a, THINK)
-    held, may = grammar(choice=["ab", "b"]), Thinking(ends=((END_THINK,),), open=False, starts=(start, (THINK,)))
-    answer = Answer(asking(held, may), made)
+    constraint, may = grammar(choice=["ab", "b"]), Thinking(ends=((END_THINK,),), open=False, starts=(start, (THINK,)))
+    answer = Answer(asking(constraint, may), structured)
     assert answer.allowed == {a, b, TEXTS.index("ab"), THINK}
-    assert Answer(asking(held, may), made).go(b).allowed == {EOS}
-    assert Answer(asking(held, may), made).go(a).allowed == {b, THINK}
-    assert Answer(asking(held, may), made).go(a, b).allowed == {EOS}
-    thinking = Answer(asking(held, may), made).go(a, THINK)
+    assert Answer(asking(constraint, may), structured).go(b).allowed == {EOS}
+    assert Answer(asking(constraint, may), structured).go(a).allowed == {b, THINK}
+    assert Answer(asking(constraint, may), structured).go(a, b).allowed == {EOS}
+    thinking = Answer(asking(constraint, may), structured).go(a, THINK)
     assert thinking.allowed == set(range(SIZE)) - {EOS}
     assert thinking.go(a, a, END_THINK).allowed == {a, b, TEXTS.index("ab")}
 
 
-def test_a_start_that_the_grammar_does_not_take(made):
+def test_a_start_sequence_that_the_grammar_rejects(structured):
     x = TEXTS.index("x")
     may = Thinking(ends=((END_THINK,),), open=False, starts=((x, THINK),))
-    answer = Answer(asking(grammar(choice=["a", "b"]), may), made).go(x)
+    answer = Answer(asking(grammar(choice=["a", "b"]), may), structured).go(x)
     assert answer.allowed == {THINK}
     assert answer.go(THINK, END_THINK).allowed == {TEXTS.index("a"), TEXTS.index("b")}
 
 
-def test_a_budget_forces_the_end_with_and_without_a_grammar(made):
+def test_a_budget_forces_the_end_with_and_without_a_grammar(structured):
     two = Thinking(ends=((TEXTS.index(","), END_THINK),), open=True, budget=2)
-    for held, then in ((grammar(choice=["a"]), {TEXTS.index("a")}), (None, set(range(SIZE)))):
-        answer = Answer(asking(held, two), made).go(*spell("1"), *spell("2"))
+    for constraint, then in ((grammar(choice=["a"]), {TEXTS.index("a")}), (None, set(range(SIZE)))):
+        answer = Answer(asking(constraint, two), structured).go(*spell("1"), *spell("2"))
         assert answer.allowed == {TEXTS.index(",")}
         assert answer.go(TEXTS.index(",")).allowed == {END_THINK}
         assert answer.go(END_THINK).allowed == then
 
 
-def test_who_must_wait_for_the_newest_token(made):
-    held = Answer(asking(grammar(choice=["ab"])), made).mask_state
-    assert (held.depends_on(0), held.depends_on(1)) == (False, True)
+def test_masks_that_depend_on_the_newest_token(structured):
+    constraint = Answer(asking(grammar(choice=["ab"])), structured).mask_state
+    assert (constraint.depends_on(0), constraint.depends_on(1)) == (False, True)
     budget = Thinking(ends=((END_THINK,),), open=True, budget=2)
-    free = Answer(asking(None, budget), made)
+    free = Answer(asking(None, budget), structured)
     assert (free.mask_state.depends_on(1), free.mask_state.depends_on(2)) == (False, True)
     assert not free.go(END_THINK).mask_state.depends_on(9)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_masks_after_drafts_are_those_of_going_there(made, seed):
+def test_masks_after_drafts_equal_those_of_accepting_the_tokens(structured, seed):
     """The state itself is unchanged."""
-    rng, held = random.Random(seed), grammar(regex="(a|b){3,6},")
-    answer = Answer(asking(held, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), made)
+    rng, constraint = random.Random(seed), grammar(regex="(a|b){3,6},")
+    answer = Answer(asking(constraint, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), structured)
     drafts: list[int] = []
-    ahead = Answer(asking(held, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), made)
+    ahead = Answer(asking(constraint, bad_words=((TEXTS.index("a"), TEXTS.index("b")),)), structured)
     want = [ahead.allowed]
     for _ in range(3):
         drafts.append(rng.choice(sorted(ahead.allowed)))
@@ -239,22 +241,22 @@ def test_masks_after_drafts_are_those_of_going_there(made, seed):
     assert answer.go(drafts[0]).allowed == want[1]
 
 
-def test_nobody_gets_past_a_draft_that_is_not_allowed(made):
-    state = Answer(asking(grammar(choice=["ab", "ba"])), made).mask_state
+def test_masks_after_a_rejected_draft_are_all_ones(structured):
+    state = Answer(asking(grammar(choice=["ab", "ba"])), structured).mask_state
     masks = masks_after(state, [TEXTS.index("a"), TEXTS.index(","), TEXTS.index("b")], [])
     assert set_of(masks[1]) == {TEXTS.index("b")}
     assert (masks[2:] == np.uint32(0xFFFFFFFF)).all()
 
 
-def test_answers_to_one_grammar_do_not_touch_each_other(made):
-    held = grammar(choice=["ab", "ba"])
-    first, second = Answer(asking(held), made), Answer(asking(held), made)
+def test_answers_of_one_grammar_are_independent(structured):
+    constraint = grammar(choice=["ab", "ba"])
+    first, second = Answer(asking(constraint), structured), Answer(asking(constraint), structured)
     first.go(TEXTS.index("a"))
     assert second.allowed == {TEXTS.index(text) for text in ("a", "b", "ab", "ba")}
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("params", "words"),
     [
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "a(?=b)"}, "look-around"),
@@ -264,15 +266,15 @@ def test_answers_to_one_grammar_do_not_touch_each_other(made):
         ({"json": {"$ref": "#/$defs/nowhere"}}, "nowhere"),
     ],
 )
-def test_a_bad_grammar_is_told(made, asked, words):
+def test_an_invalid_grammar_is_reported(structured, params, words):
     with pytest.raises(RequestError, match=words) as caught:
-        made.mask_state(asking(grammar(**asked)))
+        structured.mask_state(asking(grammar(**params)))
     assert caught.value.field == "structured_outputs"
     assert "\n" not in str(caught.value)
 
 
 class Counted(list[int]):
-    """Tokens that count how often their end is looked at."""
+    """A list of tokens that counts slices of its end."""
 
     looks = 0
 
@@ -281,7 +283,7 @@ class Counted(list[int]):
         return super().__getitem__(key)
 
 
-def test_many_bad_words_cost_what_may_end_here():
+def test_only_bad_words_with_a_matching_head_are_compared():
     a, b, comma = (TEXTS.index(text) for text in "ab,")
     words = ((a, b), (a, a, b), (comma,), *((b, token) for token in range(60)), *((b, b, t) for t in range(60)))
     state = Structured(vocabulary).mask_state(asking(grammar(regex="[ab,]{1,9}"), bad_words=words))

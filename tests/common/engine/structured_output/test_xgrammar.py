@@ -1,4 +1,4 @@
-"""The optional library: what it is given, and, where it is installed, that its masks are those of brute force."""
+"""xgrammar: the texts it compiles, and, where it is installed, its masks against brute force."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ CHOICES = ["a", "ab", "abba,b", "bbb", ","]
 installed = pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is an extra")
 
 
-def grammar(**asked: object) -> Grammar:
-    return grammar_of(StructuredOutputsParams(**asked), CONFIG, SPECIAL)
+def grammar(**params: object) -> Grammar:
+    return grammar_of(StructuredOutputsParams(**params), CONFIG, SPECIAL)
 
 
-def test_the_setting_chooses_it():
-    found = grammar(json={"type": "integer"}, disable_any_whitespace=True)
-    assert found.engine == "xgrammar"
-    assert json.loads(found.text) == {
+def test_the_backend_setting_selects_xgrammar():
+    compiled = grammar(json={"type": "integer"}, disable_any_whitespace=True)
+    assert compiled.engine == "xgrammar"
+    assert json.loads(compiled.text) == {
         "kind": "json_schema", "text": '{"type":"integer"}', "any_whitespace": False, "closed": False,
     }  # fmt: skip
     assert json.loads(grammar(choice=['a"', "b"]).text)["text"] == r'root ::= "a\"" | "b"'
     assert json.loads(grammar(structural_tag={"format": {"type": "any_text"}}).text)["kind"] == "structural_tag"
 
 
-@pytest.mark.parametrize("asked", [{"grammar": 'start: "a"'}, {"json": {}, "whitespace_pattern": " "}])
-def test_what_only_guidance_does_is_refused(asked):
+@pytest.mark.parametrize("params", [{"grammar": 'start: "a"'}, {"json": {}, "whitespace_pattern": " "}])
+def test_features_of_guidance_alone_are_refused(params):
     with pytest.raises(RequestError, match="guidance"):
-        grammar(**asked)
+        grammar(**params)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is not None, reason="it is installed here")
-def test_without_the_package_the_extra_is_named():
+def test_missing_package_error_names_the_extra():
     with pytest.raises(RequestError, match=r"xgrammar is not installed; pip install 'pagoda\[xgrammar\]'"):
         Structured(vocabulary).mask_state(asking(grammar(choice=["a"])))
 
@@ -52,16 +52,16 @@ def test_without_the_package_the_extra_is_named():
 def test_masks_against_brute_force(seed):
     answer, rng = Answer(asking(grammar(choice=CHOICES)), Structured(vocabulary)), random.Random(seed)
     while not answer.mask_state.finished:
-        said = text_of(answer.outputs)
-        fits = [text[len(said) :] for text in CHOICES if text.startswith(said)]
+        prefix = text_of(answer.outputs)
+        fits = [text[len(prefix) :] for text in CHOICES if text.startswith(prefix)]
         want = {token for token, text in enumerate(TEXTS) if any(each.startswith(text) for each in fits)}
-        assert answer.allowed == want | ({EOS} if said in CHOICES else set())
+        assert answer.allowed == want | ({EOS} if prefix in CHOICES else set())
         answer.go(rng.choice(sorted(answer.allowed)))
     assert text_of(answer.outputs) in CHOICES
 
 
 @installed
-def test_what_does_not_compile_is_told():
+def test_compile_errors_are_reported():
     for bad in (grammar(regex="(a"), grammar(json={"type": "banana"}), grammar(grammar="root ::= (")):
         with pytest.raises(RequestError) as caught:
             Structured(vocabulary).mask_state(asking(bad))
