@@ -13,7 +13,7 @@ from pydantic import Field
 from pagoda.common.errors import RequestError
 from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.chat_prompt import Conversation, rendered
+from pagoda.server.chat_prompt import Conversation, render
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, parse_body, read_body, read_json
 from pagoda.server.http.state import ServerState, server_of
 from pagoda.server.openai.chat import check_messages, ignored_of_tools, offered_tools
@@ -103,7 +103,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     state.model_name(body.model)
     tokenizer = _tokenizer(state)
     if isinstance(body, TokenizeChatRequest):
-        ids = (await rendered(state, body.conversation())).token_ids
+        ids = (await render(state, body.conversation())).token_ids
     else:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     namer = tokenizer if body.return_token_strs else None

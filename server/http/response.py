@@ -325,7 +325,6 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await cancel_on_disconnect(receive, self._stopping, self._send_all(scope.get(DIRECT_SEND, send)))

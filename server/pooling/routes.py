@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.chat_prompt import rendered
+from pagoda.server.chat_prompt import render
 from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.generation import PoolingBatch
 from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header
@@ -162,7 +162,7 @@ async def _outputs(
         characters = sum(len(each) for each in prompts)
     else:
         try:
-            chats = [await rendered(call.state, each) for each in body.conversations()]
+            chats = [await render(call.state, each) for each in body.conversations()]
             prompts = [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
         except RequestError as error:
             raise body.in_own_names(error) from None

@@ -27,7 +27,7 @@ from pagoda.server.cli.bench import serve as bench_serve
 from pagoda.server.cli.bench import startup as bench_startup
 from pagoda.server.cli.bench import throughput as bench_throughput
 from pagoda.server.cli.bench.client import Endpoint, Outcome
-from pagoda.server.cli.bench.serve import SETTINGS, figures, make_asks, report
+from pagoda.server.cli.bench.serve import SETTINGS, figures, plan_requests, report
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_flags
@@ -134,9 +134,9 @@ def test_startup_settings_reach_the_server() -> None:
     words = ["--model", "m", "--max-model-len", "2k", "--hf-overrides.a", "1", "--no-enable-prefix-caching"]
     parser = FlagParser(prog="bench")
     bench_startup.add_arguments(parser)
-    _, settled = bench_startup.settle_load(parser.parse_args(words), bench_startup.COMMAND, StartupConfig)
-    said = json.loads(json.dumps(bench_startup.engine_settings(settled)))
-    assert said == {"model": "m", "max-model-len": 2000, "hf-overrides": {"a": 1}, "enable-prefix-caching": False}
+    _, settings = bench_startup.resolve_load(parser.parse_args(words), bench_startup.COMMAND, StartupConfig)
+    passed = json.loads(json.dumps(bench_startup.engine_settings(settings)))
+    assert passed == {"model": "m", "max-model-len": 2000, "hf-overrides": {"a": 1}, "enable-prefix-caching": False}
 
 
 @pytest.mark.setting("--num-iters", "--num-iters-warmup", "--input-len", "--output-json")
@@ -185,12 +185,12 @@ def load(*words: str) -> ServeLoadConfig:
     return build(ServeLoadConfig, resolve_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
 
 
-def asks(*words: str) -> list[Any]:
-    return make_asks(load(*words), "m", TEXT)
+def planned(*words: str) -> list[Any]:
+    return plan_requests(load(*words), "m", TEXT)
 
 
 def prompts(*words: str) -> list[list[int]]:
-    return [ask.body["prompt"] for ask in asks("--num-prompts", "20", *words)]
+    return [request.body["prompt"] for request in planned("--num-prompts", "20", *words)]
 
 
 @pytest.mark.setting("--num-prompts", "--random-input-len", "--random-output-len", "--random-prefix-len", "--seed")
@@ -200,8 +200,8 @@ def test_prompts_are_as_asked_for() -> None:
     assert len({tuple(each[:5]) for each in found}) == 1
     assert len({tuple(each[5:]) for each in found}) == 20
     assert all(token != 256 for each in found for token in each)
-    (ask,) = asks("--num-prompts", "1", "--random-output-len", "3")
-    assert (ask.body["max_tokens"], ask.prompt_tokens, ask.at) == (3, 1024, 0.0)
+    (request,) = planned("--num-prompts", "1", "--random-output-len", "3")
+    assert (request.body["max_tokens"], request.prompt_tokens, request.at) == (3, 1024, 0.0)
     assert prompts("--seed", "1") == prompts("--seed", "1") != prompts("--seed", "2")
 
 
@@ -216,7 +216,7 @@ def test_lengths_vary_within_their_range() -> None:
 @pytest.mark.setting("--request-rate", "--burstiness")
 def test_requests_arrive_at_their_rate() -> None:
     def gaps(*words: str) -> list[float]:
-        at = [ask.at for ask in asks("--num-prompts", "400", "--random-input-len", "1", *words)]
+        at = [request.at for request in planned("--num-prompts", "400", "--random-input-len", "1", *words)]
         return [after - before for before, after in itertools.pairwise(at)]
 
     assert set(gaps()) == {0.0}
@@ -228,10 +228,10 @@ def test_requests_arrive_at_their_rate() -> None:
 
 @pytest.mark.setting("--temperature", "--ignore-eos")
 def test_what_a_request_says() -> None:
-    (plain,) = asks("--num-prompts", "1")
+    (plain,) = planned("--num-prompts", "1")
     assert (plain.body["model"], plain.body["temperature"], plain.body["stream"]) == ("m", 0.0, True)
     assert "ignore_eos" not in plain.body
-    (other,) = asks("--num-prompts", "1", "--ignore-eos", "--temperature", "0.5")
+    (other,) = planned("--num-prompts", "1", "--ignore-eos", "--temperature", "0.5")
     assert (other.body["ignore_eos"], other.body["temperature"]) == (True, 0.5)
 
 
@@ -426,19 +426,19 @@ def test_a_server_under_load(
 
 
 def test_a_request_is_timed_from_its_start_to_its_last_token(server: LiveServer) -> None:
-    async def ask(path: str, **body: Any) -> Outcome:
+    async def request(path: str, **body: Any) -> Outcome:
         endpoint = Endpoint(server.url + path, {"authorization": "Bearer k"})
         return await endpoint.measure({"stream": True, **body}, 9)
 
-    outcome = asyncio.run(ask("/v1/completions", prompt="a", max_tokens=4))
+    outcome = asyncio.run(request("/v1/completions", prompt="a", max_tokens=4))
     assert not outcome.error
     assert (outcome.prompt_tokens, outcome.output_tokens) == (9, 1 + len(outcome.gaps))  # tokens may come together
     assert outcome.ttft + sum(outcome.gaps) == pytest.approx(outcome.latency)
-    told = asyncio.run(ask("/v1/completions", prompt="a", max_tokens=4, stream_options={"include_usage": True}))
+    told = asyncio.run(request("/v1/completions", prompt="a", max_tokens=4, stream_options={"include_usage": True}))
     assert (told.prompt_tokens, told.output_tokens) == (1, 4)
-    assert "404" in asyncio.run(ask("/v1/nothing")).error
-    assert "max_tokens" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens="x")).error
-    assert "ended early" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
+    assert "404" in asyncio.run(request("/v1/nothing")).error
+    assert "max_tokens" in asyncio.run(request("/v1/completions", prompt="a", max_tokens="x")).error
+    assert "ended early" in asyncio.run(request("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
 
 
 def test_a_server_that_dies_under_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

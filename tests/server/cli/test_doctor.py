@@ -163,11 +163,11 @@ def test_a_model_on_several_chips(
 ) -> None:
     monkeypatch.setattr(backends, "choose_backend", lambda name: name)
     monkeypatch.setattr(machine, "device_files", lambda *patterns: [Path("/dev/vfio/0"), Path("/dev/vfio/1")])
-    shown = found(backends.spreading, backend=backend, tensor_parallel_size=wanted)
+    shown = found(backends.parallelism, backend=backend, tensor_parallel_size=wanted)
     assert len(shown) == len(findings)
     assert all(each.level == level and text in each.text for each, (level, text) in zip(shown, findings))
     if backend == "jax_tpu":
-        (each,) = found(backends.spreading, backend=backend, data_parallel_size=2, tensor_parallel_size=wanted)
+        (each,) = found(backends.parallelism, backend=backend, data_parallel_size=2, tensor_parallel_size=wanted)
         assert f"{2 * wanted} devices" in each.text
 
 
@@ -177,10 +177,10 @@ def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     assert Finding("ok", "backend", "torch_cuda, on CPU tensors") in found(backends.backends, backend="torch_cuda")
     both = {"backend": "torch_cuda", "tensor_parallel_size": 2}
-    assert one(backends.spreading, **both) == Finding("ok", "spread", "2 ranks have a device each")
+    assert one(backends.parallelism, **both) == Finding("ok", "spread", "2 ranks have a device each")
     monkeypatch.delenv("PAGODA_TORCH_CUDA_DEVICE")
     monkeypatch.setattr("torch.version.cuda", None)
-    shown = [*found(backends.backends, backend="torch_cuda"), one(backends.spreading, **both)]
+    shown = [*found(backends.backends, backend="torch_cuda"), one(backends.parallelism, **both)]
     assert [each.subject for each in shown if each.level == "fail"] == ["backend", "spread"]
     assert all("is built without CUDA; pip" in each.text for each in shown if each.level == "fail")
 

@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
-from pagoda.server import chat_prompt as turn_module
+from pagoda.server import chat_prompt
 from pagoda.server.chat_prompt import ChatPrompt, Conversation, NamedTool, prepare
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
@@ -104,11 +104,11 @@ def test_long_conversations_are_rendered_beside_the_loop(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    rendered = turn_module._rendered
+    render = chat_prompt._render_now
     monkeypatch.setattr(
-        turn_module, "_rendered", lambda *args: threads.append(threading.current_thread()) or rendered(*args)
+        chat_prompt, "_render_now", lambda *args: threads.append(threading.current_thread()) or render(*args)
     )
-    monkeypatch.setattr(turn_module, "LONG_CONVERSATION", 400)
+    monkeypatch.setattr(chat_prompt, "LONG_CONVERSATION", 400)
     loop = server.call(_this_thread())
     text = "a" * 400
     message: dict[str, Any] = {"role": "user", "content": text if long == "content" else "a"}

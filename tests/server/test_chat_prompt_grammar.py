@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.sampling_params import StructuredOutputsParams
-from pagoda.server.chat_prompt import form_or_calls
+from pagoda.server.chat_prompt import output_or_calls
 from pagoda.server.parsers.parser import Brackets, Tool
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
@@ -100,7 +100,7 @@ ASKED = StructuredOutputsParams(json=AB, disable_any_whitespace=True)
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_every_formats_marks_make_a_grammar(name: str) -> None:
     found = tool_format(name)
-    both = form_or_calls(ASKED, found, [Tool("f")], (), parallel=True)
+    both = output_or_calls(ASKED, found, [Tool("f")], (), parallel=True)
     if both is None:
         assert not (isinstance(found, Brackets) and found.brackets([]))
     else:
@@ -122,4 +122,4 @@ def test_every_formats_marks_make_a_grammar(name: str) -> None:
     ],
 )
 def test_special_tokens_within_calls(name: str, special: set[str], told: bool) -> None:
-    assert (form_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is told
+    assert (output_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is told

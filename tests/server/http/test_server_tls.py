@@ -85,7 +85,7 @@ def test_ciphers(certificates: Path, tmp_path: Path) -> None:
 def test_a_new_certificate_serves_new_connections(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tls, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(tls, "TLS_POLL_SECONDS", 0.02)
     files = use(certificates, "one", tmp_path)
     one, two = der(certificates / "one.crt"), der(certificates / "two.crt")
     with logged(caplog, "pagoda.server.http.server"), live_server(**files, enable_ssl_refresh=True) as server:
@@ -109,7 +109,7 @@ def test_wrong_tls_settings_name_the_flag(
     certificates: Path, tmp_path: Path, settings: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        tls.check(ServerConfig(**(use(certificates, "one", tmp_path) | settings)))
+        tls.check_tls(ServerConfig(**(use(certificates, "one", tmp_path) | settings)))
     assert error.value.setting == flag
 
 
