@@ -22,7 +22,7 @@ class StoredResponse:
         self, response_id: str, snapshot: Callable[[], bytes], *, owner: bytes, keeps_events: bool = False
     ) -> None:
         self.id = response_id
-        self.owner = owner  # digest of the API key that may read it, see middleware.owner_of
+        self.owner = owner  # digest of the API key that may read it, see server.owner_of
         self.status: str | None = None  # None while it runs
         self.items = b""  # the conversation up to its end, as JSON, for follow-up requests; empty while it runs
         self._body = b""

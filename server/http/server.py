@@ -26,7 +26,6 @@ import uvicorn
 from fastapi import FastAPI
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -36,7 +35,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.server.http.body import IGNORED_STATE, Ignored
 from pagoda.server.http.errors import HttpError, error_response
-from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, encode_json, id_header
+from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, encode_json, id_header, json_response
 from pagoda.server.http.state import MAX_ID_LENGTH
 
 logger = logging.getLogger(__name__)
@@ -468,8 +467,7 @@ class ApiKeyMiddleware:
             error = HttpError(401, "missing or invalid API key; send the header Authorization: Bearer KEY")
             body, headers = error_response(get_route_path(scope), error)
             headers["www-authenticate"] = "Bearer"
-            response = Response(encode_json(body), 401, headers, media_type="application/json")
-            await response(scope, receive, send)
+            await json_response(body, 401, headers)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and get_route_path(scope) in OPEN_PATHS

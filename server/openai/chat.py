@@ -13,7 +13,6 @@ from pydantic import Field
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat_prompt import (
     EFFORTS,
@@ -36,9 +35,15 @@ from pagoda.server.http.body import (
     read_body,
     unsupported,
 )
-from pagoda.server.http.fields import SamplingFields, chat_logprobs, check_stream_options, prompt_logprobs
+from pagoda.server.http.fields import (
+    SamplingFields,
+    chat_logprobs,
+    check_stream_options,
+    check_template_kwargs,
+    prompt_logprobs,
+)
 from pagoda.server.http.response import respond
-from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
+from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import OutputParser
@@ -111,9 +116,7 @@ class ChatFields(SamplingFields):
             )
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
-        fault = template_kwargs_error(self.chat_template_kwargs or {})
-        if fault:
-            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+        check_template_kwargs(self.chat_template_kwargs)
 
     @property
     def starts_message(self) -> bool:
@@ -525,7 +528,7 @@ async def _answer(
     try:
         prompts = [await prepare(state, conversation, params) for conversation in conversations]
         note_ignored(request, prompts[0].ignored, body.own_name)
-        request_id = answer_id(request, body, "chatcmpl")
+        request_id = request_id_of(request, body, "chatcmpl")
         source = output_source(state, body, request_id, prompts, prompts[0].params)
         builder = ChatCompletionBuilder(body, request_id, model, state.config, state.tokenizer(), prompts)
         return await respond(request, state, source, best_of(builder, body), stream=bool(body.stream))

@@ -15,8 +15,8 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.chat_prompt import render
 from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.generation import PoolingBatch
-from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header
-from pagoda.server.http.state import Identified, ServerState, answer_id, server_of
+from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header, json_response
+from pagoda.server.http.state import Identified, ServerState, request_id_of, server_of
 from pagoda.server.outputs import RawPoolingOutput
 from pagoda.server.pooling.fields import (
     ChatT,
@@ -67,7 +67,7 @@ class PoolingCall:
         """Create a call. Raise ModelNotFoundError, UnavailableError, or RequestError for a generative model."""
         state = server_of(request)
         model = state.model_name(body.model)
-        return cls(request, body, state, answer_id(request, body, prefix), model, state.llm().pooling_inputs)
+        return cls(request, body, state, request_id_of(request, body, prefix), model, state.llm().pooling_inputs)
 
     async def run(
         self, params: PoolingParams, make: Callable[[], list[Prompt]], characters: int
@@ -88,7 +88,7 @@ class PoolingCall:
         return PoolingMeta(self.id, int(time.time()), self.model, count_tokens(outputs))
 
     def json(self, content: dict[str, Any]) -> Response:
-        return Response(encode_json(content), media_type="application/json", headers=self.headers)
+        return json_response(content, headers=self.headers)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ def schema_of(turn: ChatPrompt) -> Any:
     return form.json
 
 
-def test_required_calls_have_the_form_of_a_list(server: LiveServer) -> None:
+def test_required_calls_conform_to_a_list_schema(server: LiveServer) -> None:
     turn = turn_of(server, tools=[WEATHER, CLOCK], tool_choice="required")
     schema = schema_of(turn)
     assert (schema["type"], schema["minItems"]) == ("array", 1)
@@ -69,20 +69,20 @@ def test_required_calls_have_the_form_of_a_list(server: LiveServer) -> None:
     assert [event for event in said(one, text) if isinstance(event, ToolCall)] == [ToolCall(0, "clock")]
 
 
-def test_a_named_call_has_the_form_of_its_arguments(server: LiveServer) -> None:
+def test_a_named_call_conforms_to_its_parameters(server: LiveServer) -> None:
     turn = turn_of(server, tools=[CLOCK, WEATHER], tool_choice=NamedTool("weather"))
     assert schema_of(turn) == {"type": "object", "properties": {"city": {}}}
     assert said(turn, '{"city": 1}') == [ToolCall(0, "weather"), Arguments(0, '{"city": 1}')]
 
 
-def test_markup_of_channels_is_taken_out_before_forced_calls_are_read(harmony: LiveServer) -> None:
+def test_channel_markup_is_removed_before_forced_calls_are_parsed(harmony: LiveServer) -> None:
     turn = turn_of(harmony, tools=[CLOCK], tool_choice=NamedTool("clock"))
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}"
     assert said(turn, text) == [Reasoning("hm"), ToolCall(0, "clock"), Arguments(0, "{}")]
     assert said(turn_of(harmony), text) == [Reasoning("hm"), Content("{}")]
 
 
-def test_a_form_of_ones_own_excludes_calls_but_not_thinking(server: LiveServer) -> None:
+def test_structured_outputs_exclude_calls_but_not_reasoning(server: LiveServer) -> None:
     own = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     with pytest.raises(RequestError, match="tool_choice") as error:
         turn_of(server, own, tools=[CLOCK], tool_choice="required")
@@ -100,7 +100,7 @@ def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None
 
 
 @pytest.mark.parametrize("long", ["content", "tool_calls", "tools", "documents", "keywords"])
-def test_long_conversations_are_rendered_beside_the_loop(
+def test_long_conversations_are_rendered_in_a_thread(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []

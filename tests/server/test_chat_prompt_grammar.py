@@ -51,7 +51,7 @@ def names_of(choice: dict[str, Any]) -> list[str]:
         {"structured_outputs": {"choice": ['{"a": 1}', '{"a": 2}']}},
     ],
 )
-def test_an_answer_keeps_to_its_form_and_calls_are_calls(server: LiveServer, asked: dict[str, Any]) -> None:
+def test_output_conforms_or_is_a_call(server: LiveServer, asked: dict[str, Any]) -> None:
     kept = answered(server, '{"a": 2}', **asked)
     assert (kept["message"]["content"], names_of(kept), kept["finish_reason"]) == ('{"a": 2}', [], "stop")
     assert answered(server, "No form at all.", **asked)["message"]["content"].startswith("{")
@@ -60,14 +60,14 @@ def test_an_answer_keeps_to_its_form_and_calls_are_calls(server: LiveServer, ask
     assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "<b>"}
 
 
-def test_any_object_and_several_calls(server: LiveServer) -> None:
+def test_json_object_or_several_calls(server: LiveServer) -> None:
     any_object = {"response_format": {"type": "json_object"}}
     assert answered(server, '{"b": []}', **any_object)["message"]["content"] == '{"b": []}'
     assert names_of(answered(server, f"{CALL}\n{CALL}", **any_object)) == ["f", "f"]
     assert names_of(answered(server, f"{CALL}\n{CALL}", parallel_tool_calls=False, **any_object)) == ["f"]
 
 
-def test_calls_keep_to_their_tools(server: LiveServer) -> None:
+def test_calls_conform_to_their_schemas(server: LiveServer) -> None:
     for said in ('{"name": "h", "arguments": {"x": ""}}', '{"name": "g", "arguments": {"x": 1}}'):
         told = answered(server, f"<tool_call>{said}</tool_call>", response_format=FORM, max_tokens=90)
         assert said not in json.dumps(told)
@@ -76,12 +76,12 @@ def test_calls_keep_to_their_tools(server: LiveServer) -> None:
     assert names_of(right) == ["g"]
 
 
-def test_thinking_comes_first(server: LiveServer) -> None:
+def test_reasoning_comes_first(server: LiveServer) -> None:
     thought = answered(server, f"<think>\nHm.\n</think>{CALL}", response_format=FORM)
     assert (thought["message"]["reasoning"], names_of(thought)) == ("Hm.", ["f"])
 
 
-def test_forms_that_calls_cannot_be_told_from(server: LiveServer) -> None:
+def test_constraints_that_exclude_calls_are_refused(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
     for asked in (
         {"structured_outputs": {"grammar": 'start: "a"'}},
@@ -98,7 +98,7 @@ ASKED = StructuredOutputsParams(json=AB, disable_any_whitespace=True)
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
-def test_every_formats_marks_make_a_grammar(name: str) -> None:
+def test_delimiters_of_every_format_make_a_grammar(name: str) -> None:
     found = tool_format(name)
     both = output_or_calls(ASKED, found, [Tool("f")], (), parallel=True)
     if both is None:
@@ -121,5 +121,5 @@ def test_every_formats_marks_make_a_grammar(name: str) -> None:
         ("pythonic", set(), False),
     ],
 )
-def test_special_tokens_within_calls(name: str, special: set[str], told: bool) -> None:
+def test_special_tokens_inside_calls(name: str, special: set[str], told: bool) -> None:
     assert (output_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is told

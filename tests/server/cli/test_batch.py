@@ -99,7 +99,7 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.mark.command("run-batch")
 @pytest.mark.setting("--input-file", "--output-file")
-def test_an_answer_is_what_http_answers(batch: Batch) -> None:
+def test_responses_equal_those_over_http(batch: Batch) -> None:
     bodies = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
     assert batch.run(*(line(body, url, url) for url, body in bodies.items())) == 0
     with live_server() as server:
@@ -115,7 +115,7 @@ def test_an_answer_is_what_http_answers(batch: Batch) -> None:
     assert len(set(ids)) == 4
 
 
-def test_a_bad_line_costs_the_others_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_do_not_affect_others(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {
         "oops": (None, "line 2 is not a batch request"),
         "[1]": (None, "line 3 is not a batch request"),
@@ -176,7 +176,7 @@ def test_every_endpoint_is_answered(batch: Batch) -> None:
                     assert response["body"].keys() == told.keys()
 
 
-def test_what_no_line_can_hold(batch: Batch) -> None:
+def test_unsupported_lines(batch: Batch) -> None:
     bodies = [{"input": "a", "encoding_format": "bytes"}, {"input": "a", "background": True}]
     assert batch.run(*(line(body, "/v1/embeddings") for body in bodies), model="fake:pool-embed") == 1
     assert "a line cannot contain bytes" in batch.answers[0]["error"]["message"]
@@ -207,7 +207,7 @@ def numbered(count: int, **more: Any) -> list[str]:
     ]
 
 
-def test_a_killed_run_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None:
+def test_a_killed_run_is_resumed(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(12, max_tokens=6)
     source = batch.folder / "in.jsonl"
     source.write_text("\n".join(lines) + "\n")
@@ -252,7 +252,7 @@ def test_errors_of_an_earlier_run_count(batch: Batch, posted: list[bytes], capsy
     assert "1 of 4 requests failed" in capsys.readouterr().err
 
 
-def test_a_line_that_changed_is_asked_again_and_all_behind_it(batch: Batch, posted: list[bytes]) -> None:
+def test_lines_after_a_change_are_run_again(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(6)
     cut(batch, lines, 5)
     posted.clear()
@@ -262,7 +262,7 @@ def test_a_line_that_changed_is_asked_again_and_all_behind_it(batch: Batch, post
     assert [each["custom_id"] for each in batch.answers] == ["0", "1", "2", "new", "4", "5"]
 
 
-def test_a_complete_partial_is_put_in_place(batch: Batch, posted: list[bytes]) -> None:
+def test_a_complete_partial_file_is_renamed(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(3)
     cut(batch, lines, 3)
     posted.clear()
@@ -271,7 +271,7 @@ def test_a_complete_partial_is_put_in_place(batch: Batch, posted: list[bytes]) -
     assert len(batch.answers) == 3
 
 
-def test_input_from_a_pipe_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None:
+def test_input_from_a_pipe_is_resumed(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(5)
     cut(batch, lines, 2)
     posted.clear()
@@ -307,7 +307,7 @@ def test_one_run_at_a_time(batch: Batch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.setting("--output-tmp-dir")
-def test_an_upload_is_gone_on_with(batch: Batch, posted: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_is_resumed(batch: Batch, posted: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "UPLOAD_DELAYS", (0,))
     lines = numbered(3)
     flags = ("--output-tmp-dir", str(batch.folder))
@@ -322,7 +322,7 @@ def test_an_upload_is_gone_on_with(batch: Batch, posted: list[bytes], monkeypatc
     assert [path.name for path in batch.folder.iterdir()] == ["in.jsonl"]
 
 
-def test_a_link_in_the_way_is_not_followed(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_as_partial_file_is_not_followed(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     precious = batch.folder / "precious"
     precious.write_text("")
     batch.partial.symlink_to(precious)
@@ -371,7 +371,7 @@ def test_requests_run_together(batch: Batch, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.setting("--response-role", "--enable-prompt-tokens-details", "--chat-template")
-def test_settings_shape_answers(batch: Batch) -> None:
+def test_settings_apply_to_responses(batch: Batch) -> None:
     chat = line(CHAT, "/v1/chat/completions")
     assert batch.run(chat) == 0
     plain = batch.answers[0]["response"]["body"]
@@ -384,7 +384,7 @@ def test_settings_shape_answers(batch: Batch) -> None:
     assert (shaped["usage"]["prompt_tokens"], shaped["choices"][0]["message"]["content"]) == (3, "defg")
 
 
-def test_prompts_may_be_embeddings(batch: Batch) -> None:
+def test_prompt_embeds(batch: Batch) -> None:
     rows, file = torch.zeros(3, WIDTH), io.BytesIO()
     rows[:, 0] = torch.tensor(list(b"abc"))
     torch.save(rows, file)
@@ -504,7 +504,7 @@ def address(server: Store, name: str) -> str:
 
 
 @pytest.mark.setting("--input-file", "--output-file", "--output-tmp-dir")
-def test_addresses_are_fetched_and_uploaded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_downloaded_and_uploaded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "UPLOAD_DELAYS", (0, 0, 0))
     source = "\n".join([line(TEXT, custom_id="1"), line(CHAT, "/v1/chat/completions", "2")])
     with store(source.encode(), batch.folder, 503, 500) as server:
@@ -517,7 +517,7 @@ def test_addresses_are_fetched_and_uploaded(batch: Batch, monkeypatch: pytest.Mo
     assert not os.listdir(batch.folder)
 
 
-def test_a_refused_upload_loses_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_upload_keeps_the_responses(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     staging = batch.folder / "staging"
     staging.mkdir()
     with store(b"", staging, 403) as server:
@@ -532,7 +532,7 @@ def test_a_refused_upload_loses_nothing(batch: Batch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.setting("--output-tmp-dir")
-def test_answers_to_a_file_may_gather_elsewhere(batch: Batch) -> None:
+def test_output_tmp_dir(batch: Batch) -> None:
     staging = batch.folder / "staging"
     staging.mkdir()
     output = BatchOutput(str(batch.output), str(staging))
@@ -545,7 +545,7 @@ def test_answers_to_a_file_may_gather_elsewhere(batch: Batch) -> None:
     assert not list(staging.iterdir())
 
 
-def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
+def test_the_output_is_renamed_when_complete(batch: Batch) -> None:
     batch.output.write_text("old")
 
     def interrupted() -> None:
@@ -567,7 +567,7 @@ def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
     assert not partial.exists()
 
 
-def test_a_link_and_a_device_stay_what_they_are(batch: Batch) -> None:
+def test_links_and_devices_are_not_replaced(batch: Batch) -> None:
     link = batch.folder / "link"
     link.symlink_to(batch.output)
     for target in (str(link), "/dev/null"):
@@ -586,7 +586,7 @@ def test_a_full_disk_is_one_line(batch: Batch, capsys: pytest.CaptureFixture[str
     assert "Traceback" not in text
 
 
-def test_an_engine_that_dies_leaves_the_rest_to_the_next_run(
+def test_a_run_is_resumed_after_engine_death(
     batch: Batch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [line({"prompt": "a", "max_tokens": 1 + 8 * (number > 0)}, custom_id=str(number)) for number in range(5)]
@@ -601,7 +601,7 @@ def test_an_engine_that_dies_leaves_the_rest_to_the_next_run(
     assert [each["custom_id"] for each in batch.answers] == list("01234")
 
 
-def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_files_are_left_without_an_engine(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     assert batch.run(line(TEXT), model="fake:config") == 2
     assert "--dtype: not today" in capsys.readouterr().err
     assert not list(batch.folder.glob("out*"))
@@ -623,7 +623,7 @@ def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pyte
         (["-i", "/dev/null", "-o", "http://x/", "--output-tmp-dir", "/no"], "--output-tmp-dir: /no: No such file"),
     ],
 )
-def test_what_keeps_it_from_starting_is_one_line(
+def test_start_up_errors_are_one_line(
     batch: Batch, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["run-batch", *words, "--model", "fake"]) == 2

@@ -123,7 +123,7 @@ def test_offline_errors_are_one_line(command: str, words: list[str], capsys: pyt
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_a_request_that_does_not_fit(
+def test_a_request_above_the_context(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench(command, monkeypatch, "--input-len", "60", "--output-len", "5", status=2) == ()
@@ -194,7 +194,7 @@ def prompts(*words: str) -> list[list[int]]:
 
 
 @pytest.mark.setting("--num-prompts", "--random-input-len", "--random-output-len", "--random-prefix-len", "--seed")
-def test_prompts_are_as_asked_for() -> None:
+def test_prompts_follow_the_settings() -> None:
     found = prompts("--random-input-len", "7", "--random-prefix-len", "5", "--random-output-len", "3")
     assert [len(each) for each in found] == [12] * 20
     assert len({tuple(each[:5]) for each in found}) == 1
@@ -227,7 +227,7 @@ def test_requests_arrive_at_their_rate() -> None:
 
 
 @pytest.mark.setting("--temperature", "--ignore-eos")
-def test_what_a_request_says() -> None:
+def test_request_bodies() -> None:
     (plain,) = planned("--num-prompts", "1")
     assert (plain.body["model"], plain.body["temperature"], plain.body["stream"]) == ("m", 0.0, True)
     assert "ignore_eos" not in plain.body
@@ -246,7 +246,7 @@ def test_what_a_request_says() -> None:
     ],
 )
 @pytest.mark.setting("--host", "--port", "--base-url", "--endpoint", "--backend")
-def test_where_requests_go(words: list[str], url: str) -> None:
+def test_request_urls(words: list[str], url: str) -> None:
     config = load(*words)
     assert config.address + config.path == url
 
@@ -271,7 +271,7 @@ def test_where_requests_go(words: list[str], url: str) -> None:
         (["--backend", "tgi"], "--backend"),
     ],
 )
-def test_bad_loads(words: list[str], flag: str) -> None:
+def test_invalid_settings(words: list[str], flag: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(*words)
     assert error.value.setting == flag
@@ -317,7 +317,7 @@ def serve_bench(*words: str) -> int:
 
 
 @pytest.mark.setting("--max-concurrency", "--num-warmups", "--num-prompts")
-def test_how_many_at_a_time(measured: Measured) -> None:
+def test_max_concurrency(measured: Measured) -> None:
     assert serve_bench("--model", "m", "--num-warmups", "0") == 0
     assert (measured.most, len(measured.bodies)) == (6, 6)
     measured.most = 0
@@ -327,7 +327,7 @@ def test_how_many_at_a_time(measured: Measured) -> None:
 
 @pytest.mark.setting("--model", "--served-model-name", "--tokenizer")
 @pytest.mark.variable("OPENAI_API_KEY")
-def test_which_model_and_tokenizer(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_and_tokenizer(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert serve_bench("--model", "m") == 0
     assert measured.opened == ["m"]
@@ -341,7 +341,7 @@ def test_which_model_and_tokenizer(measured: Measured, monkeypatch: pytest.Monke
 
 
 @pytest.mark.setting("--disable-tqdm")
-def test_the_bar_can_be_left_out(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disable_tqdm(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "serve", "--num-prompts", "3", "--random-input-len", "4", "--model", "m"]
     assert main.main(words) == 0
     assert "3/3" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_results_are_saved(measured: Measured, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.setting("--percentile-metrics", "--metric-percentiles")
-def test_which_figures_are_reported(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_percentile_metrics(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_bench("--model", "m") == 0
     text = capsys.readouterr().out
     assert "P99 TTFT (ms):" in text
@@ -460,6 +460,6 @@ def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert text.count("\n") == 1
 
 
-def test_a_tokenizer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_bench("--model", "/no/such/folder") == 2
     assert "--tokenizer: /no/such/folder: " in capsys.readouterr().err

@@ -39,14 +39,14 @@ def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 @pytest.mark.command("chat", "complete")
 @pytest.mark.setting("--url", "--quick", "--max-tokens")
 @pytest.mark.parametrize(("command", "said"), [("chat", ";<="), ("complete", "bcd")])
-def test_one_text(server: LiveServer, command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick(server: LiveServer, command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "3", "-q", "a"]) == 0
     assert capsys.readouterr().out == f"{said}\n"
     assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "2", "--quick", "a"]) == 0
     assert capsys.readouterr().out == f"{said[:2]}\n"
 
 
-def test_lines_that_a_person_types(
+def test_lines_of_standard_input(
     server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typing(monkeypatch, "a", "", "p")
@@ -54,7 +54,7 @@ def test_lines_that_a_person_types(
     assert capsys.readouterr().out == "bc\nqr\n"
 
 
-def test_thinking_is_shown_and_not_remembered(
+def test_reasoning_is_printed_but_not_sent_back(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
@@ -73,7 +73,7 @@ def test_thinking_is_shown_and_not_remembered(
 
 
 @pytest.mark.setting("--system-prompt")
-def test_a_conversation_is_remembered(
+def test_a_conversation_is_sent_back(
     server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
@@ -93,7 +93,7 @@ def test_a_conversation_is_remembered(
 
 @pytest.mark.setting("--model-name")
 @pytest.mark.parametrize("command", ["chat", "complete"])
-def test_the_model_asked(server: LiveServer, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_name(server: LiveServer, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [command, "--url", f"{server.url}/v1", "-q", "a", "--max-tokens", "1", "--model-name"]
     assert main.main([*words, "second"]) == 0
     assert main.main([*words, "other"]) == 1
@@ -103,7 +103,7 @@ def test_the_model_asked(server: LiveServer, command: str, capsys: pytest.Captur
 @pytest.mark.setting("--api-key")
 @pytest.mark.variable("OPENAI_API_KEY")
 @pytest.mark.parametrize("command", ["chat", "complete"])
-def test_the_key(
+def test_api_key(
     server: LiveServer, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [command, "--url", f"{server.url}/v1", "-q", "a"]
@@ -140,13 +140,13 @@ def test_errors_are_one_line(
     assert text.count("\n") == 1
 
 
-def test_an_error_inside_a_stream_is_told() -> None:
+def test_an_error_in_a_stream_is_reported() -> None:
     with live_server("fake:crash") as server, pytest.raises(ApiError, match="the device is gone"):
         list(ApiClient(f"{server.url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 9}))
 
 
 @pytest.mark.command("python -m vllm.entrypoints.openai.api_server")
-def test_the_older_spelling_of_serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deprecated_server_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     monkeypatch.setattr(main, "main", lambda words: said.append(words) or 7)
     assert api_server.main(["--model", "m", "--port", "1"]) == 7
@@ -160,7 +160,7 @@ def test_the_older_spelling_of_serve(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.parametrize("words", [["bench", "sweep", "plot"], ["bench", "sweep", "serve"]])
-def test_a_refused_command_says_what_to_do(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_commands_name_an_alternative(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(words) == 2
     text = capsys.readouterr().err
     assert f"pagoda {' '.join(words)}: error: not in this version: " in text

@@ -69,7 +69,7 @@ def altered(bundle: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Non
 
 @pytest.mark.command("compile")
 @pytest.mark.setting("--topology", "--config-only", "--budget-only", "--output-json", "--data-parallel-size")
-def test_the_table_and_the_budget_need_a_config_only(
+def test_config_only(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(model / "config.json", tmp_path / "config.json")
@@ -91,7 +91,7 @@ def test_the_table_and_the_budget_need_a_config_only(
 
 
 @pytest.mark.setting("--output", "--compiled-bundle")
-def test_an_engine_that_starts_from_a_bundle_answers_alike(model: Path, bundle: Path) -> None:
+def test_an_engine_from_a_bundle_gives_equal_output(model: Path, bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert manifest["facts"]["tensor_parallel_size"] == 2
     assert {each["file"] for each in manifest["programs"]} | {"manifest.json"} == {f.name for f in bundle.iterdir()}
@@ -129,7 +129,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_each_difference_is_named(name: str, model: Path, bundle: Path, tmp_path: Path) -> None:
+def test_each_mismatch_is_named(name: str, model: Path, bundle: Path, tmp_path: Path) -> None:
     folder = altered(bundle, tmp_path, lambda manifest: manifest["facts"].update({name: FACTS[name]}))
     with pytest.raises(
         ConfigError,
@@ -145,7 +145,7 @@ def test_another_number_of_blocks_or_devices(model: Path, bundle: Path, tmp_path
         LLM(str(model), compiled_bundle=str(bundle), **{**SETTINGS, "tensor_parallel_size": 1})
 
 
-def test_damage_is_seen_before_anything_is_unpickled(model: Path, bundle: Path, tmp_path: Path) -> None:
+def test_damage_is_detected_before_unpickling(model: Path, bundle: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle, tmp_path / "copy")
     file = folder / "000.xla"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
@@ -204,7 +204,7 @@ def test_compiling_while_serving_may_be_an_error(model: Path, monkeypatch: pytes
     backend.close()
 
 
-def test_the_programs_used_longest_ago_go_first(tmp_path: Path) -> None:
+def test_least_recently_used_programs_are_evicted(tmp_path: Path) -> None:
     for age in range(4):
         (tmp_path / f"{age}.xla").write_bytes(bytes(10))
         os.utime(tmp_path / f"{age}.xla", (0, 1000 - age))
@@ -212,7 +212,7 @@ def test_the_programs_used_longest_ago_go_first(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0.xla", "1.xla"]
 
 
-def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
+def test_invalid_bundles(model: Path, bundle: Path, tmp_path: Path) -> None:
     def start(folder: Path, **settings: Any) -> None:
         LLM(str(model), compiled_bundle=str(folder), **{**SETTINGS, **settings})
 

@@ -43,7 +43,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.command("doctor")
-def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_working_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = doctor(capsys, "--port", "0", "--backend", "reference")
     assert status == 0, text
     lines = text.splitlines()
@@ -53,7 +53,7 @@ def test_a_machine_that_works(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.setting("--port", "--host")
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -67,13 +67,13 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         DoctorConfig(port=70000)
 
 
-def test_an_older_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(software.python_version).level == "ok"
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
     assert one(software.python_version).level == "fail"
 
 
-def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["numpy>=2.0,<3", "msgspec>=0.20", "pyzmq>=27", 'torch>=2.11; extra == "cpu"', 'ray>=2; extra == "ray"']
     monkeypatch.setattr(machine, "project", lambda: (">=3.11", wanted))
     versions = {"numpy": "1.9", "msgspec": "0.22", "torch": "2.0"}
@@ -87,7 +87,7 @@ def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_the_libtpu_that_jax_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_libtpu_version_required_by_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "project", lambda: (">=3.11", ["numpy>=2", 'jax[tpu]>=0.10.2; extra == "tpu"']))
     named = ['libtpu==0.0.42.*; extra == "tpu"', 'nvidia-nccl-cu12>=2; extra == "cuda"', "scipy>=9"]
     monkeypatch.setattr(machine, "requires", {"jax": named, "numpy": ["never>=1"]}.get)
@@ -102,7 +102,7 @@ def test_the_libtpu_that_jax_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(software.packages) == [Finding("ok", "packages", "3 within the tested ranges")]
 
 
-def test_the_requirements_are_the_projects() -> None:
+def test_requirements_are_those_of_pyproject() -> None:
     python, requirements = machine.project()
     assert python.startswith((">=3.11", "<3.14"))
     assert any(each.startswith("msgspec") for each in requirements)
@@ -110,7 +110,7 @@ def test_the_requirements_are_the_projects() -> None:
 
 
 @pytest.mark.setting("--backend")
-def test_a_backend_that_cannot_run() -> None:
+def test_an_unavailable_backend() -> None:
     findings = found(backends.backends, backend="simulated")
     assert findings[0] == Finding("fail", "backend", "--backend: simulated: not in this version")
     assert {each.level for each in findings[1:]} <= {"ok", "warn"}
@@ -139,7 +139,7 @@ def test_gpus(
     assert text in gpu.text
 
 
-def test_a_tpu_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chip = tmp_path / "accel0"
     chip.touch()
     monkeypatch.setattr(machine, "device_files", lambda *patterns: [chip] if "accel[0-9]*" in patterns else [])
@@ -172,7 +172,7 @@ def test_a_model_on_several_chips(
 
 
 @pytest.mark.setting("--backend", "--tensor-parallel-size")
-def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_checked_through_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "choose_backend", lambda name: name)
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     assert Finding("ok", "backend", "torch_cuda, on CPU tensors") in found(backends.backends, backend="torch_cuda")
@@ -197,7 +197,7 @@ def test_gpus_are_asked_whether_they_serve(monkeypatch: pytest.MonkeyPatch) -> N
         (folders.folders, {"free_bytes": lambda folder: 2**25}, "warn", "free some space"),
     ],
 )
-def test_what_is_scarce(
+def test_scarce_resources(
     check: Check, patches: dict[str, Callable[..., Any]], level: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -208,7 +208,7 @@ def test_what_is_scarce(
 
 
 @pytest.mark.setting("--download-dir", "--rpc-base-path")
-def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"download_dir": str(tmp_path / "new" / "cache"), "rpc_base_path": str(tmp_path)}
     levels = {each.subject: each.level for each in found(folders.folders, **here)}
     assert levels["sockets"] == "ok"
@@ -222,7 +222,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.variable("HF_HUB_OFFLINE")
-def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HF_HUB_OFFLINE is set" in one(network.hub).text
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
@@ -231,7 +231,7 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not reachable" in finding.text
 
 
-def test_variables_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V1", "1")
     assert Finding("warn", "environment", "VLLM_USE_V1 has no effect: there is one engine, which follows V1") in found(
         software.environment
@@ -248,7 +248,7 @@ CONFIG = {
 
 
 @pytest.mark.setting("--model")
-def test_a_model_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert one(model.model, model=str(tmp_path)).text.endswith("float32, up to 128 tokens")
@@ -269,7 +269,7 @@ def test_facts_of_this_machine() -> None:
 
 
 @pytest.mark.command("collect-env")
-def test_secrets_stay_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_masked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {
         "PAGODA_API_KEY": "planted-ax",
         "HF_TOKEN": "planted-bx",
@@ -308,7 +308,7 @@ def test_secrets_stay_here(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "numpy" in text
 
 
-def test_what_is_no_secret_is_left_as_it_is() -> None:
+def test_other_values_are_not_masked() -> None:
     hide = Redactor({"HOME": "/", "USER": "root", "SOME_KEY": "on"})
     for text in ("on the root of https://x.org/a", "/rootless/x", "torch 2.13.0+cpu", "max_num_tokens=5"):
         assert hide(text) == text

@@ -57,7 +57,7 @@ def fields() -> list[Any]:
     ]
 
 
-def test_the_numbers_are_found() -> None:
+def test_number_fields_are_collected() -> None:
     found = {f"{param.values[0].__name__}.{param.values[1]}" for param in fields()}
     rows = {
         f"{row['schema']}.{row['field']}"
@@ -71,7 +71,7 @@ def test_the_numbers_are_found() -> None:
 
 
 @pytest.mark.parametrize(("body", "name", "listed"), fields())
-def test_what_is_no_number_is_refused_by_name(body: type[RequestBody], name: str, listed: bool) -> None:
+def test_other_types_are_refused_by_name(body: type[RequestBody], name: str, listed: bool) -> None:
     least = json.dumps({key: value for key, value in LEAST[body.__name__].items() if key != name})[1:-1]
     for text in NO_NUMBERS:
         if text.startswith('"') and "string" in kinds_of(body.model_json_schema()["properties"][name]):
@@ -89,7 +89,7 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize(("body", "name", "listed"), fields())
-def test_numbers_far_out_are_no_error_of_ours(
+def test_numbers_out_of_bounds_are_no_server_error(
     server: LiveServer, body: type[RequestBody], name: str, listed: bool
 ) -> None:
     path = path_of(body.__name__)

@@ -32,7 +32,7 @@ def counted(value: Any) -> tuple[int, int, int]:
 
 
 @given(value=VALUES, chunk=st.integers(1, 9), ascii=st.booleans())
-def test_counts_are_a_parsers(value: Any, chunk: int, ascii: bool) -> None:
+def test_counts_equal_those_of_a_parser(value: Any, chunk: int, ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii).encode()
     counts = counted(value)
     with pytest.MonkeyPatch.context() as patch:

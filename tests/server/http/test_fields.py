@@ -46,7 +46,7 @@ def param_of(server: LiveServer, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.field("ChatCompletionRequest.model|user|request_id|return_tokens_as_token_ids|return_token_ids")
-def test_chat_fields_that_completions_have_too(server: LiveServer) -> None:
+def test_fields_of_chat_and_completions(server: LiveServer) -> None:
     body = CHAT | {"request_id": "mine", "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True}
     answer = answer_of(server, "/v1/chat/completions", body)
     (choice,) = answer["choices"]
@@ -60,7 +60,7 @@ def test_chat_fields_that_completions_have_too(server: LiveServer) -> None:
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.cache_salt")
 @pytest.mark.parametrize(("path", "body"), BOTH)
-def test_prefixes_are_shared_under_one_salt(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+def test_prefixes_are_cached_per_salt(server: LiveServer, path: str, body: dict[str, Any]) -> None:
     if "prompt" in body:
         body = body | {"prompt": "0123456789abcdef"}
 
@@ -90,7 +90,7 @@ def test_priority_reaches_the_scheduler(server: LiveServer, path: str, body: dic
 
 
 @pytest.mark.field("CompletionRequest.add_special_tokens", "ChatCompletionRequest.add_special_tokens")
-def test_special_tokens_around_a_prompt(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_special_tokens(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     encode = Tokenizer.encode
 
@@ -107,21 +107,21 @@ def test_special_tokens_around_a_prompt(server: LiveServer, monkeypatch: pytest.
 
 
 @pytest.mark.field("ChatCompletionRequest.chat_template_kwargs|documents")
-def test_variables_and_documents_reach_the_template() -> None:
+def test_template_kwargs_and_documents() -> None:
     template = "{{ mood }}{% for d in documents or [] %}{{ d.text }}{% endfor %}"
     with live_server(chat_template=template) as server:
         body = CHAT | {"chat_template_kwargs": {"mood": "m"}, "documents": [{"text": "pq"}], "return_token_ids": True}
         assert answer_of(server, "/v1/chat/completions", body)["prompt_token_ids"] == list(b"mpq")
 
 
-def test_documents_that_the_template_would_leave_out_are_refused() -> None:
+def test_documents_unused_by_the_template_are_refused() -> None:
     with live_server(chat_template="{{ messages[0].content }}") as server:
         status, answer = server.post("/v1/chat/completions", CHAT | {"documents": [{"text": "pq"}]})
         assert (status, answer["error"]["param"]) == (400, "documents")
         answer_of(server, "/v1/chat/completions", CHAT | {"documents": []})
 
 
-def test_all_logprobs_are_refused_as_what_they_are(server: LiveServer) -> None:
+def test_logprobs_of_the_whole_vocabulary_are_refused(server: LiveServer) -> None:
     status, answer = server.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1})
     assert status == 400
     assert "-1 (the whole vocabulary) is above" in answer["error"]["message"]
@@ -135,7 +135,7 @@ def test_max_completion_tokens(server: LiveServer) -> None:
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest|SamplingParams.truncation_side")
 @pytest.mark.parametrize(("side", "kept"), [("left", "yz"), ("right", "wx"), (None, "yz")])
-def test_the_side_that_is_truncated(server: LiveServer, side: str | None, kept: str) -> None:
+def test_truncation_side(server: LiveServer, side: str | None, kept: str) -> None:
     fields = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
     answer = answer_of(server, "/v1/completions", {"prompt": "wxyz", "max_tokens": 1} | fields)
     assert answer["choices"][0]["prompt_token_ids"] == list(kept.encode())
@@ -144,7 +144,7 @@ def test_the_side_that_is_truncated(server: LiveServer, side: str | None, kept: 
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.logprob_token_ids", "SamplingParams.logprob_token_ids")
-def test_logprobs_of_given_tokens(server: LiveServer) -> None:
+def test_logprob_token_ids(server: LiveServer) -> None:
     fields = {"logprob_token_ids": [100, 98, 97]}
     answer = answer_of(server, "/v1/completions", TEXT | fields | {"logprobs": 1})
     logprobs = answer["choices"][0]["logprobs"]
@@ -167,7 +167,7 @@ def test_logprobs_of_given_tokens(server: LiveServer) -> None:
     "CompletionRequest|ChatCompletionRequest.repetition_detection", "SamplingParams.repetition_detection"
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_repeats_itself_ends(stream: bool) -> None:
+def test_repetition_detection(stream: bool) -> None:
     detection = {"repetition_detection": {"max_pattern_size": 30, "min_count": 2}}
     with live_server("fake:slow") as server:
         for path, body in BOTH:
@@ -188,7 +188,7 @@ def test_an_answer_that_repeats_itself_ends(stream: bool) -> None:
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.best_of")
-def test_the_best_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake engine's answers are alike; what it reports as their probability is made to differ."""
     with live_server() as server:
         for path, body in BOTH:
@@ -233,6 +233,6 @@ def test_beam_search(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.llm.stats.kv_blocks_used == 0
 
 
-def test_beams_need_probabilities() -> None:
+def test_beam_search_needs_probabilities() -> None:
     with live_server(engine={"logprobs_mode": "raw_logits"}) as server:
         assert param_of(server, "/v1/completions", TEXT | {"use_beam_search": True}) == "use_beam_search"

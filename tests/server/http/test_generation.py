@@ -62,7 +62,7 @@ def says(name: str, text: str, **more: Any) -> EngineOutput:
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
-def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind) -> None:
+def test_metrics_of_each_sequence(monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind) -> None:
     bench = Bench(monkeypatch, output_kind=kind)
     bench.step(3.0, says("a", "x", scheduled=2.0))
     bench.step(4.0, says("a", "y"), says("b", "z", scheduled=3.5, num_cached_tokens=4))
@@ -103,7 +103,7 @@ def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind:
     ]
 
 
-def test_what_a_stop_string_ends_is_complete_and_counts_its_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_string_completes_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, stop=["z"])
     bench.step(3.0, says("a", "z", scheduled=2.0), says("b", "x", scheduled=2.0, num_preemptions=2))
     bench.step(4.0, says("b", "z"))
@@ -112,7 +112,7 @@ def test_what_a_stop_string_ends_is_complete_and_counts_its_preemptions(monkeypa
     assert [each.preemptions for each in request.sequences] == [0, 2], "the engine had no last word on either"
 
 
-def test_what_a_client_leaves_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_request_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     bench.step(3.0, says("a", "x", finish_reason="length", scheduled=2.0), says("b", "y", scheduled=2.0))
     bench.processor.abort(["r"])

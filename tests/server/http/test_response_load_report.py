@@ -33,7 +33,7 @@ def test_json() -> None:
 
 
 @pytest.mark.parametrize("form", [None, "", "BIN", "TEXT\t"])
-def test_no_known_form(form: str | None) -> None:
+def test_unknown_formats(form: str | None) -> None:
     assert load_report(form, LOADED) == {}
 
 
@@ -44,7 +44,7 @@ def test_no_known_form(form: str | None) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-def test_whole_answers_carry_it_when_asked(server: LiveServer, path: str, body: dict[str, object]) -> None:
+def test_whole_responses_have_the_header_on_request(server: LiveServer, path: str, body: dict[str, object]) -> None:
     asked = server.response("POST", path, {"max_tokens": 1} | body, {LOAD_FORMAT_HEADER: "JSON"})
     assert asked.status == 200
     assert json.loads(asked.headers[LOAD_HEADER].removeprefix("JSON "))["named_metrics"].keys() == {

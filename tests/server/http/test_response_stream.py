@@ -13,7 +13,7 @@ from pagoda.server.http.server import DirectSendMiddleware
 from pagoda.server.http.state import StopSignal
 
 
-async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() -> None:
+async def test_a_disconnect_before_the_first_read_closes_the_events() -> None:
     """A connection that takes no more holds up the first event already."""
     ended: list[str] = []
     blocked = asyncio.Event()
@@ -55,7 +55,7 @@ class Watching:
         await self.app(scope, receive, noting)
 
 
-async def test_parts_pass_by_the_layers_inside_and_not_by_those_outside() -> None:
+async def test_chunks_skip_inner_middleware_only() -> None:
     async def events() -> AsyncGenerator[bytes, None]:
         yield b"two"
 

@@ -125,7 +125,7 @@ COMBINED = [
 
 
 @pytest.mark.parametrize(("thinks", "calls"), COMBINED)
-def test_streamed_equals_whole_where_the_answer_is_cut_at_any_token(thinks: str, calls: str) -> None:
+def test_streamed_equals_whole_at_any_max_tokens(thinks: str, calls: str) -> None:
     tokens = [*(THOUGHTS[thinks] + CALLS[calls]).encode(), EOS]
     reader = partial(reader_of, thinks, calls)
     for end in range(1, len(tokens) + 1):
@@ -135,7 +135,7 @@ def test_streamed_equals_whole_where_the_answer_is_cut_at_any_token(thinks: str,
 
 @pytest.mark.parametrize("stop", [[], ["Zür", "✓"], ["</think>"], ["\n<tool_call>"]])
 @pytest.mark.parametrize(("thinks", "calls"), COMBINED)
-def test_streamed_equals_whole_however_the_tokens_come(thinks: str, calls: str, stop: list[str]) -> None:
+def test_streamed_equals_whole_for_any_grouping_of_tokens(thinks: str, calls: str, stop: list[str]) -> None:
     tokens = [*(THOUGHTS[thinks] + CALLS[calls]).encode(), EOS]
     reader = partial(reader_of, thinks, calls)
     expected = whole(reader, tokens, stop)
@@ -146,7 +146,7 @@ def test_streamed_equals_whole_however_the_tokens_come(thinks: str, calls: str, 
         assert streamed(reader, tokens, cuts, stop) == expected, cuts
 
 
-def test_what_is_compared_is_not_empty() -> None:
+def test_compared_messages_are_not_empty() -> None:
     tokens = [*(THOUGHTS["qwen3"] + CALLS["hermes"]).encode(), EOS]
     told = whole(partial(reader_of, "qwen3", "hermes"), tokens, [])
     assert told["finish_reason"] == "tool_calls"
@@ -157,14 +157,14 @@ def test_what_is_compared_is_not_empty() -> None:
 
 
 @pytest.mark.parametrize("held", ["<thi", "<think", " <tool_c", "<eo", "\n"])
-def test_nothing_is_lost_at_the_end(held: str) -> None:
+def test_held_back_text_is_flushed_at_the_end(held: str) -> None:
     reader = partial(reader_of, "qwen3", "hermes")
     told = whole(reader, [*held.encode(), EOS], [])
     assert told["message"]["content"] == held
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), ("auto", "tool_calls"), ("named", "stop")])
-def test_the_reason_of_calls_is_openais(choice: str, reason: str) -> None:
+def test_finish_reason_of_calls(choice: str, reason: str) -> None:
     """Forced to a tool by its name, the model did not choose; a cut is a cut whatever was called."""
     asked = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
     text = CALLS["hermes"].encode()

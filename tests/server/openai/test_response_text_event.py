@@ -15,7 +15,7 @@ IDS = ["x", "\ufdd0", '"\ufdd0"', '\\"', "}{"]
 
 
 @pytest.mark.parametrize("own", IDS)
-def test_the_bytes_are_those_of_the_whole_event(own: str) -> None:
+def test_text_events_equal_whole_events(own: str) -> None:
     def chunk(text: str) -> dict:
         return {"id": f"cmpl-{own}", "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None}]}
 
@@ -26,7 +26,7 @@ def test_the_bytes_are_those_of_the_whole_event(own: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("own", IDS)
-def test_a_stream_says_what_a_whole_answer_says(path: str, own: str) -> None:
+def test_streamed_equals_whole(path: str, own: str) -> None:
     asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
     asked |= {"request_id": own, "n": 2, "max_tokens": 12}
 
@@ -46,7 +46,7 @@ def test_a_stream_says_what_a_whole_answer_says(path: str, own: str) -> None:
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_running_counts_are_in_every_chunk() -> None:
+def test_continuous_usage_is_in_every_chunk() -> None:
     asked = {"prompt": "a", "max_tokens": 12, "stream": True}
     asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     with live_server("fake:slow") as server:

@@ -51,7 +51,7 @@ def complete(server: LiveServer, **body: Any) -> Any:
         ("/v1/completions", {"structured_outputs": {"structural_tag": json.dumps(TAGS)}, "stream": True}),
     ],
 )
-def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_command(
+def test_without_the_library_constraints_are_refused_with_the_install_command(
     path: str, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')")
@@ -91,7 +91,7 @@ def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_comm
         ({"guided_grammar": 'root ::= "q" [0-9]'}, "q0"),
     ],
 )
-def test_every_way_to_ask(server, asked, text):
+def test_every_field_that_sets_a_constraint(server, asked, text):
     room = {"max_tokens": 20 if text.startswith("b") else 40}
     (choice,) = complete(server, **asked, **room)
     assert "".join(choice["text"].split()) == "".join(text.split())
@@ -103,7 +103,7 @@ def test_every_way_to_ask(server, asked, text):
         assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_white_space_is_as_asked(server):
+def test_whitespace_options(server):
     plain, none, tabs = (
         complete(server, structured_outputs={"json": ABC} | how)[0]["text"]
         for how in ({}, {"disable_any_whitespace": True}, {"whitespace_pattern": "\t"})
@@ -114,14 +114,14 @@ def test_white_space_is_as_asked(server):
     assert json.loads(plain) == json.loads(tabs) == {"a": 1}
 
 
-def test_any_object(server):
+def test_json_object(server):
     (choice,) = complete(server, response_format={"type": "json_object"}, max_tokens=3)
     assert choice["text"].startswith("{")
     (choice,) = complete(server, structured_outputs={"json": True}, max_tokens=1)
     assert choice["text"]
 
 
-def test_a_stream_is_the_whole_answer(server):
+def test_streamed_equals_whole(server):
     asked = {"structured_outputs": {"choice": ["no", "yes"]}, "n": 3, "prompt": "a", "max_tokens": 9}
     whole = complete(server, **asked)
     status, raw = server.post("/v1/completions", asked | {"stream": True})
@@ -161,7 +161,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "param", "words"), BAD)
-def test_a_bad_form_is_a_400_that_names_its_field(server, asked, param, words, stream):
+def test_a_bad_constraint_is_a_400_that_names_its_field(server, asked, param, words, stream):
     status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | asked)
     if status == 200:  # it turned out while it was answered
         assert stream
@@ -198,7 +198,7 @@ def form_of(**body: Any) -> StructuredOutputsParams | None:
     return parse(StructuredFields, json.dumps(body).encode()).structure()
 
 
-def test_no_form_is_none():
+def test_no_constraint():
     assert form_of() is None
     assert form_of(response_format={"type": "text"}) is None
     assert form_of(response_format=None, structured_outputs=None) is None
@@ -222,7 +222,7 @@ def thinker(monkeypatch) -> Iterator[LiveServer]:
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest|SamplingParams.thinking_token_budget")
-def test_a_budget_of_thinking_and_a_grammar_after_it(thinker):
+def test_a_grammar_applies_after_the_thinking_budget(thinker):
     asked = {"thinking_token_budget": 3, "guided_choice": ["no", "yes"]}
     assert complete(thinker, prompt="b<", **asked)[0]["text"] == "=>no"
     assert complete(thinker, prompt="<a", **asked)[0]["text"] == "no"
@@ -231,7 +231,7 @@ def test_a_budget_of_thinking_and_a_grammar_after_it(thinker):
     assert free == "bcde"
 
 
-def test_what_the_engine_is_told_of_thinking(monkeypatch):
+def test_engine_parameters_of_reasoning(monkeypatch):
     from support.byte_text import byte_tokenizer
 
     monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
