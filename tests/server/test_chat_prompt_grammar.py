@@ -43,7 +43,7 @@ def names_of(choice: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"response_format": FORM},
         {"structured_outputs": {"json": json.dumps(AB)}},
@@ -51,11 +51,11 @@ def names_of(choice: dict[str, Any]) -> list[str]:
         {"structured_outputs": {"choice": ['{"a": 1}', '{"a": 2}']}},
     ],
 )
-def test_output_conforms_or_is_a_call(server: LiveServer, asked: dict[str, Any]) -> None:
-    kept = answered(server, '{"a": 2}', **asked)
+def test_output_conforms_or_is_a_call(server: LiveServer, fields: dict[str, Any]) -> None:
+    kept = answered(server, '{"a": 2}', **fields)
     assert (kept["message"]["content"], names_of(kept), kept["finish_reason"]) == ('{"a": 2}', [], "stop")
-    assert answered(server, "No form at all.", **asked)["message"]["content"].startswith("{")
-    called = answered(server, CALL, **asked)
+    assert answered(server, "No form at all.", **fields)["message"]["content"].startswith("{")
+    called = answered(server, CALL, **fields)
     assert (called["message"]["content"], names_of(called), called["finish_reason"]) == (None, ["f"], "tool_calls")
     assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "<b>"}
 
@@ -68,10 +68,10 @@ def test_json_object_or_several_calls(server: LiveServer) -> None:
 
 
 def test_calls_conform_to_their_schemas(server: LiveServer) -> None:
-    for said in ('{"name": "h", "arguments": {"x": ""}}', '{"name": "g", "arguments": {"x": 1}}'):
-        told = answered(server, f"<tool_call>{said}</tool_call>", response_format=FORM, max_tokens=90)
-        assert said not in json.dumps(told)
-        assert names_of(told) in (["f"], ["g"], [])
+    for call in ('{"name": "h", "arguments": {"x": ""}}', '{"name": "g", "arguments": {"x": 1}}'):
+        choice = answered(server, f"<tool_call>{call}</tool_call>", response_format=FORM, max_tokens=90)
+        assert call not in json.dumps(choice)
+        assert names_of(choice) in (["f"], ["g"], [])
     right = answered(server, '<tool_call>{"name": "g", "arguments": {"x": "1"}}</tool_call>', response_format=FORM)
     assert names_of(right) == ["g"]
 
@@ -83,12 +83,12 @@ def test_reasoning_comes_first(server: LiveServer) -> None:
 
 def test_constraints_that_exclude_calls_are_refused(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
-    for asked in (
+    for fields in (
         {"structured_outputs": {"grammar": 'start: "a"'}},
         {"response_format": FORM, "tool_choice": "required"},
     ):
-        status, answer = server.post("/v1/chat/completions", body | asked)
-        assert (status, answer["error"]["param"]) == (400, next(iter(asked)))
+        status, answer = server.post("/v1/chat/completions", body | fields)
+        assert (status, answer["error"]["param"]) == (400, next(iter(fields)))
         assert "would prevent tool calls" in answer["error"]["message"]
     status, answer = server.post("/v1/chat/completions", body | {"structured_outputs": {"json": "{"}})
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
@@ -99,17 +99,17 @@ ASKED = StructuredOutputsParams(json=AB, disable_any_whitespace=True)
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_delimiters_of_every_format_make_a_grammar(name: str) -> None:
-    found = tool_format(name)
-    both = output_or_calls(ASKED, found, [Tool("f")], (), parallel=True)
+    format = tool_format(name)
+    both = output_or_calls(ASKED, format, [Tool("f")], (), parallel=True)
     if both is None:
-        assert not (isinstance(found, Brackets) and found.brackets([]))
+        assert not (isinstance(format, Brackets) and format.brackets([]))
     else:
         assert both.disable_any_whitespace
         assert "grammars" in guidance_text(both, {})
 
 
 @pytest.mark.parametrize(
-    ("name", "special", "told"),
+    ("name", "special", "possible"),
     [
         ("hermes", {"<tool_call>", "</tool_call>"}, True),  # they begin and end it, and are named by id
         ("qwen3_coder", {"<tool_call>"}, True),
@@ -121,5 +121,5 @@ def test_delimiters_of_every_format_make_a_grammar(name: str) -> None:
         ("pythonic", set(), False),
     ],
 )
-def test_special_tokens_inside_calls(name: str, special: set[str], told: bool) -> None:
-    assert (output_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is told
+def test_special_tokens_inside_calls(name: str, special: set[str], possible: bool) -> None:
+    assert (output_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is possible

@@ -80,10 +80,10 @@ def test_an_unsupported_schema_is_refused_by_name(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_formats_that_support_strict_calls(name: str) -> None:
-    held = strict_calls(tool_format(name), [Tool("f", X, strict=True)], parallel=True)
-    assert (held is not None) == (name in HELD)
-    if held is not None:
-        assert "grammars" in guidance_text(held, {})
+    grammar = strict_calls(tool_format(name), [Tool("f", X, strict=True)], parallel=True)
+    assert (grammar is not None) == (name in HELD)
+    if grammar is not None:
+        assert "grammars" in guidance_text(grammar, {})
     assert strict_calls(tool_format(name), [Tool("f", X)], parallel=True) is None
 
 

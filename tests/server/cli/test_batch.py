@@ -104,13 +104,13 @@ def test_responses_equal_those_over_http(batch: Batch) -> None:
     assert batch.run(*(line(body, url, url) for url, body in bodies.items())) == 0
     with live_server() as server:
         for answer, (url, body) in zip(batch.answers, bodies.items(), strict=True):
-            status, told = server.post(url, body)
+            status, body_of_http = server.post(url, body)
             response = answer["response"]
             assert (answer["custom_id"], response["status_code"], answer["error"]) == (url, status, None)
             for own in ("id", "created"):
-                assert told.pop(own)
+                assert body_of_http.pop(own)
                 assert response["body"].pop(own)
-            assert response["body"] == told
+            assert response["body"] == body_of_http
     ids = [each["id"] for each in batch.answers] + [each["response"]["request_id"] for each in batch.answers]
     assert len(set(ids)) == 4
 
@@ -167,13 +167,13 @@ def test_every_endpoint_is_answered(batch: Batch) -> None:
         assert batch.run(*(line(body, url, url) for url, body in urls.items()), model=f"fake:pool-{kind}") == 0
         with live_server(f"fake:pool-{kind}") as server:
             for answer, (url, body) in zip(batch.answers, urls.items(), strict=True):
-                status, told = server.post(url, body)
+                status, body_of_http = server.post(url, body)
                 response = answer["response"]
                 assert (answer["custom_id"], response["status_code"]) == (url, status)
                 for own in ("id", "created"):
-                    assert told.pop(own, None) is not response["body"].pop(own, True)
+                    assert body_of_http.pop(own, None) is not response["body"].pop(own, True)
                 if kind == "classify":  # the same tokenizer is wanted for equal numbers
-                    assert response["body"].keys() == told.keys()
+                    assert response["body"].keys() == body_of_http.keys()
 
 
 def test_unsupported_lines(batch: Batch) -> None:
@@ -400,8 +400,8 @@ def test_requests_are_logged(batch: Batch) -> None:
     with logged() as lines:
         assert batch.run(line(TEXT | {"prompt": "a" * 30}), flags=("--enable-log-requests", "--max-log-len", "20")) == 0
     assert not [each for each in quiet if "aaa" in each]
-    (said,) = [each for each in lines if "aaa" in each]
-    assert "a" * 20 not in said
+    (entry,) = [each for each in lines if "aaa" in each]
+    assert "a" * 20 not in entry
 
 
 @pytest.mark.setting("--disable-log-stats")
@@ -474,10 +474,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Store
 
     def do_GET(self) -> None:
-        found = self.path == "/in.jsonl?token=secret"
-        self.send_response(200 if found else 404)
+        exists = self.path == "/in.jsonl?token=secret"
+        self.send_response(200 if exists else 404)
         self.end_headers()
-        self.wfile.write(self.server.source if found else b"")
+        self.wfile.write(self.server.source if exists else b"")
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -608,7 +608,7 @@ def test_no_files_are_left_without_an_engine(batch: Batch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "--input-file: is required"),
         (["-i", "x"], "--output-file: is required"),
@@ -624,10 +624,10 @@ def test_no_files_are_left_without_an_engine(batch: Batch, capsys: pytest.Captur
     ],
 )
 def test_start_up_errors_are_one_line(
-    batch: Batch, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    batch: Batch, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["run-batch", *words, "--model", "fake"]) == 2
     text = capsys.readouterr().err
-    assert told in text
+    assert message in text
     assert text.count("\n") == 1
     assert "secret" not in text

@@ -80,9 +80,9 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     text = capsys.readouterr().out
     assert "Avg latency: " in text
     assert "99% percentile latency: " in text
-    found = json.loads(file.read_text())
-    assert len(found["latencies"]) == 3
-    assert found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 3)
+    results = json.loads(file.read_text())
+    assert len(results["latencies"]) == 3
+    assert results["avg_latency"] == pytest.approx(sum(results["latencies"]) / 3)
     calls = bench("latency", monkeypatch, *words[:-1], "--disable-detokenize")
     assert not calls[0][1].detokenize
 
@@ -141,18 +141,18 @@ def test_startup_settings_reach_the_server() -> None:
 
 @pytest.mark.setting("--num-iters", "--num-iters-warmup", "--input-len", "--output-json")
 def test_startup_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
+    started = []
     seconds = iter([100.0, 100.0, 1.0, 2.0, 6.0])
 
     def start(settings: Path, input_len: int) -> float:
-        asked.append((json.loads(settings.read_text()), input_len))
+        started.append((json.loads(settings.read_text()), input_len))
         return next(seconds)
 
     monkeypatch.setattr(bench_startup, "time_start", start)
     file = tmp_path / "r.json"
     words = ["--num-iters", "3", "--num-iters-warmup", "2", "--input-len", "5", "--output-json", str(file)]
     assert main.main(["bench", "startup", "--model", "m", *words]) == 0
-    assert asked == [({"model": "m"}, 5)] * 5
+    assert started == [({"model": "m"}, 5)] * 5
     assert json.loads(file.read_text()) == {"avg_startup": 3.0, "median_startup": 2.0, "startups": [1.0, 2.0, 6.0]}
     assert "Median time to first token: 2.000 seconds" in capsys.readouterr().out
 
@@ -195,11 +195,11 @@ def prompts(*words: str) -> list[list[int]]:
 
 @pytest.mark.setting("--num-prompts", "--random-input-len", "--random-output-len", "--random-prefix-len", "--seed")
 def test_prompts_follow_the_settings() -> None:
-    found = prompts("--random-input-len", "7", "--random-prefix-len", "5", "--random-output-len", "3")
-    assert [len(each) for each in found] == [12] * 20
-    assert len({tuple(each[:5]) for each in found}) == 1
-    assert len({tuple(each[5:]) for each in found}) == 20
-    assert all(token != 256 for each in found for token in each)
+    results = prompts("--random-input-len", "7", "--random-prefix-len", "5", "--random-output-len", "3")
+    assert [len(each) for each in results] == [12] * 20
+    assert len({tuple(each[:5]) for each in results}) == 1
+    assert len({tuple(each[5:]) for each in results}) == 20
+    assert all(token != 256 for each in results for token in each)
     (request,) = planned("--num-prompts", "1", "--random-output-len", "3")
     assert (request.body["max_tokens"], request.prompt_tokens, request.at) == (3, 1024, 0.0)
     assert prompts("--seed", "1") == prompts("--seed", "1") != prompts("--seed", "2")
@@ -359,9 +359,9 @@ def test_results_are_saved(measured: Measured, tmp_path: Path, monkeypatch: pyte
     assert re.fullmatch(r"openai-infqps-concurrency2-m-\d{8}-\d{6}\.json", usual.name)
     more = ["--save-detailed", "--result-dir", "x/y", "--result-filename", "z.json", "--metadata", "chip=c", "run=1"]
     assert serve_bench("--model", "a/m", "--save-result", *more) == 0
-    plain, found = json.loads(usual.read_text()), json.loads((tmp_path / "x" / "y" / "z.json").read_text())
-    assert (found["chip"], found["run"], found["request_rate"]) == ("c", "1", "inf")
-    assert (found["completed"], found["total_output_tokens"], found["itls"]) == (6, 18, [[0.25, 0.5]] * 6)
+    plain, results = json.loads(usual.read_text()), json.loads((tmp_path / "x" / "y" / "z.json").read_text())
+    assert (results["chip"], results["run"], results["request_rate"]) == ("c", "1", "inf")
+    assert (results["completed"], results["total_output_tokens"], results["itls"]) == (6, 18, [[0.25, 0.5]] * 6)
     assert "itls" not in plain
 
 
@@ -388,15 +388,15 @@ def test_figures_follow_from_outcomes() -> None:
         Outcome(start=11.0, end=13.0, ttft=2.0, prompt_tokens=7, output_tokens=1),
         Outcome(start=11.0, prompt_tokens=100, error="no"),
     ]
-    found = figures(config, outcomes, 4.0)
-    assert (found["completed"], found["failed"]) == (2, 1)
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (12, 5)
-    assert (found["request_throughput"], found["output_throughput"]) == (0.5, 1.25)
-    assert found["total_token_throughput"] == 4.25
-    assert (found["mean_ttft_ms"], found["mean_tpot_ms"]) == (1500.0, 1000.0)
-    assert (found["mean_itl_ms"], found["p50_e2el_ms"]) == (1500.0, 3000.0)
-    assert found["std_ttft_ms"] == 500.0
-    assert "Failed requests:                        1" in report(config, found)
+    results = figures(config, outcomes, 4.0)
+    assert (results["completed"], results["failed"]) == (2, 1)
+    assert (results["total_input_tokens"], results["total_output_tokens"]) == (12, 5)
+    assert (results["request_throughput"], results["output_throughput"]) == (0.5, 1.25)
+    assert results["total_token_throughput"] == 4.25
+    assert (results["mean_ttft_ms"], results["mean_tpot_ms"]) == (1500.0, 1000.0)
+    assert (results["mean_itl_ms"], results["p50_e2el_ms"]) == (1500.0, 3000.0)
+    assert results["std_ttft_ms"] == 500.0
+    assert "Failed requests:                        1" in report(config, results)
     nothing = figures(config, outcomes[2:], 1.0)
     assert not any(math.isnan(value) for value in nothing.values())
 
@@ -434,8 +434,8 @@ def test_a_request_is_timed_from_its_start_to_its_last_token(server: LiveServer)
     assert not outcome.error
     assert (outcome.prompt_tokens, outcome.output_tokens) == (9, 1 + len(outcome.gaps))  # tokens may come together
     assert outcome.ttft + sum(outcome.gaps) == pytest.approx(outcome.latency)
-    told = asyncio.run(request("/v1/completions", prompt="a", max_tokens=4, stream_options={"include_usage": True}))
-    assert (told.prompt_tokens, told.output_tokens) == (1, 4)
+    counted = asyncio.run(request("/v1/completions", prompt="a", max_tokens=4, stream_options={"include_usage": True}))
+    assert (counted.prompt_tokens, counted.output_tokens) == (1, 4)
     assert "404" in asyncio.run(request("/v1/nothing")).error
     assert "max_tokens" in asyncio.run(request("/v1/completions", prompt="a", max_tokens="x")).error
     assert "ended early" in asyncio.run(request("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
@@ -446,9 +446,9 @@ def test_a_server_that_dies_under_load(capsys: pytest.CaptureFixture[str], monke
     with live_server("fake:crash") as server:
         words = ["--base-url", server.url, "--num-warmups", "0", "--random-output-len", "9", "--ignore-eos"]
         assert serve_bench(*words) == 1
-    said = capsys.readouterr()
-    assert f"{'Failed requests:':<40}6" in said.out
-    assert "pagoda: error: 6 of 6 requests failed, the first with: " in said.err
+    printed = capsys.readouterr()
+    assert f"{'Failed requests:':<40}6" in printed.out
+    assert "pagoda: error: 6 of 6 requests failed, the first with: " in printed.err
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,12 +38,12 @@ def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 @pytest.mark.command("chat", "complete")
 @pytest.mark.setting("--url", "--quick", "--max-tokens")
-@pytest.mark.parametrize(("command", "said"), [("chat", ";<="), ("complete", "bcd")])
-def test_quick(server: LiveServer, command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("command", "text"), [("chat", ";<="), ("complete", "bcd")])
+def test_quick(server: LiveServer, command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "3", "-q", "a"]) == 0
-    assert capsys.readouterr().out == f"{said}\n"
+    assert capsys.readouterr().out == f"{text}\n"
     assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "2", "--quick", "a"]) == 0
-    assert capsys.readouterr().out == f"{said[:2]}\n"
+    assert capsys.readouterr().out == f"{text[:2]}\n"
 
 
 def test_lines_of_standard_input(
@@ -61,9 +61,9 @@ def test_reasoning_is_printed_but_not_sent_back(
 
     def stream(client: ApiClient, path: str, body: dict[str, object]) -> Iterator[object]:
         sent.append([each["content"] for each in body["messages"]])  # type: ignore[attr-defined]
-        return told(client, path, body)
+        return real_stream(client, path, body)
 
-    told = ApiClient.stream
+    real_stream = ApiClient.stream
     monkeypatch.setattr(ApiClient, "stream", stream)
     with live_server("fake:say", engine={"reasoning_parser": "qwen3"}) as thinking:
         typing(monkeypatch, "[[<think>hm</think>ok]]", "b")
@@ -80,9 +80,9 @@ def test_a_conversation_is_sent_back(
 
     def stream(client: ApiClient, path: str, body: dict[str, object]) -> Iterator[object]:
         sent.append([(each["role"], each["content"]) for each in body["messages"]])  # type: ignore[attr-defined]
-        return told(client, path, body)
+        return real_stream(client, path, body)
 
-    told = ApiClient.stream
+    real_stream = ApiClient.stream
     monkeypatch.setattr(ApiClient, "stream", stream)
     typing(monkeypatch, "a", "b")
     assert main.main(["chat", "--url", f"{server.url}/v1", "--max-tokens", "2", "--system-prompt", "s"]) == 0
@@ -147,10 +147,10 @@ def test_an_error_in_a_stream_is_reported() -> None:
 
 @pytest.mark.command("python -m vllm.entrypoints.openai.api_server")
 def test_the_deprecated_server_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
-    monkeypatch.setattr(main, "main", lambda words: said.append(words) or 7)
+    calls = []
+    monkeypatch.setattr(main, "main", lambda words: calls.append(words) or 7)
     assert api_server.main(["--model", "m", "--port", "1"]) == 7
-    assert said == [["serve", "--model", "m", "--port", "1"]]
+    assert calls == [["serve", "--model", "m", "--port", "1"]]
     assert capsys.readouterr().err == "python -m pagoda.server.api_server is deprecated; use pagoda serve MODEL\n"
     done = subprocess.run(
         [sys.executable, "-m", "pagoda.server.api_server", "--no-such-flag"], capture_output=True, text=True, timeout=60

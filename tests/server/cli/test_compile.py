@@ -69,9 +69,7 @@ def altered(bundle: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Non
 
 @pytest.mark.command("compile")
 @pytest.mark.setting("--topology", "--config-only", "--budget-only", "--output-json", "--data-parallel-size")
-def test_config_only(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_only(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(model / "config.json", tmp_path / "config.json")
     words = ["--config-only", "--budget-only", "--topology", "cpu:4", "--output-json", str(tmp_path / "table.json")]
     assert main.main(["compile", str(tmp_path / "config.json"), *SMALL, *words, "-dp", "2"]) == 0
@@ -171,9 +169,9 @@ def test_the_second_start_compiles_nothing(
 
     def start(**settings: Any) -> list[int]:
         llm = LLM(str(model), **{**SETTINGS, **settings})
-        found = llm.generate([{"prompt_token_ids": [5, 17, 3]}], use_tqdm=False)[0].outputs[0].token_ids
+        token_ids = llm.generate([{"prompt_token_ids": [5, 17, 3]}], use_tqdm=False)[0].outputs[0].token_ids
         llm.llm_engine.shutdown()
-        return list(found)
+        return list(token_ids)
 
     first = start()
     files = sorted(tmp_path.glob("*.xla"))

@@ -169,10 +169,10 @@ def test_a_signal_stops_the_server() -> None:
         wait_ready(process)
         client = ApiClient(f"{url}/v1")
         assert client.models() == ["m"]
-        said = [
+        generated = [
             event["choices"][0]["text"] for event in client.stream("/completions", {"prompt": "a", "max_tokens": 3})
         ]
-        assert "".join(said) == "bcd"
+        assert "".join(generated) == "bcd"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 
@@ -182,10 +182,10 @@ def test_a_signal_to_the_process_group_drains_requests() -> None:
     with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "20") as (process, url):
         wait_ready(process)
         events = ApiClient(f"{url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 12})
-        said = next(events)["choices"][0]["text"]
+        generated = next(events)["choices"][0]["text"]
         os.killpg(process.pid, signal.SIGTERM)
-        said += "".join(event["choices"][0]["text"] for event in events)
-        assert said == "bcdefghijklm"
+        generated += "".join(event["choices"][0]["text"] for event in events)
+        assert generated == "bcdefghijklm"
         assert process.wait(10) == 0
 
 

@@ -236,8 +236,8 @@ def test_all_sampling_fields_reach_sampling_params(schema: str) -> None:
         "logprobs": 3,
         "max_tokens": 9,
     }
-    asked = values if schema == "CompletionRequest" else values | {"logprobs": True, "top_logprobs": 3}
-    params = read(schema, **asked).params({})
+    fields = values if schema == "CompletionRequest" else values | {"logprobs": True, "top_logprobs": 3}
+    params = read(schema, **fields).params({})
     assert {name: getattr(params, name) for name in values} == values | {"logit_bias": {5: 1.0}}
 
 
@@ -249,16 +249,16 @@ def test_generation_config_fills_missing_fields() -> None:
     assert read("CompletionRequest", max_tokens=None).params({}).max_tokens == 16
 
 
-@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": None, "refusal": None}])
-def test_assistant_messages_without_content(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": None, "tool_calls": None, "refusal": None}])
+def test_assistant_messages_without_content(fields: dict[str, Any]) -> None:
     user = {"role": "user", "content": "a"}
-    read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | said, user]).check()
+    read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | fields, user]).check()
 
 
 def test_the_sampled_token_is_listed_first() -> None:
     position = {2: Logprob(-5.0, 3), 3: Logprob(-1.0, 1), 4: Logprob(-2.0, 2)}
-    told = CompletionLogprobs(1, TokenNames(None, as_ids=False)).take([2], [position])
-    assert list(told["top_logprobs"][0].items()) == [("token_id:2", -5.0), ("token_id:3", -1.0)]
+    logprobs = CompletionLogprobs(1, TokenNames(None, as_ids=False)).take([2], [position])
+    assert list(logprobs["top_logprobs"][0].items()) == [("token_id:2", -5.0), ("token_id:3", -1.0)]
 
 
 def test_minus_infinity_is_written_as_a_number() -> None:

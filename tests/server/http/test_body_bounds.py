@@ -58,7 +58,7 @@ def fields() -> list[Any]:
 
 
 def test_number_fields_are_collected() -> None:
-    found = {f"{param.values[0].__name__}.{param.values[1]}" for param in fields()}
+    names = {f"{param.values[0].__name__}.{param.values[1]}" for param in fields()}
     rows = {
         f"{row['schema']}.{row['field']}"
         for row in interface.rows("api_fields")
@@ -67,7 +67,7 @@ def test_number_fields_are_collected() -> None:
         and row["schema"] not in interface.SAME_BODY
         and not is_unsupported(interface.bodies()[row["schema"]].model_fields[row["field"]])
     }
-    assert sorted(rows - found) == []
+    assert sorted(rows - names) == []
 
 
 @pytest.mark.parametrize(("body", "name", "listed"), fields())
@@ -96,8 +96,8 @@ def test_numbers_out_of_bounds_are_no_server_error(
     if path.startswith("/abort"):
         return
     for value in FAR_OUT:
-        asked = LEAST[body.__name__] | {name: [value] if listed else value}
-        status, answer = server.post(path, asked)
+        fields = LEAST[body.__name__] | {name: [value] if listed else value}
+        status, answer = server.post(path, fields)
         assert status in (200, 400), (value, answer)
         if status == 400:
             assert answer["error"]["message"], value

@@ -102,9 +102,7 @@ def counts(server: LiveServer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("path", "more", "names"), CASES)
-def test_ignored_parts_are_named_in_the_header(
-    server: LiveServer, path: str, more: dict[str, Any], names: str
-) -> None:
+def test_ignored_parts_are_named_in_the_header(server: LiveServer, path: str, more: dict[str, Any], names: str) -> None:
     answer = server.response("POST", path, BODIES[path] | more)
     assert answer.status == 200, answer.body
     assert sorted(answer.headers["x-pagoda-ignored"].split(", ")) == sorted(names.split(", "))
@@ -195,10 +193,10 @@ def test_undeclared_fields_are_not_stored_or_returned(server: LiveServer) -> Non
 
 
 def test_ignored_tool_fields_do_not_reach_the_model(server: LiveServer) -> None:
-    asked = BODIES[CHAT] | {"return_prompt_text": True}
-    plain = server.post(CHAT, asked | {"tools": [FUNCTION]})[1]["prompt_text"]
+    body = BODIES[CHAT] | {"return_prompt_text": True}
+    plain = server.post(CHAT, body | {"tools": [FUNCTION]})[1]["prompt_text"]
     more = {**FUNCTION, "x": 1, "function": FUNCTION["function"] | {"y": 2}}  # type: ignore[operator]
-    assert server.post(CHAT, asked | {"tools": [more, {"type": "web_search"}]})[1]["prompt_text"] == plain
+    assert server.post(CHAT, body | {"tools": [more, {"type": "web_search"}]})[1]["prompt_text"] == plain
 
 
 def test_unknown_query_parameters_of_a_retrieval(server: LiveServer, strict: LiveServer) -> None:
@@ -216,7 +214,7 @@ def test_streams_have_the_header(server: LiveServer) -> None:
 
 def test_the_tool_runner_resends_the_conversation_without_threads() -> None:
     """It continues a thread with what is new alone, so a server that ignored `thread` would lose the conversation."""
-    asked: list[bytes] = []
+    sent: list[bytes] = []
 
     @anthropic.beta_tool
     def weather(city: str) -> str:
@@ -225,7 +223,7 @@ def test_the_tool_runner_resends_the_conversation_without_threads() -> None:
 
     with live_server("fake:say", enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
         client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        client._client.event_hooks["request"].append(lambda request: asked.append(request.read()))
+        client._client.event_hooks["request"].append(lambda request: sent.append(request.read()))
         call = '[[<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>]]'
         user: Any = {"role": "user", "content": call}
         runner = client.beta.messages.tool_runner(
@@ -234,8 +232,8 @@ def test_the_tool_runner_resends_the_conversation_without_threads() -> None:
         kinds = [[block.type for block in message.content] for message in runner]
         refused = server.response("POST", MESSAGES, BODIES[MESSAGES] | {"thread": {"type": "continue"}})
     assert [kind[0] for kind in kinds] == ["tool_use", "tool_use"], "the script of the fake model is the first text"
-    assert [json.loads(body).get("thread", {}).get("type") for body in asked] == ["create", "continue", "create"]
-    assert len(json.loads(asked[-1])["messages"]) == 3
+    assert [json.loads(body).get("thread", {}).get("type") for body in sent] == ["create", "continue", "create"]
+    assert len(json.loads(sent[-1])["messages"]) == 3
     assert refused.status == 404
     assert json.loads(refused.body)["error"]["details"] == {"error_code": "thread_not_found"}
 

@@ -69,7 +69,7 @@ def test_a_body_of_too_many_values_is_refused(raw: bytes, what: str) -> None:
 def test_a_compressed_body_is_refused() -> None:
     with live_server() as server:
         for coding, status in (("gzip", 415), ("GZIP, identity", 415), ("identity", 200), ("Identity", 200)):
-            found, answer = server.request(
+            received, answer = server.request(
                 "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"content-encoding": coding}
             )
-            assert found == status, answer
+            assert received == status, answer

@@ -91,11 +91,11 @@ def test_priority_reaches_the_scheduler(server: LiveServer, path: str, body: dic
 
 @pytest.mark.field("CompletionRequest.add_special_tokens", "ChatCompletionRequest.add_special_tokens")
 def test_add_special_tokens(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    special: list[bool] = []
     encode = Tokenizer.encode
 
     def noted(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-        asked.append(add_special_tokens)
+        special.append(add_special_tokens)
         return encode(tokenizer, text, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
@@ -103,7 +103,7 @@ def test_add_special_tokens(server: LiveServer, monkeypatch: pytest.MonkeyPatch)
         for value in (True, False):
             answer_of(server, path, body | {"add_special_tokens": value})
         answer_of(server, path, body)
-    assert asked == [True, False, True, True, False, False]
+    assert special == [True, False, True, True, False, False]
 
 
 @pytest.mark.field("ChatCompletionRequest.chat_template_kwargs|documents")
@@ -171,12 +171,12 @@ def test_repetition_detection(stream: bool) -> None:
     detection = {"repetition_detection": {"max_pattern_size": 30, "min_count": 2}}
     with live_server("fake:slow") as server:
         for path, body in BOTH:
-            asked = body | {"max_tokens": 60 - 18, "ignore_eos": True} | detection
+            fields = body | {"max_tokens": 60 - 18, "ignore_eos": True} | detection
             if stream:
-                choices = [chunk["choices"][0] for chunk in chunks_of(server, path, asked)]
+                choices = [chunk["choices"][0] for chunk in chunks_of(server, path, fields)]
                 count = sum(len(c.get("text", c.get("delta", {}).get("content")) or "") for c in choices)
             else:
-                choices = answer_of(server, path, asked)["choices"]
+                choices = answer_of(server, path, fields)["choices"]
                 count = len(choices[0].get("text") or choices[0]["message"]["content"])
             assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("repetition", "repetition_detected")
             assert count == 40, "the letters repeat after twenty"
@@ -192,14 +192,14 @@ def test_best_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake engine's answers are alike; what it reports as their probability is made to differ."""
     with live_server() as server:
         for path, body in BOTH:
-            asked = body | {"best_of": 4, "n": 2, "temperature": 1.0}
-            answer = answer_of(server, path, asked)
+            fields = body | {"best_of": 4, "n": 2, "temperature": 1.0}
+            answer = answer_of(server, path, fields)
             assert [choice["index"] for choice in answer["choices"]] == [0, 1]
             assert answer["usage"]["completion_tokens"] == 8
             assert answer["choices"][0]["logprobs"] is None
-            assert param_of(server, path, asked | {"stream": True}) == "best_of"
-            assert param_of(server, path, asked | {"best_of": 1}) == "best_of"
-            assert param_of(server, path, asked | {"best_of": 10**6}) == "best_of"
+            assert param_of(server, path, fields | {"stream": True}) == "best_of"
+            assert param_of(server, path, fields | {"best_of": 1}) == "best_of"
+            assert param_of(server, path, fields | {"best_of": 10**6}) == "best_of"
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.use_beam_search|length_penalty|early_stopping")

@@ -58,9 +58,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     encode, count = Tokenizer.encode, Tokenizer._count
 
     def noted(self: Tokenizer, text: str, *rest: Any) -> Any:
-        found = encode(self, text, *rest)
+        ids = encode(self, text, *rest)
         lengths.append(len(text))
-        return found
+        return ids
 
     def counted(self: Tokenizer, text: str) -> int:
         lengths.append(len(text))
@@ -102,10 +102,10 @@ def test_long_pooling_inputs_are_refused_before_tokenising(kind: str, path: str,
 def test_truncated_prompts_are_tokenised_in_part(
     server: LiveServer, path: str, body: Any, side: str, seen: list[int]
 ) -> None:
-    asked = body | CUT | {"truncation_side": side, "max_tokens": 1}
-    assert server.post(path, asked)[1]["usage"]["prompt_tokens"] == 5
+    fields = body | CUT | {"truncation_side": side, "max_tokens": 1}
+    assert server.post(path, fields)[1]["usage"]["prompt_tokens"] == 5
     assert sum(seen) < 4 * tokenizer.CHUNK
-    shown = server.post(f"{path}/render", asked | {"return_token_offsets": True})[1]
+    shown = server.post(f"{path}/render", fields | {"return_token_offsets": True})[1]
     shown = shown[0] if isinstance(shown, list) else shown
     text = LONG if "prompt" in body else f"user: {LONG};assistant:"
     kept = text[:5] if side == "right" else text[-5:]
@@ -115,20 +115,20 @@ def test_truncated_prompts_are_tokenised_in_part(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncated_pooling_inputs_are_tokenised_in_part(side: str, seen: list[int]) -> None:
-    asked = CUT | {"truncation_side": side}
+    fields = CUT | {"truncation_side": side}
     with live_server("fake:pool-embed") as server:
-        status, answer = server.post("/v1/embeddings", asked | {"input": LONG})
+        status, answer = server.post("/v1/embeddings", fields | {"input": LONG})
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
         assert sum(seen) < 8 * tokenizer.CHUNK
     with live_server("fake:pool-cross") as server:
-        status, answer = server.post("/score", asked | {"text_1": LONG, "text_2": LONG})
+        status, answer = server.post("/score", fields | {"text_1": LONG, "text_2": LONG})
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
 
 
 def test_oldest_turns_of_a_long_conversation_are_dropped(server: LiveServer) -> None:
     turns = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    asked = {"input": turns, "truncation": "auto", "max_output_tokens": 1}
-    assert server.post("/v1/responses", asked)[1]["usage"]["input_tokens"] == len("user: c;assistant:")
+    fields = {"input": turns, "truncation": "auto", "max_output_tokens": 1}
+    assert server.post("/v1/responses", fields)[1]["usage"]["input_tokens"] == len("user: c;assistant:")
 
 
 def test_token_ids_are_counted_before_they_are_checked(server: LiveServer) -> None:

@@ -60,11 +60,11 @@ def sent(client: socket.socket, data: bytes) -> bool:
 
 def answer(client: socket.socket, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
     """What comes until the connection ends, or is `until`."""
-    found = b""
+    received = b""
     with suppress(ConnectionError):
-        while not until(found) and (part := client.recv(65536)):
-            found += part
-    return found
+        while not until(received) and (part := client.recv(65536)):
+            received += part
+    return received
 
 
 def refused(client: socket.socket, status: int, word: str) -> None:
@@ -113,7 +113,7 @@ def test_a_head_of_the_maximum_size_is_accepted(server: LiveServer) -> None:
     head = GET + b"x-a: "
     with closing(connected(server)) as client:
         client.sendall(head + b"a" * (HEAD - len(head) - 20) + b"\r\nconnection: close\r\n\r\n"[-4:])
-        assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.setting("--h11-max-header-count")
@@ -180,12 +180,12 @@ def test_an_idle_connection_is_closed(server: LiveServer) -> None:
     with closing(connected(server)) as client:
         for _ in range(2):
             client.sendall(GET + b"\r\n")
-            assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+            assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
         assert answer(client) == b""
         client.settimeout(1)
     with closing(connected(server)) as client:  # and one whose next request stops short
         client.sendall(GET + b"\r\n")
-        answer(client, lambda found: b"}" in found)
+        answer(client, lambda received: b"}" in received)
         client.sendall(GET)
         refused(client, 408, "--timeout-headers")
     serves(server)
@@ -220,25 +220,25 @@ def test_a_slow_body_above_the_minimum_rate_is_accepted(server: LiveServer) -> N
         for start in range(0, len(body), 200):
             client.sendall(body[start : start + 200])
             time.sleep(0.06)
-        assert answer(client, lambda found: b"}}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client, lambda received: b"}}" in received).startswith(b"HTTP/1.1 200")
 
 
 def test_a_long_response_has_no_timeout() -> None:
-    asked = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
+    payload = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
     bounds = {"timeout_headers": 0.1, "timeout_body": 0.1, "timeout_keep_alive": 0.1}
     with live_server("fake:slow", **bounds) as server, closing(connected(server)) as client:
-        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked + b"\r\n")  # as old clients do
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(payload) + payload + b"\r\n")  # as old clients do
         began = time.monotonic()
-        assert b"[DONE]" in answer(client, lambda found: b"[DONE]" in found)
+        assert b"[DONE]" in answer(client, lambda received: b"[DONE]" in received)
         assert time.monotonic() - began > 0.3
 
 
 def test_a_client_that_does_not_read_is_disconnected(slow: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.3)
-    asked = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    payload = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     with closing(connected(slow)) as client:
-        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
-        answer(client, lambda found: b"data:" in found)
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(payload) + payload)
+        answer(client, lambda received: b"data:" in received)
 
         async def fill() -> None:
             for each in slow._server.server_state.connections:
@@ -262,8 +262,8 @@ def test_a_request_without_key_is_refused_before_its_body() -> None:
         ):
             with closing(connected(server)) as client:
                 client.sendall(start)
-                found = answer(client, lambda found: b"}}" in found)
-                assert found.startswith(b"HTTP/1.1 401")
+                received = answer(client, lambda received: b"}}" in received)
+                assert received.startswith(b"HTTP/1.1 401")
                 began = time.monotonic()
                 while time.monotonic() - began < 8 and sent(client, b"5\r\nabcde\r\n"):  # it is not read for ever
                     time.sleep(0.01)
@@ -274,17 +274,17 @@ def test_a_request_without_key_is_refused_before_its_body() -> None:
 def test_a_connection_is_kept_after_an_early_response() -> None:
     with live_server(api_key=("k",), **QUICK) as server, closing(connected(server)) as client:
         client.sendall(POST + b"content-length: 9\r\n\r\n12345")
-        assert answer(client, lambda found: b"}}" in found).startswith(b"HTTP/1.1 401")
+        assert answer(client, lambda received: b"}}" in received).startswith(b"HTTP/1.1 401")
         client.sendall(b"6789" + GET + b"\r\n")
-        assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
 
 
 def test_a_chunked_body_is_limited_while_read() -> None:
     with live_server(max_body_bytes=1000, **QUICK) as server, closing(connected(server)) as client:
         client.sendall(CHUNKED + b"400\r\n" + b" " * 1024 + b"\r\n")
-        found = answer(client, lambda found: b"}}" in found)
-        assert found.startswith(b"HTTP/1.1 413")
-        assert b"--max-body-bytes" in found
+        received = answer(client, lambda received: b"}}" in received)
+        assert received.startswith(b"HTTP/1.1 413")
+        assert b"--max-body-bytes" in received
 
 
 # --- many ---
@@ -298,13 +298,13 @@ def test_max_connections(server: LiveServer) -> None:
         with closing(connected(server)) as client:
             refused(client, 503, "--max-connections")
         clients[0].sendall(GET + b"\r\n")
-        assert answer(clients[0], lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(clients[0], lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
     serves(server)
 
 
 def test_pipelined_requests_are_limited(slow: LiveServer) -> None:
-    asked = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
-    first = POST + b"content-length: %d\r\n\r\n" % len(asked) + asked
+    payload = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
+    first = POST + b"content-length: %d\r\n\r\n" % len(payload) + payload
     with closing(connected(slow)) as client:
         client.sendall(first + (GET + b"\r\n") * (MAX_PIPELINED + 2))
         assert answer(client).count(b"HTTP/1.1 200") == 0

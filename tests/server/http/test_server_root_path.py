@@ -41,9 +41,9 @@ def both(server: LiveServer, path: str, **headers: str) -> tuple[int, Any]:
 
 
 @pytest.mark.setting("--root-path")
-@pytest.mark.parametrize("said", [PREFIX, PREFIX + "/"])
-def test_requests_with_and_without_the_prefix(said: str) -> None:
-    with live_server(root_path=said) as server:
+@pytest.mark.parametrize("root_path", [PREFIX, PREFIX + "/"])
+def test_requests_with_and_without_the_prefix(root_path: str) -> None:
+    with live_server(root_path=root_path) as server:
         assert both(server, "/v1/models")[1]["data"][0]["id"] == "fake"
         for path in ("/health", "/ready", "/metrics", "/version", "/", "/docs", "/redoc", "/openapi.json"):
             assert both(server, path)[0] == 200, path
@@ -84,10 +84,10 @@ def test_keys_are_required_with_and_without_the_prefix() -> None:
                 assert server.get(prefix + path)[0] == 401, prefix + path
 
 
-@pytest.mark.parametrize("said", ["/v1", "/health", "/"])
-def test_a_prefix_shared_with_routes_hides_none(said: str) -> None:
-    prefix = said.rstrip("/")
-    with live_server(root_path=said, api_key=("secret",)) as server:
+@pytest.mark.parametrize("root_path", ["/v1", "/health", "/"])
+def test_a_prefix_shared_with_routes_hides_none(root_path: str) -> None:
+    prefix = root_path.rstrip("/")
+    with live_server(root_path=root_path, api_key=("secret",)) as server:
         for path in ("/v1/models", f"{prefix}/v1/models"):
             assert server.get(path)[0] == 401
             assert server.get(path, authorization="Bearer secret")[0] == 200

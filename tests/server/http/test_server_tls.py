@@ -46,10 +46,10 @@ def handshake(server: LiveServer, **how: Any) -> tuple[bytes, str]:
     with raw, context.wrap_socket(raw) as secure:
         secure.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200 OK" in secure.recv(1000)
-        found, cipher = secure.getpeercert(binary_form=True), secure.cipher()
-    assert found is not None
+        certificate, cipher = secure.getpeercert(binary_form=True), secure.cipher()
+    assert certificate is not None
     assert cipher is not None
-    return found, cipher[0]
+    return certificate, cipher[0]
 
 
 def der(path: Path) -> bytes:

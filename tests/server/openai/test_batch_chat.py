@@ -39,8 +39,8 @@ def answer_of(server: LiveServer, body: dict[str, Any]) -> Any:
 def test_choices_are_numbered_across_conversations(server: LiveServer) -> None:
     answer = answer_of(server, batch(THOUGHT + "one", "two", n=2, request_id="mine", user="me"))
     assert (answer["object"], answer["id"]) == ("chat.completion", "chatcmpl-mine")
-    told = [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]]
-    assert told == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
+    replies = [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]]
+    assert replies == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
     assert answer["choices"][0]["message"]["reasoning"] == "Hm."
     assert answer["usage"]["completion_tokens"] == 2 * (len(THOUGHT + "one") + 1 + len("two") + 1)
     hidden = answer_of(server, batch(THOUGHT + "one", include_reasoning=False, max_tokens=23))["choices"]
@@ -64,8 +64,8 @@ def test_tool_calls_and_continued_messages(server: LiveServer) -> None:
     begun = ("assistant:", "x assistant:")
     messages = [[{"role": "user", "content": "[[mo]]"}, {"role": "assistant", "content": text}] for text in begun]
     going_on = {"echo": True, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 9}
-    told = answer_of(server, {"messages": messages, **going_on})["choices"]
-    assert [choice["message"]["content"] for choice in told] == ["assistant:mo", "x assistant:mo"]
+    replies = answer_of(server, {"messages": messages, **going_on})["choices"]
+    assert [choice["message"]["content"] for choice in replies] == ["assistant:mo", "x assistant:mo"]
 
 
 @pytest.mark.field(

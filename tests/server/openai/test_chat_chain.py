@@ -148,26 +148,26 @@ def test_streamed_equals_whole_for_any_grouping_of_tokens(thinks: str, calls: st
 
 def test_compared_messages_are_not_empty() -> None:
     tokens = [*(THOUGHTS["qwen3"] + CALLS["hermes"]).encode(), EOS]
-    told = whole(partial(reader_of, "qwen3", "hermes"), tokens, [])
-    assert told["finish_reason"] == "tool_calls"
-    assert told["message"]["reasoning"] == "Über 9.11 < 9.8 …"
-    assert [call["function"]["name"] for call in told["message"]["tool_calls"]] == ["weather", "clock"]
+    response = whole(partial(reader_of, "qwen3", "hermes"), tokens, [])
+    assert response["finish_reason"] == "tool_calls"
+    assert response["message"]["reasoning"] == "Über 9.11 < 9.8 …"
+    assert [call["function"]["name"] for call in response["message"]["tool_calls"]] == ["weather", "clock"]
     stopped = whole(partial(reader_of, "qwen3", "hermes"), tokens, ["Zür"])
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("tool_calls", "Zür")
 
 
-@pytest.mark.parametrize("held", ["<thi", "<think", " <tool_c", "<eo", "\n"])
-def test_held_back_text_is_flushed_at_the_end(held: str) -> None:
+@pytest.mark.parametrize("text", ["<thi", "<think", " <tool_c", "<eo", "\n"])
+def test_held_back_text_is_flushed_at_the_end(text: str) -> None:
     reader = partial(reader_of, "qwen3", "hermes")
-    told = whole(reader, [*held.encode(), EOS], [])
-    assert told["message"]["content"] == held
+    response = whole(reader, [*text.encode(), EOS], [])
+    assert response["message"]["content"] == text
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), ("auto", "tool_calls"), ("named", "stop")])
 def test_finish_reason_of_calls(choice: str, reason: str) -> None:
     """Forced to a tool by its name, the model did not choose; a cut is a cut whatever was called."""
-    asked = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
+    tool_choice = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
     text = CALLS["hermes"].encode()
-    told = partial(whole, partial(reader_of, "", "hermes"), stop=[], tool_choice=asked, tools=[])
-    assert told([*text, EOS])["finish_reason"] == reason
-    assert told([*text])["finish_reason"] == "length"
+    respond = partial(whole, partial(reader_of, "", "hermes"), stop=[], tool_choice=tool_choice, tools=[])
+    assert respond([*text, EOS])["finish_reason"] == reason
+    assert respond([*text])["finish_reason"] == "length"

@@ -43,7 +43,7 @@ def strict() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[LiveServer]:
-    """A server that was told of no format."""
+    """A server without parsers."""
     with live_server("fake:say") as server:
         yield server
 
@@ -218,8 +218,8 @@ def test_an_invalid_schema_names_the_tool(server: LiveServer) -> None:
 
 def test_a_template_without_tools_is_refused(server: LiveServer) -> None:
     blind = "{% for m in messages %}{{ m.content }}{% endfor %}assistant:"
-    told = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}
-    with live_server("fake:say", **told) as other:
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}
+    with live_server("fake:say", **flags) as other:
         field, message = refused(other, asking("x", tools=[WEATHER]))
         assert (field, "--chat-template" in message) == ("tools", True)
         assert other.post(CHAT, asking("x", tools=[WEATHER], tool_choice="none"))[0] == 200
@@ -242,12 +242,12 @@ def test_reasoning_is_separated_from_content(server: LiveServer, bare: LiveServe
     assert (message["reasoning"], message["content"]) == ("Hm, <b>.", "Yes — ✓.")
     assert choice_of(bare, THOUGHT + "Yes.")["message"]["content"] == THOUGHT + "Yes."
     with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'x'"):
-        told({"--reasoning-parser": "x"})
+        configure({"--reasoning-parser": "x"})
     with pytest.raises(ConfigError, match="--tool-call-parser: unknown format 'x'"):
-        told({"--tool-call-parser": "x"})
+        configure({"--tool-call-parser": "x"})
 
 
-def told(flags: dict[str, str]) -> None:
+def configure(flags: dict[str, str]) -> None:
     """Settle the flags of a server, as it does before it starts anything."""
     from pagoda.server.cli import serve
     from pagoda.server.settings.flags import FlagParser

@@ -134,8 +134,8 @@ def test_bytes_of_a_stream(server: LiveServer) -> None:
     thought = [delta for delta in deltas if "reasoning" in delta]
     assert all(delta == dict.fromkeys(("reasoning", "reasoning_content"), delta["reasoning"]) for delta in thought)
     assert "".join(delta["reasoning"] for delta in thought) == "hm"
-    said = [delta for delta in deltas if "content" in delta]
-    assert "".join(delta["content"] for delta in said) == "Ok "
+    contents = [delta for delta in deltas if "content" in delta]
+    assert "".join(delta["content"] for delta in contents) == "Ok "
     name, *pieces = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert name == [{"index": 0, "id": "CALL", "type": "function", "function": {"name": "weather", "arguments": ""}}]
     assert [set(piece[0]) for piece in pieces] == [{"index", "function"}] * len(pieces)

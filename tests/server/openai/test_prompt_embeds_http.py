@@ -38,9 +38,9 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 def rows(text: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What the fake model reads as that text."""
-    found = torch.zeros(len(text), WIDTH, dtype=dtype)
-    found[:, 0] = torch.tensor([float(ord(letter)) for letter in text])
-    return found
+    values = torch.zeros(len(text), WIDTH, dtype=dtype)
+    values[:, 0] = torch.tensor([float(ord(letter)) for letter in text])
+    return values
 
 
 def saved(value: Any, **options: Any) -> str:

@@ -41,7 +41,7 @@ def complete(server: LiveServer, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "fields"),
     [
         ("/v1/completions", {"response_format": {"type": "json_object"}}),
         ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}),
@@ -52,16 +52,16 @@ def complete(server: LiveServer, **body: Any) -> Any:
     ],
 )
 def test_without_the_library_constraints_are_refused_with_the_install_command(
-    path: str, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')")
     monkeypatch.syspath_prepend(tmp_path)  # for the process that tries grammars
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with live_server() as server:
-        status, answer = server.post(path, {"prompt": "a", "max_tokens": 20} | asked)
+        status, answer = server.post(path, {"prompt": "a", "max_tokens": 20} | fields)
         assert status == 400, answer
         assert "llguidance is not installed; pip install 'pagoda[structured]'" in answer["error"]["message"]
-        assert answer["error"]["param"] == next(iter(asked))
+        assert answer["error"]["param"] == next(iter(fields))
         assert server.post(path, {"prompt": "a", "max_tokens": 2})[0] == 200
 
 
@@ -71,7 +71,7 @@ def test_without_the_library_constraints_are_refused_with_the_install_command(
     "SamplingParams.structured_outputs",
 )
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("fields", "text"),
     [
         ({"response_format": {"type": "text"}}, "bcdefghijklmnopqrstu"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}, '{"a": 1}'),
@@ -91,11 +91,11 @@ def test_without_the_library_constraints_are_refused_with_the_install_command(
         ({"guided_grammar": 'root ::= "q" [0-9]'}, "q0"),
     ],
 )
-def test_every_field_that_sets_a_constraint(server, asked, text):
+def test_every_field_that_sets_a_constraint(server, fields, text):
     room = {"max_tokens": 20 if text.startswith("b") else 40}
-    (choice,) = complete(server, **asked, **room)
+    (choice,) = complete(server, **fields, **room)
     assert "".join(choice["text"].split()) == "".join(text.split())
-    chat = {"messages": [{"role": "user", "content": "x"}]} | room | asked
+    chat = {"messages": [{"role": "user", "content": "x"}]} | room | fields
     status, answer = server.post("/v1/chat/completions", chat)
     assert status == 200
     if not text.startswith("b"):  # else it depends on the prompt
@@ -122,9 +122,9 @@ def test_json_object(server):
 
 
 def test_streamed_equals_whole(server):
-    asked = {"structured_outputs": {"choice": ["no", "yes"]}, "n": 3, "prompt": "a", "max_tokens": 9}
-    whole = complete(server, **asked)
-    status, raw = server.post("/v1/completions", asked | {"stream": True})
+    fields = {"structured_outputs": {"choice": ["no", "yes"]}, "n": 3, "prompt": "a", "max_tokens": 9}
+    whole = complete(server, **fields)
+    status, raw = server.post("/v1/completions", fields | {"stream": True})
     assert status == 200
     texts = ["", "", ""]
     for line in raw.decode().split("\n\n"):
@@ -160,9 +160,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("asked", "param", "words"), BAD)
-def test_a_bad_constraint_is_a_400_that_names_its_field(server, asked, param, words, stream):
-    status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | asked)
+@pytest.mark.parametrize(("fields", "param", "words"), BAD)
+def test_a_bad_constraint_is_a_400_that_names_its_field(server, fields, param, words, stream):
+    status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | fields)
     if status == 200:  # it turned out while it was answered
         assert stream
         assert words == "min_tokens is 9"
@@ -223,9 +223,9 @@ def thinker(monkeypatch) -> Iterator[LiveServer]:
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest|SamplingParams.thinking_token_budget")
 def test_a_grammar_applies_after_the_thinking_budget(thinker):
-    asked = {"thinking_token_budget": 3, "guided_choice": ["no", "yes"]}
-    assert complete(thinker, prompt="b<", **asked)[0]["text"] == "=>no"
-    assert complete(thinker, prompt="<a", **asked)[0]["text"] == "no"
+    fields = {"thinking_token_budget": 3, "guided_choice": ["no", "yes"]}
+    assert complete(thinker, prompt="b<", **fields)[0]["text"] == "=>no"
+    assert complete(thinker, prompt="<a", **fields)[0]["text"] == "no"
     assert complete(thinker, prompt="a<", thinking_token_budget=0, max_tokens=3)[0]["text"].startswith(">")
     free = complete(thinker, prompt="a", thinking_token_budget=3, max_tokens=4)[0]["text"]
     assert free == "bcde"
@@ -236,19 +236,19 @@ def test_engine_parameters_of_reasoning(monkeypatch):
 
     monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
     forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
-    held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    found = forms.thinking(held, None, list(b"a<"))
-    assert found is not None
-    assert (found.open, found.starts, found.ends) == (True, (), ((ord(">"),),))
-    assert forms.thinking(held, "a<b>", []) is None, "the prompt has closed it"
-    maybe = forms.thinking(held, "a", [])
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    reasoning = forms.thinking(params, None, list(b"a<"))
+    assert reasoning is not None
+    assert (reasoning.open, reasoning.starts, reasoning.ends) == (True, (), ((ord(">"),),))
+    assert forms.thinking(params, "a<b>", []) is None, "the prompt has closed it"
+    maybe = forms.thinking(params, "a", [])
     assert maybe is not None
     assert (maybe.open, maybe.starts) == (False, ((ord("<"),),))
-    asked = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
     monkeypatch.undo()
     forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
-    assert forms.thinking(held, asked, []) is not None, "users may write tags"
-    assert forms.thinking(held, asked + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
+    assert forms.thinking(params, prompt, []) is not None, "users may write tags"
+    assert forms.thinking(params, prompt + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
     assert forms.thinking(SamplingParams(), "a<", []) is None
     with pytest.raises(RequestError, match="thinking_token_budget"):
         SamplingParams(thinking_token_budget=-1)
