@@ -76,16 +76,13 @@ class MessagesBuilder:
                 yield from self._end(completion)
 
     def usage_chunk(self) -> Event | None:
-        """Return the final event."""
         return {"type": "message_stop"}
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Process an output without streaming."""
         for _ in self.chunks(prompt_index, output):
             pass
 
     def whole(self) -> dict[str, Any]:
-        """Return the message in its current state."""
         return {
             "id": self._id,
             "type": "message",

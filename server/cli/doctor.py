@@ -199,7 +199,6 @@ def processor(config: DoctorConfig) -> Findings:
 
 
 def memory(config: DoctorConfig) -> Findings:
-    """Check free memory."""
     total, free = machine.memory()
     text = f"{machine.gib(free)} of {machine.gib(total)} free"
     if free < MIN_MEMORY_BYTES:
@@ -272,7 +271,6 @@ def port(config: DoctorConfig) -> Findings:
 
 
 def hub(config: DoctorConfig) -> Findings:
-    """Check that the hub is reachable."""
     if env.HF_HUB_OFFLINE.is_on():
         yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: only downloaded models can be used")
         return

@@ -39,7 +39,6 @@ class StoredResponse:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
         return self.status is None
 
     @property
@@ -58,7 +57,6 @@ class StoredResponse:
         return OVERHEAD + len(self._body) + len(self.items) + self._events_size
 
     def add_event(self, event: bytes) -> None:
-        """Append an event to its stream."""
         if self.events is not None:
             self.events.append(event)
             self._events_size += len(event)

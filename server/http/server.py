@@ -270,7 +270,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
         self._stop_timer()
         self.resume_writing()
         super().connection_lost(exc)
@@ -318,7 +317,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_began = self._body_moved = self.loop.time()
 
     def on_body(self, body: bytes) -> None:
-        """Count the bytes of the body."""
         super().on_body(body)
         self._body_bytes += len(body)
         self._body_moved = self.loop.time()

@@ -40,7 +40,6 @@ class StopSignal:
         self._callbacks: set[Callable[[], None]] = set()
 
     def set(self) -> None:
-        """Set the signal and call all callbacks."""
         self._is_set = True
         for callback in list(self._callbacks):
             callback()

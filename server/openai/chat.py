@@ -133,7 +133,6 @@ class ChatFields(SamplingFields):
         return self.tool_choice
 
     def conversation_of(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-        """Return the conversation with these messages."""
         return Conversation(
             messages=messages,
             tools=offered_tools(self.tools or ()),
@@ -198,7 +197,6 @@ class ChatCompletionRequest(ChatFields):
         check_messages("messages", self.messages)
 
     def conversation(self) -> Conversation:
-        """Return the conversation."""
         return self.conversation_of(self.messages)
 
 
@@ -224,7 +222,6 @@ class BatchChatCompletionRequest(ChatFields):
             check_messages(f"messages[{index}]", messages)
 
     def conversations(self) -> Iterator[Conversation]:
-        """Yield the conversations."""
         return map(self.conversation_of, self.messages)
 
 
@@ -372,7 +369,6 @@ class ChatCompletionBuilder(CompletionBuilder):
         self._content_only = not needs_frames  # chunks but a choice's last consist of content only
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
-        """Yield the stream chunks of an output."""
         self.usage.count(prompt_index, output)
         for completion in output.outputs:
             index = self._index(prompt_index, completion)
@@ -389,7 +385,6 @@ class ChatCompletionBuilder(CompletionBuilder):
                 yield from self._chunks(index, choice, completion)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Add an output to the whole response."""
         self.usage.count(prompt_index, output)
         if not prompt_index:
             self._prompt_fields = self._about_prompt(output)
@@ -405,7 +400,6 @@ class ChatCompletionBuilder(CompletionBuilder):
             choice.stop_reason = completion.stop_reason
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
         return self._whole(choices) | {"prompt_logprobs": None, "prompt_token_ids": None} | self._prompt_fields
 

@@ -152,7 +152,6 @@ class TextCompletionBuilder(CompletionBuilder):
         self._text_only = not (needs_frames or self._reports_running_usage)  # chunks but a choice's last
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
-        """Yield the stream chunks of an output."""
         self._note(prompt_index, output)
         for completion in output.outputs:
             index = self._index(prompt_index, completion)
@@ -175,14 +174,12 @@ class TextCompletionBuilder(CompletionBuilder):
             yield self._chunk(chunk)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Add an output to the whole response."""
         self._note(prompt_index, output)
         for completion in output.outputs:
             piece = self._piece(prompt_index, completion)
             self._choices[self._index(prompt_index, completion)].pieces.append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         return self._whole([self._whole_choice(index, self._choices[index].pieces) for index in sorted(self._choices)])
 
     def _text_event(self, index: int, choice: _CompletionChoice) -> TextEvent:

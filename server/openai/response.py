@@ -198,7 +198,6 @@ class BestOf:
         raise NotImplementedError("best_of is not streamed")
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """Return the wrapped builder's."""
         return self._builder.usage_chunk()
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
@@ -210,7 +209,6 @@ class BestOf:
         self._builder.add(prompt_index, replace(output, outputs=outputs))
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         return self._builder.whole()
 
 

@@ -135,7 +135,6 @@ class PoolingFields(RequestBody):
 
     @property
     def text_options(self) -> TextOptions:
-        """Tokenization options."""
         return TextOptions(
             add_special_tokens=getattr(self, "add_special_tokens", True),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -148,7 +147,6 @@ class PoolingFields(RequestBody):
         return PoolingParams(task=task, use_activation=self.use_activation, dimensions=dimensions)
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """Return `error` with this request's field names."""
         return error
 
 
@@ -185,7 +183,6 @@ class InputFields(PoolingFields):
         raise RequestError("input", "input must be a string, a list of strings, token ids, or lists of token ids")
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """Return `error` with this request's field names."""
         return renamed(error, "input")
 
 
@@ -232,7 +229,6 @@ class ConversationFields(PoolingFields):
         )
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """Return `error` with this request's field names."""
         return renamed(error, self.messages_field[0])
 
 
@@ -403,7 +399,6 @@ def classes_response(meta: PoolingMeta, outputs: Sequence[RawPoolingOutput], lab
 
 
 def scores_response(meta: PoolingMeta, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
-    """Return a score per pair."""
     return meta.listing(
         [{"index": index, "object": "score", "score": each.outputs.score} for index, each in enumerate(scores)]
     )

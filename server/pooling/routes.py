@@ -122,7 +122,6 @@ async def pooling(request: Request) -> Response:
 
 
 async def handle_embeddings(request: Request, raw: bytes) -> Response:
-    """Handle a body of /v1/embeddings."""
     body = _body(request, EmbeddingChatRequest, EmbeddingCompletionRequest, raw)
     call = PoolingCall.of(request, body, "embd")
     outputs = await _outputs(call, body, body.params("embed"), body.encoding)
@@ -130,7 +129,6 @@ async def handle_embeddings(request: Request, raw: bytes) -> Response:
 
 
 async def handle_pooling(request: Request, raw: bytes) -> Response:
-    """Handle a body of /pooling."""
     body = _body(request, PoolingChatRequest, PoolingCompletionRequest, raw)
     call = PoolingCall.of(request, body, "pooling")
     outputs = await _outputs(call, body, body.params(body.task), body.encoding)
@@ -138,7 +136,6 @@ async def handle_pooling(request: Request, raw: bytes) -> Response:
 
 
 async def handle_classify(request: Request, raw: bytes) -> Response:
-    """Handle a body of /classify."""
     body = _body(request, ClassificationChatRequest, ClassificationCompletionRequest, raw)
     call = PoolingCall.of(request, body, "classify")
     outputs = await _outputs(call, body, body.params("classify"), Encoding())

@@ -154,7 +154,6 @@ async def rerank(request: Request) -> Response:
 
 
 async def handle_score(request: Request, raw: bytes) -> Response:
-    """Handle a body of /score."""
     body = parse_body(request, ScoreRequest, raw, server_of(request).config)
     call = PoolingCall.of(request, body, "score")
     meta, scores = await _scores(call, body, body.sides(), body.fields)
@@ -162,7 +161,6 @@ async def handle_score(request: Request, raw: bytes) -> Response:
 
 
 async def handle_rerank(request: Request, raw: bytes) -> Response:
-    """Handle a body of /rerank."""
     body = parse_body(request, RerankRequest, raw, server_of(request).config)
     call = PoolingCall.of(request, body, "rerank")
     meta, scores = await _scores(call, body, body.sides(), ("query", "documents"))

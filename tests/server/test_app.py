@@ -89,7 +89,7 @@ def test_content_type_must_be_json(server: LiveServer) -> None:
 
 
 def test_a_connection_is_kept_after_a_refusal(server: LiveServer) -> None:
-    """An error that could not be handled to its end would close the connection after its answer."""
+    """An unhandled error would close the connection after its response."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     statuses, sockets = [], set()
     for method, path in (("POST", "/v1/load_lora_adapter"), ("GET", "/health"), ("GET", "/nothing")):

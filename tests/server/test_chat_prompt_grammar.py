@@ -30,7 +30,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def answered(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
-    """The choice of a model that would say `text` if it may."""
+    """Return the choice of a model that generates `text` where the grammar allows it."""
     body = {"messages": [{"role": "user", "content": f"[[{text}]]"}], "max_tokens": 200, "tools": TOOLS, **more}
     status, answer = server.post("/v1/chat/completions", body)
     assert status == 200, answer

@@ -34,7 +34,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def answered(server: LiveServer, text: str, *tools: dict[str, Any], **more: Any) -> tuple[str | None, list[Any]]:
-    """Content and calls of a model that would say `text` if it may."""
+    """Return content and calls of a model that generates `text` where the grammar allows it."""
     body = {"messages": [{"role": "user", "content": f"[[{text}]]"}], "max_tokens": 200, "tools": tools, **more}
     status, answer = server.post("/v1/chat/completions", body)
     assert status == 200, answer

@@ -272,7 +272,6 @@ class ResponsesRequest(RequestBody):
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether to return logprobs."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
     @property
@@ -282,7 +281,6 @@ class ResponsesRequest(RequestBody):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The function tools."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:

@@ -1,4 +1,4 @@
-"""run-batch: the server's answers without a server, bad lines beside good ones, files and addresses on both ends."""
+"""run-batch: responses equal the server's, bad lines do not affect others, input and output as files and URLs."""
 
 import base64
 import io
@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def kept(self) -> list[dict[str, Any]]:
-        """What a run that was cut off left."""
+        """The partial file of an interrupted run."""
         return [json.loads(each) for each in self.partial.read_text().splitlines()]
 
 
@@ -188,7 +188,7 @@ def test_unsupported_lines(batch: Batch) -> None:
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The bodies that were asked."""
+    """The request bodies that were posted."""
     bodies: list[bytes] = []
     post = inside.post
 
@@ -234,7 +234,7 @@ def test_a_killed_run_is_resumed(batch: Batch, posted: list[bytes]) -> None:
 
 
 def cut(batch: Batch, lines: list[str], count: int) -> None:
-    """As if a run had been killed after `count` answers."""
+    """Truncate the partial file to `count` answers, as a killed run leaves it."""
     assert batch.run(*lines) == 0
     answers = batch.output.read_bytes().splitlines(keepends=True)
     batch.output.unlink()

@@ -1,4 +1,4 @@
-"""The benchmark commands: each setting reaches the load, the figures follow from the outcomes, errors are one line."""
+"""The benchmark commands: settings reach the requests, results follow from the outcomes, errors are one line."""
 
 import asyncio
 import itertools
@@ -41,7 +41,7 @@ def open_text(config: EngineConfig) -> Tokenizer | None:
 
 
 class RecordingLLM(LLM):
-    """Notes each call of generate."""
+    """Records each call of generate."""
 
     calls: tuple[Any, ...] = ()
 

@@ -1,4 +1,4 @@
-"""chat and complete against a running server, and the older spelling of serve."""
+"""chat and complete against a running server, and the deprecated server module."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """A person at the terminal."""
+    """Simulate typed lines on a terminal."""
     left = iter(lines)
 
     def typed(prompt: str = "") -> str:

@@ -51,7 +51,7 @@ def bundle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compile_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of a command that cannot be carried out."""
+    """Return the error line of a failing command."""
     assert main.main(["compile", *words]) == main.USAGE_ERROR
     text = capsys.readouterr().err.strip()
     assert "\n" not in text

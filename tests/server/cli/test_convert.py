@@ -65,7 +65,7 @@ def resolved(model: Path, **more: Any) -> Resolved:
 
 
 def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of a command that cannot be carried out."""
+    """Return the error line of a failing command."""
     assert main.main(list(words)) != 0
     text = capsys.readouterr().err.strip().splitlines()[-1]
     assert text.startswith("pagoda: error: ")

@@ -1,4 +1,4 @@
-"""The command line: flags, errors in one line, and the life and death of `serve`."""
+"""The command line: flags, one-line errors, and start, signals and failures of `serve`."""
 
 import argparse
 import os
@@ -178,7 +178,7 @@ def test_a_signal_stops_the_server() -> None:
 
 
 def test_a_signal_to_the_process_group_drains_requests() -> None:
-    """As service managers stop a service."""
+    """Service managers signal the whole process group."""
     with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "20") as (process, url):
         wait_ready(process)
         events = ApiClient(f"{url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 12})

@@ -213,7 +213,7 @@ def test_streams_have_the_header(server: LiveServer) -> None:
 
 
 def test_the_tool_runner_resends_the_conversation_without_threads() -> None:
-    """It continues a thread with what is new alone, so a server that ignored `thread` would lose the conversation."""
+    """The runner sends only new messages of a thread, so a server that ignored `thread` would lose the conversation."""
     sent: list[bytes] = []
 
     @anthropic.beta_tool

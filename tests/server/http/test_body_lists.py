@@ -24,7 +24,7 @@ BODY_TYPES = list(dict.fromkeys(body for path in BODIES for body in bodies_of(pa
 
 
 def errors_of(body: type[RequestBody], raw: str) -> int:
-    """How many wrong values are reported; not how many unknown fields, of which a body has MAX_KEYS at most."""
+    """Number of invalid values reported, without unknown fields, which MAX_KEYS bounds."""
     try:
         body.model_validate_json(raw)
     except ValidationError as error:

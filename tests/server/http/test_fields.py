@@ -189,7 +189,7 @@ def test_repetition_detection(stream: bool) -> None:
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.best_of")
 def test_best_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake engine's answers are alike; what it reports as their probability is made to differ."""
+    """The fake engine's outputs are equal; their reported log-probabilities are made to differ."""
     with live_server() as server:
         for path, body in BOTH:
             fields = body | {"best_of": 4, "n": 2, "temperature": 1.0}

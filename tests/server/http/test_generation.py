@@ -33,7 +33,7 @@ class RecordedMetrics:
 
 
 class Bench:
-    """One request of two answers, "a" and "b", and its meter."""
+    """One request of two sequences, "a" and "b", and its meter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
         self.now = 1.0

@@ -24,7 +24,7 @@ class Client:
 
 
 class Work:
-    """Goes on for ever."""
+    """Runs until it is cancelled."""
 
     def __init__(self) -> None:
         self.began = asyncio.Event()

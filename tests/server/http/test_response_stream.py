@@ -14,7 +14,7 @@ from pagoda.server.http.state import StopSignal
 
 
 async def test_a_disconnect_before_the_first_read_closes_the_events() -> None:
-    """A connection that takes no more holds up the first event already."""
+    """`send` of the first event blocks, as on a connection that is not read."""
     ended: list[str] = []
     blocked = asyncio.Event()
 
@@ -41,7 +41,7 @@ async def test_a_disconnect_before_the_first_read_closes_the_events() -> None:
 
 
 class Watching:
-    """An ASGI layer that notes which messages it sees."""
+    """ASGI middleware that records the messages it sees."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

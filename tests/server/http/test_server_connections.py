@@ -1,4 +1,4 @@
-"""Raw sockets of clients that send too much, too slowly or nothing: each is refused, and the next is served."""
+"""Clients that send too much, too slowly or nothing: each is refused, and the next is served."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def connected(server: LiveServer) -> socket.socket:
 
 
 def sent(client: socket.socket, data: bytes) -> bool:
-    """Whether all of it could be sent."""
+    """Return whether all data could be sent."""
     try:
         client.sendall(data)
     except OSError:
@@ -59,7 +59,7 @@ def sent(client: socket.socket, data: bytes) -> bool:
 
 
 def answer(client: socket.socket, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """What comes until the connection ends, or is `until`."""
+    """Return the bytes received until the connection ends or `until` is true of them."""
     received = b""
     with suppress(ConnectionError):
         while not until(received) and (part := client.recv(65536)):

@@ -1,6 +1,6 @@
-"""From the engine's tokens to a chat answer: streamed equals whole, whatever the parsers, the stop strings, the cuts.
+"""From engine tokens to chat responses: streamed equals whole for any parsers, stop strings and truncation.
 
-The detokenizer, the readers and ChatCompletionBuilder are the real ones; only the engine is played.
+Detokenizer, parsers and ChatCompletionBuilder are real; the engine's outputs are scripted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ THOUGHTS = {
 
 
 def outputs_of(tokens: list[int], cuts: list[int], kind: RequestOutputKind, stop: list[str]) -> Iterator[RequestOutput]:
-    """What the output processor makes of tokens that come in steps; the last ends the answer."""
+    """Return the output processor's outputs for tokens that arrive in steps."""
     params = SamplingParams(output_kind=kind, stop=stop, skip_special_tokens=False, max_tokens=len(tokens))
     child = EngineRequest(request_id="r", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=len(tokens))
     processor = OutputProcessor(TEXT)
@@ -82,7 +82,7 @@ def whole(reader: Any, tokens: list[int], stop: list[str], **fields: Any) -> dic
 
 
 def streamed(reader: Any, tokens: list[int], cuts: list[int], stop: list[str]) -> dict[str, Any]:
-    """The chunks of a stream put together again, as clients do it."""
+    """Return the response merged from a stream's chunks, as clients do."""
     answer = answer_of(reader)
     message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
     last: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def test_held_back_text_is_flushed_at_the_end(text: str) -> None:
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), ("auto", "tool_calls"), ("named", "stop")])
 def test_finish_reason_of_calls(choice: str, reason: str) -> None:
-    """Forced to a tool by its name, the model did not choose; a cut is a cut whatever was called."""
+    """ "stop" for a named tool, as at OpenAI; "length" for any truncated output."""
     tool_choice = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
     text = CALLS["hermes"].encode()
     respond = partial(whole, partial(reader_of, "", "hermes"), stop=[], tool_choice=tool_choice, tools=[])

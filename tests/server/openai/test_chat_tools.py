@@ -34,7 +34,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LiveServer]:
-    """A server that refuses what has no effect."""
+    """A server with --strict-requests."""
     with live_server(
         "fake:say", strict_requests=True, enable_auto_tool_choice=True, tool_call_parser="hermes"
     ) as server:
@@ -49,7 +49,7 @@ def bare() -> Iterator[LiveServer]:
 
 
 def choice_of(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
-    """The one choice of a whole answer, which the stream must tell as well."""
+    """Return the choice of a whole response, which must equal the streamed one."""
     status, answer = server.post(CHAT, asking(text, **more))
     assert status == 200, answer
     (choice,) = answer["choices"]
@@ -61,7 +61,7 @@ def choice_of(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
 
 
 def streamed(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
-    """What a stream adds up to."""
+    """Return the response merged from a stream."""
     status, raw = server.post(CHAT, body | {"stream": True})
     assert status == 200, raw
     message: dict[str, Any] = {"role": None, "content": "", "refusal": None}
@@ -96,7 +96,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(server: LiveServer, body: dict[str, Any]) -> tuple[str, str]:
-    """The field and the message of a 400."""
+    """Return field and message of a 400."""
     status, answer = server.post(CHAT, body)
     assert status == 400, answer
     return answer["error"]["param"], answer["error"]["message"]
@@ -248,7 +248,7 @@ def test_reasoning_is_separated_from_content(server: LiveServer, bare: LiveServe
 
 
 def configure(flags: dict[str, str]) -> None:
-    """Settle the flags of a server, as it does before it starts anything."""
+    """Resolve the flags of `serve`."""
     from pagoda.server.cli import serve
     from pagoda.server.settings.flags import FlagParser
 

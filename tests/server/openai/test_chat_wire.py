@@ -33,15 +33,15 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def events_of(server: LiveServer, body: dict[str, Any]) -> list[Any]:
-    """The parsed events of a stream, whose bytes have the form of server-sent events that end with [DONE]."""
+    """Return the parsed events of a stream; fail unless it is server-sent events that end with [DONE]."""
     status, raw = server.post(CHAT, body | {"stream": True})
     assert status == 200, raw
     assert re.fullmatch(rb"(data: \{[^\n]*\}\n\n)+data: \[DONE\]\n\n", raw)
     return [json.loads(line.removeprefix(b"data: ")) for line in raw.split(b"\n\n")[:-2]]
 
 
-def settled(answer: Any) -> Any:
-    """The answer with what differs from run to run in a fixed form, once that is checked."""
+def normalized(answer: Any) -> Any:
+    """Return the response with ids and times checked and replaced by constants."""
     text = json.dumps(answer, ensure_ascii=False)
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer["id"])
     assert isinstance(answer["created"], int)
@@ -57,7 +57,7 @@ def chunk(choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
 def test_bytes_of_a_whole_response(server: LiveServer) -> None:
     status, answer = server.post(CHAT, asking(ANSWER, tools=[WEATHER]))
     assert status == 200
-    assert settled(answer) == {
+    assert normalized(answer) == {
         "id": "ID",
         "object": "chat.completion",
         "created": 1,
@@ -121,7 +121,7 @@ def test_a_plain_response_has_only_openai_fields(server: LiveServer) -> None:
 def test_bytes_of_a_stream(server: LiveServer) -> None:
     events = events_of(server, asking(ANSWER, tools=[WEATHER], stream_options={"include_usage": True}))
     assert len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
-    events = [settled(event) for event in events]
+    events = [normalized(event) for event in events]
     usage = events[-1].pop("usage")
     assert events[-1] == chunk(None)
     assert usage["completion_tokens"] == len(ANSWER.encode()) + 1

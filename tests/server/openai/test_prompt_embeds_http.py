@@ -37,7 +37,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def rows(text: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the fake model reads as that text."""
+    """Return the embeddings that the fake model reads as this text."""
     values = torch.zeros(len(text), WIDTH, dtype=dtype)
     values[:, 0] = torch.tensor([float(ord(letter)) for letter in text])
     return values
@@ -121,7 +121,7 @@ def test_tensors_of_every_dtype_and_layout(server: LiveServer, value: torch.Tens
 
 
 def spoiled(**changes: Any) -> str:
-    """A saved tensor whose archive was written anew. `data`, `pickle`: other contents; `compress`: deflated."""
+    """A saved tensor whose archive was rewritten. `data`, `pickle`: other contents; `compress`: deflated."""
     whole = zipfile.ZipFile(io.BytesIO(base64.b64decode(saved(rows("abc")))))
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if changes.get("compress") else zipfile.ZIP_STORED) as archive:
@@ -138,7 +138,7 @@ def spoiled(**changes: Any) -> str:
 
 
 def described(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> bytes:
-    """The pickle of a float32 tensor, with what is given in place of its shape."""
+    """The pickle of a float32 tensor with the given shape, strides and offset."""
 
     class Described:
         def __reduce__(self) -> Any:
@@ -157,7 +157,7 @@ def described(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0)
 
 
 def nested(depth: int) -> bytes:
-    """A tuple that would take 2**depth steps to print or to hash, in the place of a shape."""
+    """A tuple, as a shape, that takes 2**depth steps to print or hash."""
     good = described((3, WIDTH), (WIDTH, 1))
     doubled = b")" + b"".join(
         b"q" + bytes([100 + level]) + b"h" + bytes([100 + level]) + b"\x86" for level in range(depth)

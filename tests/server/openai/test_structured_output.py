@@ -278,7 +278,7 @@ OPEN_OBJECT = {"type": "object", "properties": {"a": {"const": 1}}, "required": 
 
 @pytest.mark.setting("--structured-outputs-config")
 def test_settings_of_the_server(monkeypatch):
-    """White space, additional properties, and whether the grammar holds the thinking."""
+    """Whitespace, additional properties, and whether the grammar covers the reasoning."""
     assert text_of(LLM_TEXT, {}) != '{"a":1}'
     assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
     forms = OutputConstraints(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)

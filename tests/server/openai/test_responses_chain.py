@@ -1,4 +1,4 @@
-"""Responses and Messages from the engine's tokens to the client: a model that thinks, speaks and calls a tool."""
+"""Responses and Messages from engine tokens to the client: reasoning, text and a tool call."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_messages_api(server: LiveServer) -> None:
 
 
 def test_disabled_thinking_is_not_shown(server: LiveServer) -> None:
-    """This model's template has no switch."""
+    """The model's template has no variable that disables thinking."""
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     message = client.messages.with_raw_response.create(
         model="fake",
