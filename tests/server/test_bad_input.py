@@ -1,4 +1,4 @@
-"""Bad input is one error line that names flag and remedy, exit status 2, no traceback."""
+"""What cannot be used ends in one line that names the flag and what to do, exit status 2, and no traceback."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from pagoda.server.cli import main
 
 
 def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error line of a command line."""
+    """The one line that a command line ends with."""
     status = status_of(words)
     said = capsys.readouterr()
     assert status == 2, said.err
@@ -175,7 +175,7 @@ def test_the_stack_is_shown_when_asked_for(command: str, flag: str, capsys: pyte
 
 
 def test_a_whole_process(tmp_path: Path) -> None:
-    """Exit status, one line on stderr, nothing on stdout."""
+    """As a shell sees it: the status, one line, nothing on the standard output."""
     (tmp_path / "c.yaml").write_text("max-num-seqs: 0")
     done = subprocess.run(
         [sys.executable, "-m", "pagoda.server.cli.main", "serve", "m", "--config", str(tmp_path / "c.yaml")],

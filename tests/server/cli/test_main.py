@@ -1,4 +1,4 @@
-"""The command line: flags, one-line errors, and start, signals and failures of `serve`."""
+"""The command line: flags, errors in one line, and the life and death of `serve`."""
 
 import argparse
 import os
@@ -39,7 +39,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert "collect-env" in done.stdout
 
 
-def test_unknown_commands_suggest_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err
     assert main.main(["bench", "latncy"]) == 2
@@ -78,18 +78,18 @@ def test_serve_flags() -> None:
     assert server.allowed_origins == ("x",)
 
 
-def test_defaults_of_the_server_config() -> None:
+def test_every_server_flag_reaches_its_field() -> None:
     assert serve.configurations(parsed())[1] == ServerConfig()
 
 
-def test_two_models_are_an_error() -> None:
+def test_model_given_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="--model"):
         serve.configurations(parsed("one", "--model", "two"))
 
 
 @pytest.mark.variable("PAGODA_API_KEY")
 @pytest.mark.parametrize("name", ["PAGODA_API_KEY", "VLLM_API_KEY"])
-def test_the_api_key_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "secret")
     assert serve.configurations(parsed())[1].api_key == ("secret",)
     assert serve.configurations(parsed("--api-key", "mine"))[1].api_key == ("mine",)
@@ -114,7 +114,7 @@ def test_bad_server_settings(field: str, value: Any, flag: str) -> None:
     assert error.value.setting == flag
 
 
-def test_a_port_in_use_and_an_invalid_host() -> None:
+def test_busy_port_and_invalid_host_are_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -138,14 +138,14 @@ def test_a_unix_socket_and_a_stale_one(tmp_path: Path) -> None:
             serve.bind(ServerConfig(uds=path))
 
 
-def test_invalid_certificates_are_one_line(tmp_path: Path) -> None:
+def test_invalid_certificates_are_one_error_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     for path in (str(tmp_path / "x"), str(tmp_path / "nothing")):
         with pytest.raises(ConfigError, match="--ssl-certfile"):
             http_server(FastAPI(), ServerConfig(ssl_keyfile=path, ssl_certfile=path))
 
 
-def test_invalid_chat_template() -> None:
+def test_invalid_chat_template_is_refused() -> None:
     from pagoda.server.http.state import read_chat_template
 
     with pytest.raises(ConfigError, match="--chat-template"):
@@ -164,32 +164,32 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.command("serve")
-def test_a_signal_stops_the_server() -> None:
+def test_signal_shuts_the_server_down() -> None:
     with served("fake", "--served-model-name", "m") as (process, url):
         wait_ready(process)
         client = ApiClient(f"{url}/v1")
         assert client.models() == ["m"]
-        generated = [
+        said = [
             event["choices"][0]["text"] for event in client.stream("/completions", {"prompt": "a", "max_tokens": 3})
         ]
-        assert "".join(generated) == "bcd"
+        assert "".join(said) == "bcd"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 
 
-def test_a_signal_to_the_process_group_drains_requests() -> None:
-    """Service managers signal the whole process group."""
+def test_signal_to_the_process_group_lets_requests_finish() -> None:
+    """As service managers stop a service."""
     with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "20") as (process, url):
         wait_ready(process)
         events = ApiClient(f"{url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 12})
-        generated = next(events)["choices"][0]["text"]
+        said = next(events)["choices"][0]["text"]
         os.killpg(process.pid, signal.SIGTERM)
-        generated += "".join(event["choices"][0]["text"] for event in events)
-        assert generated == "bcdefghijklm"
+        said += "".join(event["choices"][0]["text"] for event in events)
+        assert said == "bcdefghijklm"
         assert process.wait(10) == 0
 
 
-def test_engine_death_is_an_exit_with_error() -> None:
+def test_server_exits_with_an_error_when_the_engine_dies() -> None:
     with served("fake:exit") as (process, url):
         wait_ready(process)
         with pytest.raises(ApiError, match="exit status 7"):
@@ -202,7 +202,7 @@ def test_engine_death_is_an_exit_with_error() -> None:
 @pytest.mark.parametrize(
     ("model", "line", "status"), [("fake:config", "--dtype: not today; use another", 2), ("fake:bug", "KeyError", 1)]
 )
-def test_a_failed_engine_start_is_one_line(model: str, line: str, status: int) -> None:
+def test_startup_error_of_the_engine_is_one_error_line(model: str, line: str, status: int) -> None:
     with served(model) as (process, _):
         assert process.stderr is not None
         lines = process.stderr.read().rstrip().splitlines()
@@ -211,7 +211,7 @@ def test_a_failed_engine_start_is_one_line(model: str, line: str, status: int) -
     assert line in lines[-1]
 
 
-def test_a_signal_while_it_loads() -> None:
+def test_signal_while_the_engine_loads() -> None:
     with served("fake") as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0

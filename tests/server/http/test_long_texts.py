@@ -102,10 +102,10 @@ def test_long_pooling_inputs_are_refused_before_tokenising(kind: str, path: str,
 def test_truncated_prompts_are_tokenised_in_part(
     server: LiveServer, path: str, body: Any, side: str, seen: list[int]
 ) -> None:
-    fields = body | CUT | {"truncation_side": side, "max_tokens": 1}
-    assert server.post(path, fields)[1]["usage"]["prompt_tokens"] == 5
+    asked = body | CUT | {"truncation_side": side, "max_tokens": 1}
+    assert server.post(path, asked)[1]["usage"]["prompt_tokens"] == 5
     assert sum(seen) < 4 * tokenizer.CHUNK
-    shown = server.post(f"{path}/render", fields | {"return_token_offsets": True})[1]
+    shown = server.post(f"{path}/render", asked | {"return_token_offsets": True})[1]
     shown = shown[0] if isinstance(shown, list) else shown
     text = LONG if "prompt" in body else f"user: {LONG};assistant:"
     kept = text[:5] if side == "right" else text[-5:]
