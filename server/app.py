@@ -29,7 +29,7 @@ from pagoda.server.cohere import embed
 from pagoda.server.cohere.embed import CohereEmbedRequest
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
-from pagoda.server.http.response import encode_json
+from pagoda.server.http.response import json_response
 from pagoda.server.http.server import (
     IGNORED_HEADER,
     ApiKeyMiddleware,
@@ -82,50 +82,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
 }
 """Path -> request body, or alternatives."""
 
-
-def bodies_of(path: str) -> tuple[type[RequestBody], ...]:
-    """Return the alternative request bodies of a path."""
-    bodies = BODIES[path]
-    return bodies if isinstance(bodies, tuple) else (bodies,)
-
-
-def described(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI schema, built once, with the bodies that the routes parse themselves."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies = {body.__name__: body for path in BODIES for body in bodies_of(path)}
-        models = [(body, "validation") for body in bodies.values()]
-        _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        for name, body in bodies.items():
-            _describe_fields(definitions["$defs"][name]["properties"], body, app.state.server.names)
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        for path in BODIES.keys() & schema["paths"].keys():
-            shapes = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in bodies_of(path)]
-            content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
-            schema["paths"][path]["post"]["requestBody"] = {"content": content, "required": True}
-        app.openapi_schema = schema
-    return app.openapi_schema
-
-
-def _describe_fields(properties: dict[str, Any], body: type[RequestBody], names: Sequence[str]) -> None:
-    """Describe unsupported fields, hints and `model`. `names`: the served model names."""
-    for name, field in body.model_fields.items():
-        if is_unsupported(field):
-            properties[name] = {
-                "enum": harmless_values(field),
-                "default": field.get_default(call_default_factory=True),
-                "description": f"Refused: {field.description or 'not in this version'}.",
-            }
-        elif is_hint(field):
-            properties[name] = {
-                "description": f"Accepted without effect: {field.description or 'not in this version'}."
-            }
-    model = properties.get("model")
-    if model is not None:
-        model |= {"enum": [*names] if model.get("type") == "string" else [None, *names]}
-
-
-CLIENT_LEFT = 499
+_CLIENT_DISCONNECTED: Final = 499
 """Status, for logs, of a response whose client disconnected."""
 
 logger = logging.getLogger(__name__)
@@ -144,7 +101,7 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = state
-    app.openapi = lambda: described(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
     _include_routes(app, config)
     for kind in (PagodaError, HttpError, ClientDisconnectedError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
@@ -204,7 +161,7 @@ def _add_middleware(app: FastAPI, name: str) -> None:
 async def _answer_error(request: Request, error: Exception) -> Response:
     """Return the error response of an exception."""
     if isinstance(error, ClientDisconnectedError):
-        return Response(status_code=CLIENT_LEFT)
+        return Response(status_code=_CLIENT_DISCONNECTED)
     if request.app.state.server.config.log_error_stack:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
@@ -215,7 +172,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if response.status in (429, 503):
         headers["retry-after"] = "1"
     body, own_headers = error_response(get_route_path(request.scope), response)
-    return Response(encode_json(body), response.status, headers | own_headers, media_type="application/json")
+    return json_response(body, response.status, headers | own_headers)
 
 
 def _routing_message(request: Request, error: HTTPException) -> str:
@@ -227,3 +184,48 @@ def _routing_message(request: Request, error: HTTPException) -> str:
             return f"{path} does not support {request.method}"
         case _:
             return str(error.detail)
+
+
+# The OpenAPI schema.
+
+
+def bodies_of(path: str) -> tuple[type[RequestBody], ...]:
+    """Return the alternative request bodies of a path."""
+    bodies = BODIES[path]
+    return bodies if isinstance(bodies, tuple) else (bodies,)
+
+
+def openapi_schema(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI schema, built once, with the bodies that the routes parse themselves."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bodies = {body.__name__: body for path in BODIES for body in bodies_of(path)}
+        models = [(body, "validation") for body in bodies.values()]
+        _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        for name, body in bodies.items():
+            _describe_fields(definitions["$defs"][name]["properties"], body, app.state.server.names)
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path in BODIES.keys() & schema["paths"].keys():
+            shapes = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in bodies_of(path)]
+            content = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
+            schema["paths"][path]["post"]["requestBody"] = {"content": content, "required": True}
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _describe_fields(properties: dict[str, Any], body: type[RequestBody], names: Sequence[str]) -> None:
+    """Describe unsupported fields, hints and `model`. `names`: the served model names."""
+    for name, field in body.model_fields.items():
+        if is_unsupported(field):
+            properties[name] = {
+                "enum": harmless_values(field),
+                "default": field.get_default(call_default_factory=True),
+                "description": f"Refused: {field.description or 'not in this version'}.",
+            }
+        elif is_hint(field):
+            properties[name] = {
+                "description": f"Accepted without effect: {field.description or 'not in this version'}."
+            }
+    model = properties.get("model")
+    if model is not None:
+        model |= {"enum": [*names] if model.get("type") == "string" else [None, *names]}

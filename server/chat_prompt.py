@@ -1,4 +1,7 @@
-"""Rendering of a conversation: prompt, sampling parameters with tool grammars, and the reader of the output."""
+"""Render a conversation: its prompt, sampling parameters with the grammar of tool calls, and the reader of the output.
+
+A conversation has the format of chat completions' messages and tools, to which the other APIs' are converted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from pagoda.server.parsers.parser import Bracket, Brackets, LeavesMarkup, Parser
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 from pagoda.server.processing.inputs import Prompt, encode_kept
 
-# A conversation in the format of chat completions' messages and tools, to which the other APIs' are converted.
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+_DEFAULT_PARAMS: Final = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,182 +59,6 @@ class Conversation:
     cache_salt: str | None = None
 
 
-# Reasoning effort: chat templates control thinking with different variables.
-
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Template variables that enable and disable thinking."""
-
-
-def effort_variables(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
-    """Return the variables that set the effort in a template that reads the variables `known`."""
-    if effort is None:
-        return {}
-    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
-    return variables | {name: effort != "none" for name in _SWITCHES if name in known}
-
-
-def is_effort_ignored(effort: str | None, known: frozenset[str], *, thinks: bool) -> bool:
-    """Return whether an effort has no effect. `thinks`: the model reasons, so that "none" should disable it."""
-    return effort is not None and (thinks or effort != "none") and not effort_variables(effort, known)
-
-
-# Tools.
-
-MAX_TOOLS: Final = 1_024
-MAX_TOOLS_CHARS: Final = 1 << 20
-"""Maximum length of all tools together, in characters."""
-
-_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-TOOL_KEYS: Final = frozenset({"type", "function"})
-FUNCTION_KEYS: Final[Mapping[str, tuple[type, ...]]] = {
-    "name": (str,),
-    "description": (str, type(None)),
-    "parameters": (dict, type(None)),
-    "strict": (bool, type(None)),
-}
-
-
-def is_function(tool: Mapping[str, Any]) -> bool:
-    """Return whether a tool is a function, not a hosted tool of a provider."""
-    return not isinstance(tool.get("type"), str) or tool["type"] == "function"
-
-
-def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Return the tools. Raise RequestError naming the first invalid one."""
-    if len(tools) > MAX_TOOLS:
-        raise RequestError("tools", f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed")
-    by_name: dict[str, Tool] = {}
-    for index, given in enumerate(tools):
-        path = f"tools[{index}]"
-        tool = _checked(path, given)
-        if tool.name in by_name:
-            raise RequestError(f"{path}.function.name", f"two tools have the name {tool.name!r}")
-        by_name[tool.name] = tool
-    if sum(len(str(tool)) for tool in tools) > MAX_TOOLS_CHARS:
-        raise RequestError("tools", f"the tools have more than {MAX_TOOLS_CHARS} characters; shorten them")
-    return list(by_name.values())
-
-
-def _checked(path: str, tool: object) -> Tool:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise RequestError(f"{path}.type", f'{path} must be an object of type "function"')
-    _only_known(path, tool, TOOL_KEYS)
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{path}.function", f"{path}.function must be an object with a name")
-    _only_known(f"{path}.function", function, FUNCTION_KEYS)
-    for key, types in FUNCTION_KEYS.items():
-        if not isinstance(function.get(key, None if key != "name" else 0), types):
-            kind = {"parameters": "an object (a JSON schema)", "strict": "true or false"}.get(key, "a string")
-            raise RequestError(f"{path}.function.{key}", f"{path}.function.{key} must be {kind}")
-    if not _NAME.fullmatch(function["name"]):
-        raise RequestError(
-            f"{path}.function.name",
-            f"{path}.function.name must have 1 to 128 letters, digits, underscores, dots or dashes",
-        )
-    return Tool(function["name"], function.get("parameters") or {}, bool(function.get("strict")))
-
-
-def _only_known(path: str, value: Mapping[str, Any], known: Mapping[str, Any] | frozenset[str]) -> None:
-    unknown = next((key for key in value if key not in known), None)
-    if unknown is not None:
-        raise RequestError(f"{path}.{str(unknown)[:80]}", f"{path} has no field {str(unknown)[:80]!r}")
-
-
-# Grammars, as structural tags, of output that may call tools in the model's own format.
-
-_ANY_OBJECT = {"type": "object"}
-_ANY_TEXT = {"type": "any_text"}
-_LINE = {"type": "regex", "pattern": r"\n?"}
-
-
-def form_or_calls(
-    structured: StructuredOutputsParams,
-    format: ToolFormat,
-    tools: Sequence[Tool],
-    special: Collection[str],
-    *,
-    parallel: bool,
-) -> StructuredOutputsParams | None:
-    """Return a grammar of either the structured output or tool calls; None if no grammar can distinguish them.
-
-    Calls conform to their tools' schemas where the format defines the content between its delimiters. `special`: the
-    tokenizer's special tokens, which `any_text` between delimiters excludes. `parallel`: allow several calls. Raise
-    RequestError for an invalid schema.
-    """
-    form = _form(structured)
-    brackets = format.brackets(tools) if isinstance(format, Brackets) else ()
-    if form is None or not brackets or any(_has_special(bracket, special) for bracket in brackets):
-        return None
-    calls = {
-        "type": "tags_with_separator",
-        "tags": [tag_of(each) for each in brackets],
-        "separator": "\n",
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
-    tag = {"format": {"type": "or", "elements": [form, calls]}}
-    return replace(structured, structural_tag=tag, json=None, regex=None, choice=None, grammar=None, json_object=None)
-
-
-def _form(structured: StructuredOutputsParams) -> dict[str, Any] | None:
-    """Return the constraint as a structural tag element; None for a structural tag, which may itself contain calls."""
-    if structured.json is not None:
-        return {"type": "json_schema", "json_schema": json_schema(structured.json)}
-    if structured.json_object:
-        return {"type": "json_schema", "json_schema": _ANY_OBJECT}
-    if structured.choice:
-        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in structured.choice]}
-    if structured.regex is not None:
-        return {"type": "regex", "pattern": whole_pattern(structured.regex)}
-    return None
-
-
-def tag_of(bracket: Bracket) -> dict[str, Any]:
-    """Return the structural tag of calls between the format's delimiters."""
-    content: dict[str, Any] = _ANY_TEXT
-    if bracket.call is not None:
-        call = {"type": "json_schema", "json_schema": bracket.call}
-        content = {"type": "sequence", "elements": [_LINE, call, _LINE]}
-    return {"type": "tag", "begin": bracket.begin, "content": content, "end": bracket.end}
-
-
-def _has_special(bracket: Bracket, special: Collection[str]) -> bool:
-    return any(token in mark for mark in bracket.inner for token in special)
-
-
-def strict_calls(format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> StructuredOutputsParams | None:
-    """Return a grammar of free text in which calls of strict tools conform to their schemas; None if not possible.
-
-    Calls of other tools have arbitrary arguments. `parallel`: allow several calls. Raise RequestError for an invalid
-    schema.
-    """
-    if not any(tool.strict for tool in tools) or not isinstance(format, Brackets):
-        return None
-    brackets = format.brackets([tool if tool.strict else replace(tool, parameters=_ANY_OBJECT) for tool in tools])
-    if not brackets or any(bracket.call is None for bracket in brackets):
-        return None
-    calls = {
-        "type": "triggered_tags",
-        "triggers": [bracket.begin for bracket in brackets],
-        "tags": [tag_of(bracket) for bracket in brackets],
-        "stop_after_first": not parallel,
-    }
-    return StructuredOutputsParams(structural_tag={"format": calls})
-
-
-LONG_CONVERSATION: Final = 16_384
-"""Length in characters, tools and documents included, from which a conversation is rendered and tokenised in a thread,
-so that other requests keep streaming."""
-
-_PLAIN: Final = SamplingParams()
-
-_REASONING_KEYS: Final = ("reasoning", "reasoning_content", "thinking")
-"""Keys of a message's reasoning in clients and templates."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt(Prompt):
     """A rendered conversation, ready for the engine."""
@@ -245,16 +74,16 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     state.llm().check_generates()
     tools = _callable_tools(state, conversation)
     if tools:
-        params = _with_grammar(state, params, conversation, tools)
+        params = _add_grammar(state, params, conversation, tools)
     ignored = _ignored_effort(state, conversation)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
-    text, token_ids = await _render(state, conversation, params)
+    text, token_ids = await _render_text(state, conversation, params)
     parsers = _parsers(state, conversation, tools, text)
     reader: Callable[[], OutputParser] = OutputParser
     if parsers:
         reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
-        params = _with(params, skip_special_tokens=False)  # the parsers need them
+        params = _with_values(params, skip_special_tokens=False)  # the parsers need them
     return ChatPrompt(
         text,
         token_ids,
@@ -266,185 +95,10 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     )
 
 
-def _with(params: SamplingParams, **values: Any) -> SamplingParams:
-    """Return a copy with these values, which need no verification."""
-    params = copy(params)
-    for name, value in values.items():
-        setattr(params, name, value)
-    return params
-
-
-def _reader(
-    state: ServerState, parsers: list[Callable[[], Parser]], params: SamplingParams, *, parallel: bool
-) -> Callable[[], OutputParser]:
-    hidden = state.special_delimiters if params.skip_special_tokens else None
-    count = None if state.reasoning_format is None else partial(_count_tokens, state)
-    return lambda: OutputParser([parser() for parser in parsers], hidden=hidden, parallel_calls=parallel, count=count)
-
-
-def _ignored_effort(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
-    """Return the reasoning effort as an ignored hint if the chat template does not read it."""
-    effort = conversation.reasoning_effort
-    if effort is None or (tokenizer := state.tokenizer()) is None:
-        return ()
-    template = _template_of(tokenizer, conversation, state)
-    if not is_effort_ignored(effort, variables_of(template or ""), thinks=state.reasoning_format is not None):
-        return ()
-    reason = (
-        f"reasoning_effort {effort!r} has no effect: the model's chat template does not read it; "
-        "leave it out, or use chat_template_kwargs"
-    )
-    return (Ignored("reasoning_effort", "hint", reason),)
-
-
-def _count_tokens(state: ServerState, text: str) -> int:
-    tokenizer = state.tokenizer()
-    return 0 if tokenizer is None or not text else len(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool]:
-    """Return the tools that may be called. Raise RequestError."""
-    choice = conversation.tool_choice
-    tools = checked_tools(conversation.tools) if conversation.tools else []
-    if choice == "none":
-        return []
-    if choice == "auto":
-        if tools and (state.tool_format is None or not state.config.enable_auto_tool_choice):
-            raise RequestError(
-                "tool_choice",
-                'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; '
-                'use "required", or name one tool',
-            )
-        return tools
-    if not tools:
-        raise RequestError("tool_choice", "tool_choice needs tools")
-    if choice == "required":
-        return tools
-    named = [tool for tool in tools if tool.name == choice.name]
-    if not named:
-        raise RequestError("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools")
-    return named
-
-
-def _with_grammar(
-    state: ServerState, params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]
-) -> SamplingParams:
-    """Return the params with the grammar of tool calls. Raise RequestError if it excludes structured_outputs."""
-    structured, choice, parallel = (
-        params.structured_outputs,
-        conversation.tool_choice,
-        conversation.parallel_tool_calls,
-    )
-    if structured is None:
-        if choice == "auto":
-            strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
-            return params if strict is None else _with(params, structured_outputs=strict)
-        schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
-        return _with(params, structured_outputs=StructuredOutputsParams(json=schema))
-    both = None
-    if choice == "auto" and state.tool_format is not None:
-        both = form_or_calls(structured, state.tool_format, tools, state.special_texts, parallel=parallel)
-    if both is None:
-        raise RequestError(
-            "structured_outputs",
-            'structured_outputs would prevent tool calls; leave one of them out, or set tool_choice "none"',
-        )
-    return _with(params, structured_outputs=both)
-
-
-def _parsers(
-    state: ServerState, conversation: Conversation, tools: Sequence[Tool], prompt: str
-) -> list[Callable[[], Parser]]:
-    """Return factories of the reader's stages: reasoning first, then tool calls."""
-    stages: list[Callable[[], Parser]] = []
-    reasoning = state.reasoning_format
-    by_format = bool(tools) and conversation.tool_choice == "auto"
-    if reasoning is not None:
-        stages.append(partial(reasoning.parser, prompt))
-        if isinstance(reasoning, LeavesMarkup) and not by_format:
-            stages.append(reasoning.plain)
-    calls = _format_of_calls(state, conversation) if tools else None
-    if calls is not None:
-        stages.append(partial(calls.parser, tools))
-    return stages
-
-
-def _format_of_calls(state: ServerState, conversation: Conversation) -> ToolFormat | None:
-    match conversation.tool_choice:
-        case NamedTool(name):
-            return Named(name)
-        case "required":
-            return Required()
-        case _:
-            return state.tool_format
-
-
-# Rendering.
-
-
-async def rendered(state: ServerState, conversation: Conversation, params: SamplingParams = _PLAIN) -> Prompt:
+async def render(state: ServerState, conversation: Conversation, params: SamplingParams = _DEFAULT_PARAMS) -> Prompt:
     """Render and tokenise a conversation; with truncation, at least the kept tokens. Raise RequestError."""
-    text, token_ids = await _render(state, conversation, params)
+    text, token_ids = await _render_text(state, conversation, params)
     return Prompt(text, token_ids, conversation.cache_salt)
-
-
-async def _render(state: ServerState, conversation: Conversation, params: SamplingParams) -> tuple[str, list[int]]:
-    tokenizer = state.tokenizer()
-    if tokenizer is None:
-        raise RequestError(
-            "messages", "chat needs a tokenizer, which is disabled (--skip-tokenizer-init); use /v1/completions"
-        )
-    if conversation.template is not None and not state.config.trust_request_chat_template:
-        raise RequestError(
-            "chat_template", "chat_template is only accepted with --trust-request-chat-template; leave it out"
-        )
-    parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
-    size = sum(len(str(each)) for each in parts)
-    if size < LONG_CONVERSATION:
-        return _rendered(tokenizer, conversation, params, state)
-    return await asyncio.to_thread(_rendered, tokenizer, conversation, params, state)
-
-
-def _rendered(
-    tokenizer: Tokenizer, conversation: Conversation, params: SamplingParams, state: ServerState
-) -> tuple[str, list[int]]:
-    tools = _shown_tools(state, conversation)
-    template = _template_of(tokenizer, conversation, state)
-    effort = conversation.reasoning_effort
-    variables = {} if effort is None else effort_variables(effort, variables_of(template or ""))
-    text = render_chat(
-        tokenizer,
-        [_with_reasoning(message) for message in conversation.messages],
-        template=template,
-        add_generation_prompt=conversation.add_generation_prompt,
-        continue_final_message=conversation.continue_final_message,
-        tools=tools,
-        must_show_tools=conversation.tool_choice == "auto",
-        documents=conversation.documents,
-        content_format=state.config.chat_template_content_format,
-        **{**state.config.default_chat_template_kwargs, **variables, **conversation.keywords},
-    )
-    return text, encode_kept(tokenizer, text, params, state.engine.max_model_len, conversation.add_special_tokens)
-
-
-def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
-    source = conversation.template or state.chat_template
-    return template_of(tokenizer, source, with_tools=bool(_shown_tools(state, conversation)))
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with its reasoning under every key that a template may read."""
-    reasoning = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
-    return message if reasoning is None else {**dict.fromkeys(_REASONING_KEYS, reasoning), **message}
-
-
-def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
-    """Return the tools to pass to the template."""
-    hides = state.config.exclude_tools_when_tool_choice_none and conversation.tool_choice == "none"
-    return [] if hides else list(conversation.tools)
-
-
-# Truncation of conversations that exceed the context.
 
 
 async def prepare_fitting(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
@@ -483,3 +137,338 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
         else:
             starts = starts[middle + 1 :]
     return longest
+
+
+# Rendering.
+
+LONG_CONVERSATION: Final = 16_384
+"""Length in characters, tools and documents included, from which a conversation is rendered and tokenised in a thread,
+so that other requests keep streaming."""
+
+_REASONING_KEYS: Final = ("reasoning", "reasoning_content", "thinking")
+"""Keys of a message's reasoning in clients and templates."""
+
+_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Template variables that enable and disable thinking."""
+
+
+async def _render_text(state: ServerState, conversation: Conversation, params: SamplingParams) -> tuple[str, list[int]]:
+    tokenizer = state.tokenizer()
+    if tokenizer is None:
+        raise RequestError(
+            "messages", "chat needs a tokenizer, which is disabled (--skip-tokenizer-init); use /v1/completions"
+        )
+    if conversation.template is not None and not state.config.trust_request_chat_template:
+        raise RequestError(
+            "chat_template", "chat_template is only accepted with --trust-request-chat-template; leave it out"
+        )
+    parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
+    size = sum(len(str(each)) for each in parts)
+    if size < LONG_CONVERSATION:
+        return _render_now(tokenizer, conversation, params, state)
+    return await asyncio.to_thread(_render_now, tokenizer, conversation, params, state)
+
+
+def _render_now(
+    tokenizer: Tokenizer, conversation: Conversation, params: SamplingParams, state: ServerState
+) -> tuple[str, list[int]]:
+    tools = _shown_tools(state, conversation)
+    template = _template_of(tokenizer, conversation, state)
+    variables = _effort_variables(conversation.reasoning_effort, template)
+    text = render_chat(
+        tokenizer,
+        [_with_reasoning(message) for message in conversation.messages],
+        template=template,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        tools=tools,
+        must_show_tools=conversation.tool_choice == "auto",
+        documents=conversation.documents,
+        content_format=state.config.chat_template_content_format,
+        **{**state.config.default_chat_template_kwargs, **variables, **conversation.keywords},
+    )
+    return text, encode_kept(tokenizer, text, params, state.engine.max_model_len, conversation.add_special_tokens)
+
+
+def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
+    source = conversation.template or state.chat_template
+    return template_of(tokenizer, source, with_tools=bool(_shown_tools(state, conversation)))
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with its reasoning under every key that a template may read."""
+    reasoning = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return message if reasoning is None else {**dict.fromkeys(_REASONING_KEYS, reasoning), **message}
+
+
+def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
+    """Return the tools to pass to the template."""
+    hides = state.config.exclude_tools_when_tool_choice_none and conversation.tool_choice == "none"
+    return [] if hides else list(conversation.tools)
+
+
+def _effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
+    """Return the variables that set the effort, of those that the template reads."""
+    if effort is None:
+        return {}
+    known = variables_of(template or "")
+    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
+    return variables | {name: effort != "none" for name in _SWITCHES if name in known}
+
+
+def _ignored_effort(state: ServerState, conversation: Conversation) -> tuple[Ignored, ...]:
+    """Return the reasoning effort as an ignored hint if the chat template does not read it."""
+    effort = conversation.reasoning_effort
+    if effort is None or (tokenizer := state.tokenizer()) is None:
+        return ()
+    needs_no_effect = effort == "none" and state.reasoning_format is None  # the model does not reason
+    if needs_no_effect or _effort_variables(effort, _template_of(tokenizer, conversation, state)):
+        return ()
+    reason = (
+        f"reasoning_effort {effort!r} has no effect: the model's chat template does not read it; "
+        "leave it out, or use chat_template_kwargs"
+    )
+    return (Ignored("reasoning_effort", "hint", reason),)
+
+
+# The reader of the output.
+
+
+def _reader(
+    state: ServerState, parsers: list[Callable[[], Parser]], params: SamplingParams, *, parallel: bool
+) -> Callable[[], OutputParser]:
+    hidden = state.special_delimiters if params.skip_special_tokens else None
+    count = None if state.reasoning_format is None else partial(_count_tokens, state)
+    return lambda: OutputParser([parser() for parser in parsers], hidden=hidden, parallel_calls=parallel, count=count)
+
+
+def _count_tokens(state: ServerState, text: str) -> int:
+    tokenizer = state.tokenizer()
+    return 0 if tokenizer is None or not text else len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _parsers(
+    state: ServerState, conversation: Conversation, tools: Sequence[Tool], prompt: str
+) -> list[Callable[[], Parser]]:
+    """Return factories of the reader's stages: reasoning first, then tool calls."""
+    stages: list[Callable[[], Parser]] = []
+    reasoning = state.reasoning_format
+    by_format = bool(tools) and conversation.tool_choice == "auto"
+    if reasoning is not None:
+        stages.append(partial(reasoning.parser, prompt))
+        if isinstance(reasoning, LeavesMarkup) and not by_format:
+            stages.append(reasoning.plain)
+    calls = _format_of_calls(state, conversation) if tools else None
+    if calls is not None:
+        stages.append(partial(calls.parser, tools))
+    return stages
+
+
+def _format_of_calls(state: ServerState, conversation: Conversation) -> ToolFormat | None:
+    match conversation.tool_choice:
+        case NamedTool(name):
+            return Named(name)
+        case "required":
+            return Required()
+        case _:
+            return state.tool_format
+
+
+# Tools.
+
+MAX_TOOLS: Final = 1_024
+MAX_TOOLS_CHARS: Final = 1 << 20
+"""Maximum length of all tools together, in characters."""
+
+_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+TOOL_KEYS: Final = frozenset({"type", "function"})
+FUNCTION_KEYS: Final[Mapping[str, tuple[type, ...]]] = {
+    "name": (str,),
+    "description": (str, type(None)),
+    "parameters": (dict, type(None)),
+    "strict": (bool, type(None)),
+}
+
+
+def is_function(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool is a function, not a hosted tool of a provider."""
+    return not isinstance(tool.get("type"), str) or tool["type"] == "function"
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """Return the tools. Raise RequestError naming the first invalid one."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError("tools", f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed")
+    by_name: dict[str, Tool] = {}
+    for index, given in enumerate(tools):
+        path = f"tools[{index}]"
+        tool = _checked_tool(path, given)
+        if tool.name in by_name:
+            raise RequestError(f"{path}.function.name", f"two tools have the name {tool.name!r}")
+        by_name[tool.name] = tool
+    if sum(len(str(tool)) for tool in tools) > MAX_TOOLS_CHARS:
+        raise RequestError("tools", f"the tools have more than {MAX_TOOLS_CHARS} characters; shorten them")
+    return list(by_name.values())
+
+
+def _checked_tool(path: str, tool: object) -> Tool:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise RequestError(f"{path}.type", f'{path} must be an object of type "function"')
+    _only_known(path, tool, TOOL_KEYS)
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{path}.function", f"{path}.function must be an object with a name")
+    _only_known(f"{path}.function", function, FUNCTION_KEYS)
+    for key, types in FUNCTION_KEYS.items():
+        if not isinstance(function.get(key, None if key != "name" else 0), types):
+            kind = {"parameters": "an object (a JSON schema)", "strict": "true or false"}.get(key, "a string")
+            raise RequestError(f"{path}.function.{key}", f"{path}.function.{key} must be {kind}")
+    if not _NAME.fullmatch(function["name"]):
+        raise RequestError(
+            f"{path}.function.name",
+            f"{path}.function.name must have 1 to 128 letters, digits, underscores, dots or dashes",
+        )
+    return Tool(function["name"], function.get("parameters") or {}, bool(function.get("strict")))
+
+
+def _only_known(path: str, value: Mapping[str, Any], known: Mapping[str, Any] | frozenset[str]) -> None:
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
+        raise RequestError(f"{path}.{str(unknown)[:80]}", f"{path} has no field {str(unknown)[:80]!r}")
+
+
+def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool]:
+    """Return the tools that may be called. Raise RequestError."""
+    choice = conversation.tool_choice
+    tools = checked_tools(conversation.tools) if conversation.tools else []
+    if choice == "none":
+        return []
+    if choice == "auto":
+        if tools and (state.tool_format is None or not state.config.enable_auto_tool_choice):
+            raise RequestError(
+                "tool_choice",
+                'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; '
+                'use "required", or name one tool',
+            )
+        return tools
+    if not tools:
+        raise RequestError("tool_choice", "tool_choice needs tools")
+    if choice == "required":
+        return tools
+    named = [tool for tool in tools if tool.name == choice.name]
+    if not named:
+        raise RequestError("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools")
+    return named
+
+
+# Grammars, as structural tags, of output that may call tools in the model's own format.
+
+_ANY_OBJECT = {"type": "object"}
+_ANY_TEXT = {"type": "any_text"}
+_LINE = {"type": "regex", "pattern": r"\n?"}
+
+
+def _add_grammar(
+    state: ServerState, params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]
+) -> SamplingParams:
+    """Return the params with the grammar of tool calls. Raise RequestError if it excludes structured_outputs."""
+    structured, choice = params.structured_outputs, conversation.tool_choice
+    parallel = conversation.parallel_tool_calls
+    if structured is None:
+        if choice == "auto":
+            strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
+            return params if strict is None else _with_values(params, structured_outputs=strict)
+        schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
+        return _with_values(params, structured_outputs=StructuredOutputsParams(json=schema))
+    grammar = None
+    if choice == "auto" and state.tool_format is not None:
+        grammar = output_or_calls(structured, state.tool_format, tools, state.special_texts, parallel=parallel)
+    if grammar is None:
+        raise RequestError(
+            "structured_outputs",
+            'structured_outputs would prevent tool calls; leave one of them out, or set tool_choice "none"',
+        )
+    return _with_values(params, structured_outputs=grammar)
+
+
+def output_or_calls(
+    structured: StructuredOutputsParams,
+    format: ToolFormat,
+    tools: Sequence[Tool],
+    special: Collection[str],
+    *,
+    parallel: bool,
+) -> StructuredOutputsParams | None:
+    """Return a grammar of either the structured output or tool calls; None if no grammar can distinguish them.
+
+    Calls conform to their tools' schemas where the format defines the content between its delimiters. `special`: the
+    tokenizer's special tokens, which `any_text` between delimiters excludes. `parallel`: allow several calls. Raise
+    RequestError for an invalid schema.
+    """
+    constraint = _constraint(structured)
+    brackets = format.brackets(tools) if isinstance(format, Brackets) else ()
+    if constraint is None or not brackets or any(_has_special(bracket, special) for bracket in brackets):
+        return None
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [_tag(each) for each in brackets],
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    tag = {"format": {"type": "or", "elements": [constraint, calls]}}
+    return replace(structured, structural_tag=tag, json=None, regex=None, choice=None, grammar=None, json_object=None)
+
+
+def strict_calls(format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> StructuredOutputsParams | None:
+    """Return a grammar of free text in which calls of strict tools conform to their schemas; None if not possible.
+
+    Calls of other tools have arbitrary arguments. `parallel`: allow several calls. Raise RequestError for an invalid
+    schema.
+    """
+    if not any(tool.strict for tool in tools) or not isinstance(format, Brackets):
+        return None
+    brackets = format.brackets([tool if tool.strict else replace(tool, parameters=_ANY_OBJECT) for tool in tools])
+    if not brackets or any(bracket.call is None for bracket in brackets):
+        return None
+    calls = {
+        "type": "triggered_tags",
+        "triggers": [bracket.begin for bracket in brackets],
+        "tags": [_tag(bracket) for bracket in brackets],
+        "stop_after_first": not parallel,
+    }
+    return StructuredOutputsParams(structural_tag={"format": calls})
+
+
+def _constraint(structured: StructuredOutputsParams) -> dict[str, Any] | None:
+    """Return the constraint as a structural tag element; None for a structural tag, which may itself contain calls."""
+    if structured.json is not None:
+        return {"type": "json_schema", "json_schema": json_schema(structured.json)}
+    if structured.json_object:
+        return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+    if structured.choice:
+        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in structured.choice]}
+    if structured.regex is not None:
+        return {"type": "regex", "pattern": whole_pattern(structured.regex)}
+    return None
+
+
+def _tag(bracket: Bracket) -> dict[str, Any]:
+    """Return the structural tag of calls between the format's delimiters."""
+    content: dict[str, Any] = _ANY_TEXT
+    if bracket.call is not None:
+        call = {"type": "json_schema", "json_schema": bracket.call}
+        content = {"type": "sequence", "elements": [_LINE, call, _LINE]}
+    return {"type": "tag", "begin": bracket.begin, "content": content, "end": bracket.end}
+
+
+def _has_special(bracket: Bracket, special: Collection[str]) -> bool:
+    return any(token in mark for mark in bracket.inner for token in special)
+
+
+def _with_values(params: SamplingParams, **values: Any) -> SamplingParams:
+    """Return a copy with these values, which need no verification."""
+    params = copy(params)
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params

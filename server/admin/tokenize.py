@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.chat_prompt import Conversation, rendered
+from pagoda.server.chat_prompt import Conversation, render
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, parse_body, read_body, read_json
+from pagoda.server.http.fields import check_template_kwargs
 from pagoda.server.http.state import ServerState, server_of
 from pagoda.server.openai.chat import check_messages, ignored_of_tools, offered_tools
 from pagoda.server.processing.inputs import check_token_ids
@@ -56,9 +56,7 @@ class TokenizeChatRequest(RequestBody):
         adds_prompt = self.add_generation_prompt is not False
         if self.continue_final_message and adds_prompt and "add_generation_prompt" in self.model_fields_set:
             raise RequestError("continue_final_message", "it excludes add_generation_prompt; set only one of them")
-        fault = template_kwargs_error(self.chat_template_kwargs or {})
-        if fault:
-            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+        check_template_kwargs(self.chat_template_kwargs)
         check_messages("messages", self.messages)
         return Conversation(
             messages=self.messages,
@@ -103,7 +101,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     state.model_name(body.model)
     tokenizer = _tokenizer(state)
     if isinstance(body, TokenizeChatRequest):
-        ids = (await rendered(state, body.conversation())).token_ids
+        ids = (await render(state, body.conversation())).token_ids
     else:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     namer = tokenizer if body.return_token_strs else None
@@ -144,12 +142,10 @@ tokenizer_info_router = APIRouter(tags=["tokenizer"])  # --enable-tokenizer-info
 async def tokenizer_info(request: Request) -> dict[str, Any]:
     """Return the tokenizer and chat template, with the keys of tokenizer_config.json."""
     state = server_of(request)
-    llm, tokenizer = state.llm(), state.tokenizer()
-    if tokenizer is None:
-        raise RequestError("", "the tokenizer is disabled (--skip-tokenizer-init)")
+    tokenizer = _tokenizer(state)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": llm.max_model_len,
+        "model_max_length": state.llm().max_model_len,
         "vocab_size": tokenizer.vocab_size,
         **tokenizer.special_tokens,
         "chat_template": state.chat_template if state.chat_template is not None else tokenizer.chat_template,

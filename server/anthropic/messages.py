@@ -18,7 +18,7 @@ from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.errors import REQUEST_ID_HEADER, UnavailableError, http_error, messages_error, new_request_id
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.response import EventStyle, encode_json, named_event, respond
+from pagoda.server.http.response import EventStyle, json_response, named_event, respond
 from pagoda.server.http.state import model_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
@@ -76,16 +76,13 @@ class MessagesBuilder:
                 yield from self._end(completion)
 
     def usage_chunk(self) -> Event | None:
-        """Return the final event."""
         return {"type": "message_stop"}
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Process an output without streaming."""
         for _ in self.chunks(prompt_index, output):
             pass
 
     def whole(self) -> dict[str, Any]:
-        """Return the message in its current state."""
         return {
             "id": self._id,
             "type": "message",
@@ -212,6 +209,4 @@ async def count_tokens(request: Request) -> Response:
         note_ignored(request, chat.ignored, body.own_name)
     except RequestError as error:
         raise body.in_own_names(error) from None
-    counted = {"input_tokens": len(chat.token_ids)}
-    headers = {REQUEST_ID_HEADER: new_request_id()}
-    return Response(encode_json(counted), media_type="application/json", headers=headers)
+    return json_response({"input_tokens": len(chat.token_ids)}, headers={REQUEST_ID_HEADER: new_request_id()})

@@ -10,12 +10,22 @@ from pydantic import Field, Tag
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat_prompt import Conversation, NamedTool
 from pagoda.server.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.fields import LIST, OTHER, TEXT, Null, OtherTool, Unsupported, by_type, refused, text_or_list
+from pagoda.server.http.fields import (
+    LIST,
+    OTHER,
+    TEXT,
+    Null,
+    OtherTool,
+    Unsupported,
+    by_type,
+    check_template_kwargs,
+    refused,
+    text_or_list,
+)
 
 
 class CacheControl(RequestBody):
@@ -281,9 +291,7 @@ class AnthropicCountTokensRequest(RequestBody):
             )
         if self.tool_choice is not None and (self.tool_choice.type == "tool") != (self.tool_choice.name is not None):
             raise RequestError("tool_choice", 'tool_choice.name is required for type "tool" and not allowed for others')
-        fault = template_kwargs_error(self.chat_template_kwargs or {})
-        if fault:
-            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+        check_template_kwargs(self.chat_template_kwargs)
 
     def conversation(self) -> Conversation:
         """Return the conversation in common form. Raise RequestError."""

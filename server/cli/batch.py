@@ -41,10 +41,220 @@ if TYPE_CHECKING:
     from pagoda.server.http.state import ServerState
     from pagoda.server.settings.resolve import Resolved
 
+SETTINGS: Final = OWN_SETTINGS["run-batch"]
+TERMINATED: Final = 128 + signal.SIGTERM
+QUEUED_PER_RUNNING: Final = 4  # requests submitted per running slot: keeps the engine full and memory bounded
 
-# Lines of a batch:
-#
-# requests in OpenAI's batch format, the lines that answer them, and resuming after a partial output.
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: FlagParser) -> None:
+    add_settings(parser, SETTINGS.values())
+    AsyncEngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the file. Returns 0 if every request succeeded, else 1. Raises the error that prevents the start."""
+    _, engine_config, config, server_config = _prepared(args)
+    with open_source(config.source) as source, BatchOutput(config.target, config.output_tmp_dir) as output:
+        total = count_requests(source)
+        batch = resumed(source, engine_config.model.model, output)
+        if batch.answered:
+            logger.info("%d requests were answered by a previous run", batch.answered)
+        client = start_engine(engine_config, in_process=server_config.disable_frontend_multiprocessing)
+        try:
+            answered, failed = _run(engine_config, config, server_config, client, batch, total, output)
+        except asyncio.CancelledError:
+            return TERMINATED
+        finally:
+            client.close()
+    if failed:
+        print(f"{failed} of {answered} requests failed; see their lines in {shown(config.target)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
+    """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights.
+
+    The batch's files are not opened: the input may be a download, and an open output file is locked against other runs.
+    """
+    from pagoda.server.startup.engine import check_engine
+
+    settings, engine_config, _, server_config = _prepared(args)
+    check_start(engine_config, in_process=server_config.disable_frontend_multiprocessing)
+    return settings, check_engine(engine_config, "server", settings.sources)
+
+
+def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, BatchConfig, ServerConfig]:
+    """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
+    settings = resolve_settings(args, ENGINE_SETTINGS, SETTINGS)
+    configure(build(LoggingConfig, settings.values, ENGINE_SETTINGS.values()))
+    engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()
+    batch = build(BatchConfig, settings.values, SETTINGS.values())
+    server = build(ServerConfig, settings.values, SETTINGS.values())
+    check_formats(engine, server)
+    return settings, engine, batch, server
+
+
+def _run(
+    engine_config: EngineConfig,
+    config: BatchConfig,
+    server_config: ServerConfig,
+    client: Any,
+    batch: BatchFile,
+    total: int | None,
+    output: BatchOutput,
+) -> tuple[int, int]:
+    from pagoda.common.observe.metrics import Metrics
+    from pagoda.server.async_llm import AsyncLLM
+    from pagoda.server.http.state import ServerState
+
+    llm = AsyncLLM(engine_config, wait=False, client=client)
+    metrics = Metrics(llm.names[0])
+    llm.on_step = metrics.on_step
+    metrics_context = (
+        metrics_server(metrics, config.url, server_config.port) if config.enable_metrics else contextlib.nullcontext()
+    )
+    with metrics_context:
+        return asyncio.run(_answer_all(ServerState(llm, server_config, metrics), batch, total, output))
+
+
+@contextlib.contextmanager
+def metrics_server(metrics: Metrics, address: str, port: int) -> Iterator[None]:
+    """Serve GET /metrics from a thread. Raises ConfigError if the address is in use or invalid."""
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(port, address, metrics.registry)
+    except OSError as error:
+        flag = "--port" if error.errno in (98, 48, 13) else "--url"
+        raise ConfigError(flag, f"cannot listen on {address}:{port}: {error.strerror}; choose another {flag}") from None
+    logger.info("metrics at http://%s:%d/metrics", address, server.server_port)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+async def _answer_all(state: ServerState, batch: BatchFile, total: int | None, output: BatchOutput) -> tuple[int, int]:
+    """Answer all remaining lines. Returns the numbers of answers and of errors, previous runs included.
+
+    Raises EngineDeadError if the engine dies; unanswered lines are left to the next run.
+    """
+    from tqdm import tqdm
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    statistics = None
+    try:
+        await state.wait_until_ready()
+        info = state.engine.info
+        logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
+        if not state.engine.config.observability.disable_log_stats:
+            statistics = asyncio.ensure_future(state.log_stats())
+        answered, failed = batch.answered, batch.failed
+        with tqdm(total=total, initial=answered, desc="Batch", unit=" requests", disable=None) as bar:
+            async with contextlib.aclosing(_answers(state, batch.lines)) as answers:
+                async for line, succeeded in answers:
+                    if not succeeded and state.engine.errored:
+                        raise state.engine.dead_error
+                    output.write(line)
+                    answered, failed = answered + 1, failed + (not succeeded)
+                    bar.update()
+        output.finish()
+        return answered, failed
+    finally:
+        if statistics is not None:
+            statistics.cancel()
+        state.engine.shutdown()
+
+
+async def _answers(state: ServerState, lines: Iterator[Line]) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """Yield (answer line, whether it succeeded) per request, in order."""
+    from pagoda.server.app import create_app
+
+    app = create_app(state)
+    config, limits = state.engine.config, state.engine.info.limits
+    max_queued = QUEUED_PER_RUNNING * limits.max_num_seqs * config.parallel.data_parallel_size
+    max_queued = min(max_queued, config.scheduler.max_num_queued_reqs or max_queued)
+    queued: deque[asyncio.Task[tuple[bytes, bool]]] = deque()
+    try:
+        for line in lines:
+            if len(queued) >= max_queued:
+                yield await queued.popleft()
+            queued.append(asyncio.ensure_future(_answer(app, line)))
+        while queued:
+            yield await queued.popleft()
+    finally:
+        for each in queued:
+            each.cancel()
+        await asyncio.gather(*queued, return_exceptions=True)
+
+
+async def _answer(app: Any, line: Line) -> tuple[bytes, bool]:
+    try:
+        request = parse_line(line.raw, line.number)
+    except LineError as error:
+        return error_line(line.id, error), False
+    status, body = await post(app, request.url, bytes(request.body))
+    return answer_line(line.id, request.custom_id, status, body), status < 400
+
+
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """POST JSON to the application in this process.
+
+    Returns status and body; an exception is logged and answered 500.
+    """
+    exchange = _AsgiExchange(body)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+    try:
+        await app(scope, exchange.receive, exchange.send)
+    except Exception:
+        if not exchange.status:
+            raise
+        logger.exception("%s failed", path)
+    return exchange.status, bytes(exchange.body)
+
+
+class _AsgiExchange:
+    """The client side of an ASGI call: sends one body, stays connected and collects the answer."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request: bytes | None = request
+        self.status = 0
+        self.body = bytearray()
+
+    async def receive(self) -> dict[str, Any]:
+        if self._request is None:
+            await asyncio.Event().wait()
+        request, self._request = self._request, None
+        return {"type": "http.request", "body": request, "more_body": False}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.body += message.get("body", b"")
+
+
+# Request lines in OpenAI's batch format, the lines that answer them, and resuming after a partial output.
 
 ENDPOINTS: Final = (
     "/v1/chat/completions",
@@ -199,223 +409,3 @@ def resumed(source: IO[bytes], model: str, output: BatchOutput) -> BatchFile:
         answered, failed, end = answered + 1, failed + (not answer[1]), end + len(raw)
     output.resume(answered, end)
     return BatchFile(remaining, answered, failed)
-
-
-SETTINGS: Final = OWN_SETTINGS["run-batch"]
-TERMINATED: Final = 128 + signal.SIGTERM
-QUEUED_PER_RUNNING: Final = 4  # requests submitted per running slot: keeps the engine full and memory bounded
-
-logger = logging.getLogger(__name__)
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-    AsyncEngineArgs.add_cli_args(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Answer the file. Returns 0 if every request succeeded, else 1. Raises the error that prevents the start."""
-    engine_config, config, server_config = configurations(args)
-    with open_source(config.source) as source, BatchOutput(config.target, config.output_tmp_dir) as output:
-        total = count_requests(source)
-        batch = resumed(source, engine_config.model.model, output)
-        if batch.answered:
-            logger.info("%d requests were answered by a previous run", batch.answered)
-        client = start_engine(engine_config, in_process=server_config.disable_frontend_multiprocessing)
-        try:
-            answered, failed = _run(engine_config, config, server_config, client, batch, total, output)
-        except asyncio.CancelledError:
-            return TERMINATED
-        finally:
-            client.close()
-    if failed:
-        print(f"{failed} of {answered} requests failed; see their lines in {shown(config.target)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
-    """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights.
-
-    The batch's files are not opened: the input may be a download, and an open output file is locked against other runs.
-    """
-    from pagoda.server.startup.engine import check_engine
-
-    settled, engine_config, _, server_config = _prepared(args)
-    check_start(engine_config, in_process=server_config.disable_frontend_multiprocessing)
-    return settled, check_engine(engine_config, "server", settled.sources)
-
-
-def configurations(args: argparse.Namespace) -> tuple[EngineConfig, BatchConfig, ServerConfig]:
-    """Return the configurations of the command line, file and environment. Raises ConfigError."""
-    _, engine, batch, server = _prepared(args)
-    return engine, batch, server
-
-
-def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, BatchConfig, ServerConfig]:
-    settled = resolve_settings(args, ENGINE_SETTINGS, SETTINGS)
-    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()))
-    engine = AsyncEngineArgs.from_resolved(settled).create_engine_config()
-    batch = build(BatchConfig, settled.values, SETTINGS.values())
-    server = build(ServerConfig, settled.values, SETTINGS.values())
-    check_formats(engine, server)
-    return settled, engine, batch, server
-
-
-def _run(
-    engine_config: EngineConfig,
-    config: BatchConfig,
-    server_config: ServerConfig,
-    client: Any,
-    batch: BatchFile,
-    total: int | None,
-    output: BatchOutput,
-) -> tuple[int, int]:
-    from pagoda.common.observe.metrics import Metrics
-    from pagoda.server.async_llm import AsyncLLM
-    from pagoda.server.http.state import ServerState
-
-    llm = AsyncLLM(engine_config, wait=False, client=client)
-    metrics = Metrics(llm.names[0])
-    llm.on_step = metrics.on_step
-    metrics_context = (
-        metrics_server(metrics, config.url, server_config.port) if config.enable_metrics else contextlib.nullcontext()
-    )
-    with metrics_context:
-        return asyncio.run(_answer_all(ServerState(llm, server_config, metrics), batch, total, output))
-
-
-@contextlib.contextmanager
-def metrics_server(metrics: Metrics, address: str, port: int) -> Iterator[None]:
-    """Serve GET /metrics from a thread. Raises ConfigError if the address is in use or invalid."""
-    from prometheus_client import start_http_server
-
-    try:
-        server, thread = start_http_server(port, address, metrics.registry)
-    except OSError as error:
-        flag = "--port" if error.errno in (98, 48, 13) else "--url"
-        raise ConfigError(flag, f"cannot listen on {address}:{port}: {error.strerror}; choose another {flag}") from None
-    logger.info("metrics at http://%s:%d/metrics", address, server.server_port)
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-async def _answer_all(state: ServerState, batch: BatchFile, total: int | None, output: BatchOutput) -> tuple[int, int]:
-    """Answer all remaining lines. Returns the numbers of answers and of errors, previous runs included.
-
-    Raises EngineDeadError if the engine dies; unanswered lines are left to the next run.
-    """
-    from tqdm import tqdm
-
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    statistics = None
-    try:
-        await state.wait_until_ready()
-        info = state.engine.info
-        logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
-        if not state.engine.config.observability.disable_log_stats:
-            statistics = asyncio.ensure_future(state.log_stats())
-        answered, failed = batch.answered, batch.failed
-        with tqdm(total=total, initial=answered, desc="Batch", unit=" requests", disable=None) as bar:
-            async with contextlib.aclosing(_answers(state, batch.lines)) as answers:
-                async for line, good in answers:
-                    if not good and state.engine.errored:
-                        raise state.engine.dead_error
-                    output.write(line)
-                    answered, failed = answered + 1, failed + (not good)
-                    bar.update()
-        output.finish()
-        return answered, failed
-    finally:
-        if statistics is not None:
-            statistics.cancel()
-        state.engine.shutdown()
-
-
-async def _answers(state: ServerState, lines: Iterator[Line]) -> AsyncGenerator[tuple[bytes, bool], None]:
-    """Yield (answer line, whether it succeeded) per request, in order."""
-    from pagoda.server.app import create_app
-
-    app = create_app(state)
-    config, limits = state.engine.config, state.engine.info.limits
-    max_queued = QUEUED_PER_RUNNING * limits.max_num_seqs * config.parallel.data_parallel_size
-    max_queued = min(max_queued, config.scheduler.max_num_queued_reqs or max_queued)
-    queued: deque[asyncio.Task[tuple[bytes, bool]]] = deque()
-    try:
-        for line in lines:
-            if len(queued) >= max_queued:
-                yield await queued.popleft()
-            queued.append(asyncio.ensure_future(_answer(app, line)))
-        while queued:
-            yield await queued.popleft()
-    finally:
-        for each in queued:
-            each.cancel()
-        await asyncio.gather(*queued, return_exceptions=True)
-
-
-async def _answer(app: Any, line: Line) -> tuple[bytes, bool]:
-    pass  # DROPPED
-
-    try:
-        request = parse_line(line.raw, line.number)
-    except LineError as error:
-        return error_line(line.id, error), False
-    status, body = await post(app, request.url, bytes(request.body))
-    return answer_line(line.id, request.custom_id, status, body), status < 400
-
-
-async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """POST JSON to the application in this process.
-
-    Returns status and body; an exception is logged and answered 500.
-    """
-    answer = _Answer(body)
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-        "client": None,
-        "server": None,
-        "state": {},
-    }
-    try:
-        await app(scope, answer.receive, answer.send)
-    except Exception:
-        if not answer.status:
-            raise
-        logger.exception("%s failed", path)
-    return answer.status, bytes(answer.body)
-
-
-class _Answer:
-    """The client side of an ASGI call: sends one body, stays connected and collects the answer."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request: bytes | None = request
-        self.status = 0
-        self.body = bytearray()
-
-    async def receive(self) -> dict[str, Any]:
-        if self._request is None:
-            await asyncio.Event().wait()
-        request, self._request = self._request, None
-        return {"type": "http.request", "body": request, "more_body": False}
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.body += message.get("body", b"")

@@ -14,6 +14,42 @@ from pagoda.common.config.settings import build
 from pagoda.server.cli.http_client import ApiClient, ApiError
 from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
 
+SETTINGS: Final = OWN_SETTINGS["chat"]
+
+
+def add_arguments(parser: FlagParser) -> None:
+    add_settings(parser, SETTINGS.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chat until the end of the input, or once with --quick. Returns 0. Raises ApiError."""
+    values = resolve_flags(args, SETTINGS)
+    config: ClientConfig = build(ClientConfig, values, SETTINGS.values())
+    chat: ChatConfig = build(ChatConfig, values, SETTINGS.values())
+    client, model = connect(config)
+    messages = [{"role": "system", "content": chat.system_prompt}] if chat.system_prompt else []
+    for line in input_lines(config):
+        messages.append({"role": "user", "content": line})
+        answer = show(_answer(client, model, messages, config.max_tokens))
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _answer(
+    client: ApiClient, model: str, messages: list[dict[str, str]], max_tokens: int | None
+) -> Iterator[TerminalReply]:
+    body: dict[str, object] = {"model": model, "messages": messages}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    for event in client.stream("/chat/completions", body):
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            yield TerminalReply(delta.get("reasoning") or "", reasoning=True)
+            yield TerminalReply(delta.get("content") or "")
+
+
+# Shared with `pagoda complete`.
+
 
 def connect(config: ClientConfig) -> tuple[ApiClient, str]:
     """Return a client of the server and the name of the model. Raises ApiError or ConfigError."""
@@ -64,37 +100,3 @@ def show(pieces: Iterable[TerminalReply]) -> str:
         print(piece.text, end="", flush=True)
     print(bright if reasoning else "")
     return "".join(content)
-
-
-SETTINGS: Final = OWN_SETTINGS["chat"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
-def run(args: argparse.Namespace) -> int:
-    """Chat until the end of the input, or once with --quick. Returns 0. Raises ApiError."""
-    values = resolve_flags(args, SETTINGS)
-    config: ClientConfig = build(ClientConfig, values, SETTINGS.values())
-    chat: ChatConfig = build(ChatConfig, values, SETTINGS.values())
-    client, model = connect(config)
-    messages = [{"role": "system", "content": chat.system_prompt}] if chat.system_prompt else []
-    for line in input_lines(config):
-        messages.append({"role": "user", "content": line})
-        answer = show(_answer(client, model, messages, config.max_tokens))
-        messages.append({"role": "assistant", "content": answer})
-    return 0
-
-
-def _answer(
-    client: ApiClient, model: str, messages: list[dict[str, str]], max_tokens: int | None
-) -> Iterator[TerminalReply]:
-    body: dict[str, object] = {"model": model, "messages": messages}
-    if max_tokens is not None:
-        body["max_tokens"] = max_tokens
-    for event in client.stream("/chat/completions", body):
-        for choice in event["choices"]:
-            delta = choice["delta"]
-            yield TerminalReply(delta.get("reasoning") or "", reasoning=True)
-            yield TerminalReply(delta.get("content") or "")

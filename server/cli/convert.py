@@ -37,12 +37,12 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and print a summary. Returns 0. Raises ConfigError or ModelError."""
-    settled = resolve_settings(
+    settings = resolve_settings(
         argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS
     )
-    config: ConvertConfig = build(ConvertConfig, settled.values, SETTINGS.values())
+    config: ConvertConfig = build(ConvertConfig, settings.values, SETTINGS.values())
     with _output_folder(Path(args.out)) as folder:
-        resolved = _resolved(args.model_tag, settled)
+        resolved = _resolved(args.model_tag, settings)
         architectures = tuple(resolved.hf_config["architectures"])
         tokenizer = open_tokenizer(resolved.config)
         manifest = load_converter().convert(
@@ -63,13 +63,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resolved(model: str, settled: ResolvedSettings) -> Resolved:
+def _resolved(model: str, settings: ResolvedSettings) -> Resolved:
     """Resolve the model to convert. Raises ConfigError or ModelError."""
     defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
-    given = {name: value for name, value in settled.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
+    given = {name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
     values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
-    engine = EngineArgs.from_resolved(replace(settled, values=values)).create_engine_config()
-    resolved = resolve(engine, "llm", settled.sources, weights=True)
+    engine = EngineArgs.from_resolved(replace(settings, values=values)).create_engine_config()
+    resolved = resolve(engine, "llm", settings.sources, weights=True)
     if isinstance(resolved.checkpoint, ShardedCheckpoint):
         raise ConfigError("MODEL", f"{model} is already converted and loads on any number of devices; serve it")
     return resolved

@@ -1,4 +1,7 @@
-"""`pagoda doctor`: check this machine, and report what to fix before a server is started on it."""
+"""`pagoda doctor`: check this machine, and report what to fix before a server is started on it.
+
+A check yields findings with their remedy and never raises.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
-# The checks of `pagoda doctor`: each yields findings that say what to do, and never raises.
-
 Level = Literal["ok", "warn", "fail"]
 
 
@@ -44,6 +45,26 @@ class Finding:
 Findings: TypeAlias = Iterator[Finding]
 Check: TypeAlias = Callable[[DoctorConfig], Findings]
 
+SETTINGS: Final = COMMAND_SETTINGS["doctor"]
+
+
+def add_arguments(parser: FlagParser) -> None:
+    add_settings(parser, SETTINGS.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line per finding. Returns 1 if something would prevent the server from starting."""
+    config: DoctorConfig = build(DoctorConfig, resolve_settings(args, SETTINGS).values, SETTINGS.values())
+    redact = Redactor()
+    findings: list[Finding] = []
+    for check in CHECKS:
+        for finding in check(config):
+            findings.append(finding)
+            print(f"{finding.level:<6}{finding.subject:<15}{redact(' '.join(finding.text.split()))}", flush=True)
+    fails, warnings = (sum(each.level == level for each in findings) for level in ("fail", "warn"))
+    print(f"{fails} errors, {warnings} warnings" if fails or warnings else "nothing to fix")
+    return 1 if fails else 0
+
 
 def backends(config: DoctorConfig) -> Findings:
     """Check which backend would run, and why the others would not."""
@@ -55,7 +76,7 @@ def backends(config: DoctorConfig) -> Findings:
     for entry in BACKENDS:
         obstacle = entry.obstacle()
         if entry.name == chosen:
-            yield _serving(entry)
+            yield _chosen_backend(entry)
         elif entry.name == config.backend or not entry.needs:
             continue
         elif obstacle is not None and entry.name != "reference" and entry.has_device():
@@ -68,7 +89,7 @@ def backends(config: DoctorConfig) -> Findings:
             )
 
 
-def _serving(entry: Entry) -> Finding:
+def _chosen_backend(entry: Entry) -> Finding:
     """Return the finding of the chosen backend, from its framework where that knows more than the device files."""
     if entry.ranks is None:
         return Finding("ok", "backend", f"{entry.name}, on {entry.device}")
@@ -80,7 +101,7 @@ def _serving(entry: Entry) -> Finding:
     return Finding("ok", "backend", f"{entry.name}, on {entry.device if runtime.needs_gpu() else 'CPU tensors'}")
 
 
-def spreading(config: DoctorConfig) -> Findings:
+def parallelism(config: DoctorConfig) -> Findings:
     """Check that the parallel sizes fit the devices, if more than one is requested."""
     tensor, data = config.tensor_parallel_size, config.data_parallel_size
     wanted = tensor * data
@@ -165,8 +186,8 @@ def devices(config: DoctorConfig) -> Findings:
 def processor(config: DoctorConfig) -> Findings:
     """Check vector instructions, number of cores and the container's CPU quota."""
     features = ", ".join(machine.vector_features()) or "no known vector instructions"
-    wide = "" if machine.has_bfloat16() else "; no bfloat16, so products run in float32 and weights take more memory"
-    yield Finding("ok", "processor", f"{machine.processor()}: {features}{wide}")
+    note = "" if machine.has_bfloat16() else "; no bfloat16, so products run in float32 and weights take more memory"
+    yield Finding("ok", "processor", f"{machine.processor()}: {features}{note}")
     cores, quota = machine.cores(), machine.cpu_quota()
     if quota is not None and quota < cores and env.OMP_NUM_THREADS.read() is None:
         threads = max(1, int(quota))
@@ -178,7 +199,6 @@ def processor(config: DoctorConfig) -> Findings:
 
 
 def memory(config: DoctorConfig) -> Findings:
-    """Check free memory."""
     total, free = machine.memory()
     text = f"{machine.gib(free)} of {machine.gib(total)} free"
     if free < MIN_MEMORY_BYTES:
@@ -251,7 +271,6 @@ def port(config: DoctorConfig) -> Findings:
 
 
 def hub(config: DoctorConfig) -> Findings:
-    """Check that the hub is reachable."""
     if env.HF_HUB_OFFLINE.is_on():
         yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: only downloaded models can be used")
         return
@@ -354,27 +373,6 @@ def _within(version: str, wanted: str) -> bool | None:
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    *(python_version, packages, backends, devices, spreading, processor, memory, folders),
+    *(python_version, packages, backends, devices, parallelism, processor, memory, folders),
     *(port, hub, limits, environment, model),
 )
-
-
-SETTINGS: Final = COMMAND_SETTINGS["doctor"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print a line per finding. Returns 1 if something would prevent the server from starting."""
-    config: DoctorConfig = build(DoctorConfig, resolve_settings(args, SETTINGS).values, SETTINGS.values())
-    redact = Redactor()
-    findings: list[Finding] = []
-    for check in CHECKS:
-        for finding in check(config):
-            findings.append(finding)
-            print(f"{finding.level:<6}{finding.subject:<15}{redact(' '.join(finding.text.split()))}", flush=True)
-    fails, warnings = (sum(each.level == level for each in findings) for level in ("fail", "warn"))
-    print(f"{fails} errors, {warnings} warnings" if fails or warnings else "nothing to fix")
-    return 1 if fails else 0

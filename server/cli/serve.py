@@ -41,6 +41,82 @@ if TYPE_CHECKING:
     from pagoda.server.settings.resolve import Resolved
 
 
+BACKLOG: Final = 2048
+
+_GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: FlagParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
+    AsyncEngineArgs.add_cli_args(parser)
+    add_settings(parser, SERVER_SETTINGS.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal (returns 0) or an engine failure (1). Raises the error that prevents the start."""
+    start_time = time.monotonic()
+    _, engine_config, config = _prepared(args)
+    if config.headless:
+        return run_headless(engine_config)
+    listener = bind(config)
+    client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
+    try:
+        from pagoda.server.async_llm import AsyncLLM
+
+        llm = AsyncLLM(engine_config, wait=False, client=client)
+        return _serve(llm, config, listener, start_time)
+    finally:
+        client.close()
+        listener.close()
+        _remove_socket(config)
+
+
+def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
+    """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights."""
+    from pagoda.server.async_llm import AsyncLLM
+    from pagoda.server.startup.engine import check_engine
+
+    settings, engine_config, config = _prepared(args)
+    if config.headless:
+        check_folder(engine_config.runtime)
+    else:
+        bind(config).close()
+        _remove_socket(config)
+        check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
+        _application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+    return settings, check_engine(engine_config, "server", settings.sources)
+
+
+def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
+    """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
+    settings = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
+    configure(build(LoggingConfig, settings.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    engine_config, config = _configured(settings)
+    check_machine(engine_config)  # before a model is downloaded that this machine cannot run
+    return settings, engine_config, config
+
+
+def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """Return the configurations of the command line, file and environment. Raises ConfigError."""
+    return _configured(resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS))
+
+
+def _configured(settings: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]:
+    """Return both configurations. Raises ConfigError."""
+    server = build(ServerConfig, settings.values, SERVER_SETTINGS.values())
+    if server.enable_log_outputs and not settings.values["enable_log_requests"]:
+        raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
+    engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()
+    check_headless(engine.parallel, server.headless)
+    check_formats(engine, server)
+    return engine, server
+
+
+# Headless: a host other than host 0.
+
+
 class _Stopped(BaseException):
     """SIGTERM or SIGINT."""
 
@@ -88,77 +164,7 @@ def _stopping_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-BACKLOG: Final = 2048
-
-_GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
-
-logger = logging.getLogger(__name__)
-
-
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    AsyncEngineArgs.add_cli_args(parser)
-    add_settings(parser, SERVER_SETTINGS.values())
-
-
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (returns 0) or an engine failure (1). Raises the error that prevents the start."""
-    start_time = time.monotonic()
-    _, engine_config, config = _prepared(args)
-    if config.headless:
-        return run_headless(engine_config)
-    listener = bind(config)
-    client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
-    try:
-        from pagoda.server.async_llm import AsyncLLM
-
-        llm = AsyncLLM(engine_config, wait=False, client=client)
-        return _serve(llm, config, listener, start_time)
-    finally:
-        client.close()
-        listener.close()
-        _remove_socket(config)
-
-
-def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
-    """Return the settings and the resolved engine. Raises every error that `run` raises before it reads weights."""
-    from pagoda.server.async_llm import AsyncLLM
-    from pagoda.server.startup.engine import check_engine
-
-    settled, engine_config, config = _prepared(args)
-    if config.headless:
-        check_folder(engine_config.runtime)
-    else:
-        bind(config).close()
-        _remove_socket(config)
-        check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
-        _application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
-    return settled, check_engine(engine_config, "server", settled.sources)
-
-
-def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
-    """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
-    settled = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
-    configure(build(LoggingConfig, settled.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
-    engine_config, config = configured(settled)
-    check_machine(engine_config)  # before a model is downloaded that this machine cannot run
-    return settled, engine_config, config
-
-
-def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """Return the configurations of the command line, file and environment. Raises ConfigError."""
-    return configured(resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS))
-
-
-def configured(settled: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]:
-    """Return both configurations. Raises ConfigError."""
-    server = build(ServerConfig, settled.values, SERVER_SETTINGS.values())
-    if server.enable_log_outputs and not settled.values["enable_log_requests"]:
-        raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
-    engine = AsyncEngineArgs.from_resolved(settled).create_engine_config()
-    check_headless(engine.parallel, server.headless)
-    check_formats(engine, server)
-    return engine, server
+# The listening socket.
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -215,6 +221,9 @@ def _remove_socket(config: ServerConfig) -> None:
             os.unlink(config.uds)
 
 
+# The server.
+
+
 def _application(llm: AsyncLLM, config: ServerConfig) -> tuple[HttpServer, ServerState]:
     """Return the HTTP server and the state that its routes share. Raises ConfigError."""
     from pagoda.common.observe.metrics import Metrics
@@ -239,7 +248,7 @@ async def _until_stopped(server: HttpServer, state: ServerState, listener: socke
     http = asyncio.ensure_future(server.serve(sockets=[listener]))
     stop = asyncio.Event()
     _on_signals(server, stop)
-    logger.info("listening on %s, loading %s", _shown(listener, state.config), state.engine.config.model.model)
+    logger.info("listening on %s, loading %s", _address(listener, state.config), state.engine.config.model.model)
     stopped = asyncio.ensure_future(stop.wait())
     engine_watch = asyncio.ensure_future(_watch_engine(state, start_time))
     try:
@@ -305,7 +314,7 @@ def _phases(phases: tuple[tuple[str, float], ...]) -> str:
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases)
 
 
-def _shown(listener: socket.socket, config: ServerConfig) -> str:
+def _address(listener: socket.socket, config: ServerConfig) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]

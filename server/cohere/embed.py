@@ -70,7 +70,6 @@ class CohereEmbedRequest(RequestBody):
 
     @property
     def text_options(self) -> TextOptions:
-        """Tokenization options."""
         if self.truncate == "NONE":
             return TextOptions()
         return TextOptions(
@@ -84,11 +83,9 @@ class CohereEmbedRequest(RequestBody):
         return self.max_tokens if self.truncate == "NONE" else None
 
     def params(self) -> PoolingParams:
-        """Return PoolingParams."""
         return PoolingParams(task="embed", dimensions=self.output_dimension)
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """Return `error` with this request's field names."""
         names = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
         field = names.get(error.field, error.field)
         own = RequestError(field, str(error).replace(error.field, field) if error.field else str(error))

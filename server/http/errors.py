@@ -76,7 +76,9 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(500, "internal error; see the server's log")
 
 
-PREFIX: Final = "/v1/messages"  # path prefix of the Messages API
+# The Messages API.
+
+_MESSAGES_PATH: Final = "/v1/messages"
 
 REQUEST_ID_HEADER: Final = "request-id"
 
@@ -100,7 +102,7 @@ def new_request_id() -> str:
 
 def is_messages_path(path: str) -> bool:
     """Return whether the path belongs to the Messages API."""
-    return path == PREFIX or path.startswith(PREFIX + "/")
+    return path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/")
 
 
 def messages_error(error: HttpError, request_id: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Sampling and structured-output fields shared by chat and text completions, converted to SamplingParams."""
+"""Request fields that several APIs share, and log-probabilities in their responses.
+
+Structured outputs and sampling fields become SamplingParams. Unions refuse unsupported types by name.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,35 @@ from pagoda.common.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import INT64_MAX, Ignored, Int64, RequestBody, StringOrList, hint, unsupported
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
+
+# Prompts and chat templates.
+
+_IDS: Final = {"type": "array", "items": {"type": "integer"}}
+_TEXTS: Final = {"type": "array", "items": {"type": "string"}}
+PROMPTS_SCHEMA: Final[dict[str, Any]] = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}
+"""JSON schema of a text, texts, token ids, or lists of token ids."""
+
+
+def is_token_ids(value: Any) -> bool:
+    """Return whether a JSON value is a non-empty list of integers."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def is_prompts(values: Sequence[Any]) -> bool:
+    """Return whether JSON values are all texts or all token ids."""
+    return all(isinstance(each, str) for each in values) or all(map(is_token_ids, values))
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
+    """Raise RequestError for chat_template_kwargs that the server sets itself."""
+    fault = template_kwargs_error(kwargs or {})
+    if fault:
+        raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+
 
 # Structured outputs, in OpenAI's fields, vLLM's and vLLM's former `guided_*`.
 
@@ -372,8 +401,8 @@ class SamplingFields(StructuredFields):
             early_stopping=bool(self.early_stopping),
         )
 
-    def check_answered(self) -> None:
-        """Raise RequestError for fields of the render endpoints."""
+    def check_generation_fields(self) -> None:
+        """Raise RequestError for fields that only the render endpoints support."""
         if self.return_token_offsets:
             raise RequestError(
                 "return_token_offsets", "return_token_offsets is for the render endpoints only; leave it out"
@@ -435,12 +464,12 @@ class TokenNames:
         return list(self._tokenizer.token_bytes(token))
 
 
-def finite(value: float) -> float:
+def _finite(value: float) -> float:
     """Return the log-probability, at least LOWEST."""
     return max(value, LOWEST)
 
 
-def best(position: LogprobsOnePosition, count: int) -> list[tuple[int, Logprob]]:
+def _ranked(position: LogprobsOnePosition, count: int) -> list[tuple[int, Logprob]]:
     """Return the `count` most likely candidates of a position, best first; -1: all."""
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
     return ranked if count < 0 else ranked[:count]
@@ -450,10 +479,10 @@ def chat_logprobs(positions: Sequence[LogprobsOnePosition], count: int, names: T
     """Return `logprobs.content`: one entry per generated token with its `count` best candidates."""
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
-        return {"token": names.text(token), "logprob": finite(logprob.logprob), "bytes": names.raw(token)}
+        return {"token": names.text(token), "logprob": _finite(logprob.logprob), "bytes": names.raw(token)}
 
     return [
-        entry(*next(iter(position.items()))) | {"top_logprobs": [entry(*item) for item in best(position, count)]}
+        entry(*next(iter(position.items()))) | {"top_logprobs": [entry(*item) for item in _ranked(position, count)]}
         for position in positions
     ]
 
@@ -475,20 +504,20 @@ class CompletionLogprobs:
             self._offset += len(text)
             tokens.append(text)
             chosen = None if position is None else position.get(token)
-            logprobs.append(None if chosen is None else finite(chosen.logprob))
+            logprobs.append(None if chosen is None else _finite(chosen.logprob))
             tops.append(None if position is None else self._top(token, position))
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
     def _top(self, token: int, position: LogprobsOnePosition) -> dict[str, float]:
         """Return the chosen token, then the best candidates, as vLLM does."""
-        candidates = ({token: position[token]} if token in position else {}) | dict(best(position, self._count))
+        candidates = ({token: position[token]} if token in position else {}) | dict(_ranked(position, self._count))
         top: dict[str, float] = {}
         for each, logprob in candidates.items():
-            top.setdefault(self._names.text(each), finite(logprob.logprob))
+            top.setdefault(self._names.text(each), _finite(logprob.logprob))
         return top
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate chunks of completion logprobs."""
     keys = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
     return {key: [each for part in parts for each in part[key]] for key in keys}
@@ -500,16 +529,15 @@ def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
         None
         if position is None
         else {
-            str(token): {"logprob": finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
+            str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
             for token, each in position.items()
         }
         for position in positions
     ]
 
 
-# Unions discriminated by `type`, in which unsupported types are refused by name.
-#
-# Tags are not identifiers, so that error messages can leave them out of a field's path.
+# Unions discriminated by `type`, in which unsupported types are refused by name. Tags are not identifiers, so that
+# error messages can leave them out of a field's path.
 
 OTHER = "<other>"
 """Tag of unsupported types."""
@@ -563,18 +591,15 @@ class OtherTool(RequestBody):
         yield Ignored(path, "tool", reason, self.type)
 
 
-def _refuse_value(harmless: Sequence[Any]) -> BeforeValidator:
+def refused(*harmless: Any) -> BeforeValidator:
+    """Return Annotated metadata of an unsupported nested field that accepts null and `harmless` only."""
+
     def check(value: Any) -> Any:
         if value is None or any(type(value) is type(each) and value == each for each in harmless):
             return value
         raise PydanticCustomError("unsupported", "is not supported by this version of pagoda; leave it out")
 
     return BeforeValidator(check)
-
-
-def refused(*harmless: Any) -> Any:
-    """Return Annotated metadata of an unsupported nested field that accepts null and `harmless` only."""
-    return _refuse_value(harmless)
 
 
 Null = Annotated[Any, refused()]

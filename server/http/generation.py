@@ -1,6 +1,6 @@
-"""The prompts of one HTTP request in the engine: queued, metered, logged, and aborted when the client leaves.
+"""The prompts of one HTTP request in the engine: queued, metered, logged, and aborted when the client disconnects.
 
-The same for generation, whose outputs are merged into one stream, and for pooling, whose outputs are a list.
+Generation merges the outputs of its prompts into one stream; PoolingBatch returns a list.
 """
 
 from __future__ import annotations
@@ -177,6 +177,14 @@ class Generation(PromptBatch):
                     if log is not None:
                         log.log_output(meter.request_id, output)
                     yield index, output
+
+    async def final_outputs(self) -> list[RequestOutput]:
+        """Return the last output of each prompt. Raises as `outputs` does."""
+        final: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                final[index] = output
+        return [final[index] for index in range(len(self._prompts))]
 
     async def _start(self) -> list[RequestStream[RequestOutput]]:
         if self._log is not None:

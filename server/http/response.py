@@ -29,6 +29,12 @@ T = TypeVar("T")
 
 encode_json: Final = msgspec.json.Encoder().encode
 
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with `content` encoded as JSON."""
+    return Response(encode_json(content), status, headers, media_type="application/json")
+
+
 # What a route provides: outputs, and a builder that turns them into a response.
 
 
@@ -198,7 +204,7 @@ async def respond(
     if not stream:
         whole = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
         headers |= load_report(request.headers.get(LOAD_FORMAT_HEADER), state.engine.stats)
-        return Response(encode_json(whole), media_type="application/json", headers=headers)
+        return json_response(whole, headers=headers)
     pause, log_errors = config.sse_keep_alive_interval, config.log_error_stack
     events = _events(source, builder, style, pause=pause, log_errors=log_errors)
     first = await cancel_on_disconnect(request.receive, state.stopping, anext(events))
@@ -325,7 +331,6 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await cancel_on_disconnect(receive, self._stopping, self._send_all(scope.get(DIRECT_SEND, send)))

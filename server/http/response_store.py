@@ -22,7 +22,7 @@ class StoredResponse:
         self, response_id: str, snapshot: Callable[[], bytes], *, owner: bytes, keeps_events: bool = False
     ) -> None:
         self.id = response_id
-        self.owner = owner  # digest of the API key that may read it, see middleware.owner_of
+        self.owner = owner  # digest of the API key that may read it, see server.owner_of
         self.status: str | None = None  # None while it runs
         self.items = b""  # the conversation up to its end, as JSON, for follow-up requests; empty while it runs
         self._body = b""
@@ -39,7 +39,6 @@ class StoredResponse:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
         return self.status is None
 
     @property
@@ -58,7 +57,6 @@ class StoredResponse:
         return OVERHEAD + len(self._body) + len(self.items) + self._events_size
 
     def add_event(self, event: bytes) -> None:
-        """Append an event to its stream."""
         if self.events is not None:
             self.events.append(event)
             self._events_size += len(event)

@@ -40,7 +40,6 @@ class StopSignal:
         self._callbacks: set[Callable[[], None]] = set()
 
     def set(self) -> None:
-        """Set the signal and call all callbacks."""
         self._is_set = True
         for callback in list(self._callbacks):
             callback()
@@ -255,7 +254,7 @@ def model_of(state: ServerState, body: ToModel) -> str:
     return model
 
 
-def answer_id(request: Request, body: Identified, prefix: str) -> str:
+def request_id_of(request: Request, body: Identified, prefix: str) -> str:
     """Return `prefix` and the id of the body or X-Request-Id, by default a random one. Raise RequestError."""
     header = request.headers.get("x-request-id", "")
     if len(header) > MAX_ID_LENGTH:

@@ -13,7 +13,6 @@ from pydantic import Field
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
-from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.chat_prompt import (
     EFFORTS,
@@ -36,9 +35,15 @@ from pagoda.server.http.body import (
     read_body,
     unsupported,
 )
-from pagoda.server.http.fields import SamplingFields, chat_logprobs, check_stream_options, prompt_logprobs
+from pagoda.server.http.fields import (
+    SamplingFields,
+    chat_logprobs,
+    check_stream_options,
+    check_template_kwargs,
+    prompt_logprobs,
+)
 from pagoda.server.http.response import respond
-from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
+from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import OutputParser
@@ -111,9 +116,7 @@ class ChatFields(SamplingFields):
             )
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError("max_tokens", "max_tokens and max_completion_tokens differ; set only one of them")
-        fault = template_kwargs_error(self.chat_template_kwargs or {})
-        if fault:
-            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+        check_template_kwargs(self.chat_template_kwargs)
 
     @property
     def starts_message(self) -> bool:
@@ -130,7 +133,6 @@ class ChatFields(SamplingFields):
         return self.tool_choice
 
     def conversation_of(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-        """Return the conversation with these messages."""
         return Conversation(
             messages=messages,
             tools=offered_tools(self.tools or ()),
@@ -195,7 +197,6 @@ class ChatCompletionRequest(ChatFields):
         check_messages("messages", self.messages)
 
     def conversation(self) -> Conversation:
-        """Return the conversation."""
         return self.conversation_of(self.messages)
 
 
@@ -221,7 +222,6 @@ class BatchChatCompletionRequest(ChatFields):
             check_messages(f"messages[{index}]", messages)
 
     def conversations(self) -> Iterator[Conversation]:
-        """Yield the conversations."""
         return map(self.conversation_of, self.messages)
 
 
@@ -369,7 +369,6 @@ class ChatCompletionBuilder(CompletionBuilder):
         self._content_only = not needs_frames  # chunks but a choice's last consist of content only
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
-        """Yield the stream chunks of an output."""
         self.usage.count(prompt_index, output)
         for completion in output.outputs:
             index = self._index(prompt_index, completion)
@@ -386,7 +385,6 @@ class ChatCompletionBuilder(CompletionBuilder):
                 yield from self._chunks(index, choice, completion)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Add an output to the whole response."""
         self.usage.count(prompt_index, output)
         if not prompt_index:
             self._prompt_fields = self._about_prompt(output)
@@ -402,7 +400,6 @@ class ChatCompletionBuilder(CompletionBuilder):
             choice.stop_reason = completion.stop_reason
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
         return self._whole(choices) | {"prompt_logprobs": None, "prompt_token_ids": None} | self._prompt_fields
 
@@ -525,7 +522,7 @@ async def _answer(
     try:
         prompts = [await prepare(state, conversation, params) for conversation in conversations]
         note_ignored(request, prompts[0].ignored, body.own_name)
-        request_id = answer_id(request, body, "chatcmpl")
+        request_id = request_id_of(request, body, "chatcmpl")
         source = output_source(state, body, request_id, prompts, prompts[0].params)
         builder = ChatCompletionBuilder(body, request_id, model, state.config, state.tokenizer(), prompts)
         return await respond(request, state, source, best_of(builder, body), stream=bool(body.stream))

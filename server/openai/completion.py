@@ -16,9 +16,18 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Int64, read_body, unsupported
-from pagoda.server.http.fields import CompletionLogprobs, SamplingFields, check_stream_options, joined, prompt_logprobs
+from pagoda.server.http.fields import (
+    PROMPTS_SCHEMA,
+    CompletionLogprobs,
+    SamplingFields,
+    check_stream_options,
+    is_prompts,
+    is_token_ids,
+    join_logprobs,
+    prompt_logprobs,
+)
 from pagoda.server.http.response import respond
-from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
+from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept
@@ -27,17 +36,13 @@ from pagoda.server.processing.prompt_embeds import from_base64
 MAX_PROMPTS: Final = 4096
 DEFAULT_MAX_TOKENS: Final = 16
 
-_IDS = {"type": "array", "items": {"type": "integer"}}
-_TEXTS = {"type": "array", "items": {"type": "string"}}
-_PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}
-
 
 class CompletionRequest(SamplingFields):
     """A text completion of one prompt or several, as text or token ids."""
 
     searches_beams: ClassVar[bool] = True
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = None
     echo: bool | None = False
     logprobs: Int64 | None = None
     max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default.")
@@ -82,11 +87,11 @@ class CompletionRequest(SamplingFields):
             raise RequestError("prompt", "prompt must be a string, a list of strings, or token ids")
         if not prompt:
             raise RequestError("prompt", "prompt is empty")
-        if _is_ids(prompt):
+        if is_token_ids(prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
             raise RequestError("prompt", f"prompt has {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed")
-        if all(isinstance(each, str) for each in prompt) or all(_is_ids(each) for each in prompt):
+        if is_prompts(prompt):
             return prompt
         raise RequestError("prompt", "prompt must be a string, a list of strings, token ids, or lists of token ids")
 
@@ -102,10 +107,6 @@ class CompletionRequest(SamplingFields):
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             own["prompt_logprobs"] = self.logprobs
         return self.sampling_params(defaults, **own)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
 # Response builder.
@@ -151,7 +152,6 @@ class TextCompletionBuilder(CompletionBuilder):
         self._text_only = not (needs_frames or self._reports_running_usage)  # chunks but a choice's last
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
-        """Yield the stream chunks of an output."""
         self._note(prompt_index, output)
         for completion in output.outputs:
             index = self._index(prompt_index, completion)
@@ -174,14 +174,12 @@ class TextCompletionBuilder(CompletionBuilder):
             yield self._chunk(chunk)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Add an output to the whole response."""
         self._note(prompt_index, output)
         for completion in output.outputs:
             piece = self._piece(prompt_index, completion)
             self._choices[self._index(prompt_index, completion)].pieces.append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response."""
         return self._whole([self._whole_choice(index, self._choices[index].pieces) for index in sorted(self._choices)])
 
     def _text_event(self, index: int, choice: _CompletionChoice) -> TextEvent:
@@ -198,7 +196,7 @@ class TextCompletionBuilder(CompletionBuilder):
         return {
             "index": index,
             "text": "".join(piece.text for piece in pieces),
-            "logprobs": joined(parts) if self._request.logprobs is not None else None,
+            "logprobs": join_logprobs(parts) if self._request.logprobs is not None else None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
             "prompt_logprobs": prompt_logprobs(positions) if positions is not None else None,
@@ -231,7 +229,9 @@ class TextCompletionBuilder(CompletionBuilder):
                 prompt = self._echoed_logprobs(prompt_index, choice)
         logprobs = choice.logprobs.take(ids, positions) if self._request.logprobs is not None and positions else None
         parts = [part for part in (prompt, logprobs) if part is not None]
-        return _Piece(text, ids, joined(parts) if parts else None, completion.finish_reason, completion.stop_reason)
+        return _Piece(
+            text, ids, join_logprobs(parts) if parts else None, completion.finish_reason, completion.stop_reason
+        )
 
     def _echoed_logprobs(self, prompt_index: int, choice: _CompletionChoice) -> dict[str, Any] | None:
         if self._request.logprobs is None:
@@ -270,7 +270,7 @@ async def completions(request: Request) -> Response:
         params = body.params(state.llm().info.sampling_defaults)
         prompts: list[PromptType] = [await embeds_of(state, body, text) for text in body.embeds]
         prompts += [await prompt_of(state, body, prompt, params) for prompt in body.prompts]
-        request_id = answer_id(request, body, "cmpl")
+        request_id = request_id_of(request, body, "cmpl")
         source = output_source(state, body, request_id, prompts, params)
         builder = TextCompletionBuilder(body, request_id, model, state.config, state.tokenizer())
         return await respond(request, state, source, best_of(builder, body), stream=bool(body.stream))

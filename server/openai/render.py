@@ -13,7 +13,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.chat_prompt import prepare
 from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.fields import SamplingFields
-from pagoda.server.http.state import ServerState, answer_id, model_of, server_of
+from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.openai.chat import ChatCompletionRequest
 from pagoda.server.openai.completion import CompletionRequest, prompt_of
 from pagoda.server.processing.inputs import Prompt, PromptType
@@ -33,7 +33,7 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
         raise RequestError("prompt_embeds", "prompt_embeds have no tokens to render; leave it out")
     try:
         params = body.params(state.llm().info.sampling_defaults)
-        name = answer_id(request, body, "cmpl")
+        name = request_id_of(request, body, "cmpl")
         prompts = [await prompt_of(state, body, each, params) for each in body.prompts]
         special = body.add_special_tokens is not False
         return [await _preview(state, body, f"{name}-{i}", model, p, params, special) for i, p in enumerate(prompts)]
@@ -51,7 +51,7 @@ async def render_chat(request: Request) -> dict[str, Any]:
     try:
         prompt = await prepare(state, body.conversation(), params)
         note_ignored(request, prompt.ignored, body.own_name)
-        name = answer_id(request, body, "chatcmpl")
+        name = request_id_of(request, body, "chatcmpl")
         special = bool(body.add_special_tokens)
         preview = await _preview(state, body, name, model, prompt, prompt.params, special)
         return preview | {"prompt_text": prompt.text} if body.return_prompt_text else preview

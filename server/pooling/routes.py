@@ -12,11 +12,11 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.chat_prompt import rendered
+from pagoda.server.chat_prompt import render
 from pagoda.server.http.body import parse_body, read_json
 from pagoda.server.http.generation import PoolingBatch
-from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header
-from pagoda.server.http.state import Identified, ServerState, answer_id, server_of
+from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header, json_response
+from pagoda.server.http.state import Identified, ServerState, request_id_of, server_of
 from pagoda.server.outputs import RawPoolingOutput
 from pagoda.server.pooling.fields import (
     ChatT,
@@ -67,7 +67,7 @@ class PoolingCall:
         """Create a call. Raise ModelNotFoundError, UnavailableError, or RequestError for a generative model."""
         state = server_of(request)
         model = state.model_name(body.model)
-        return cls(request, body, state, answer_id(request, body, prefix), model, state.llm().pooling_inputs)
+        return cls(request, body, state, request_id_of(request, body, prefix), model, state.llm().pooling_inputs)
 
     async def run(
         self, params: PoolingParams, make: Callable[[], list[Prompt]], characters: int
@@ -88,7 +88,7 @@ class PoolingCall:
         return PoolingMeta(self.id, int(time.time()), self.model, count_tokens(outputs))
 
     def json(self, content: dict[str, Any]) -> Response:
-        return Response(encode_json(content), media_type="application/json", headers=self.headers)
+        return json_response(content, headers=self.headers)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -122,7 +122,6 @@ async def pooling(request: Request) -> Response:
 
 
 async def handle_embeddings(request: Request, raw: bytes) -> Response:
-    """Handle a body of /v1/embeddings."""
     body = _body(request, EmbeddingChatRequest, EmbeddingCompletionRequest, raw)
     call = PoolingCall.of(request, body, "embd")
     outputs = await _outputs(call, body, body.params("embed"), body.encoding)
@@ -130,7 +129,6 @@ async def handle_embeddings(request: Request, raw: bytes) -> Response:
 
 
 async def handle_pooling(request: Request, raw: bytes) -> Response:
-    """Handle a body of /pooling."""
     body = _body(request, PoolingChatRequest, PoolingCompletionRequest, raw)
     call = PoolingCall.of(request, body, "pooling")
     outputs = await _outputs(call, body, body.params(body.task), body.encoding)
@@ -138,7 +136,6 @@ async def handle_pooling(request: Request, raw: bytes) -> Response:
 
 
 async def handle_classify(request: Request, raw: bytes) -> Response:
-    """Handle a body of /classify."""
     body = _body(request, ClassificationChatRequest, ClassificationCompletionRequest, raw)
     call = PoolingCall.of(request, body, "classify")
     outputs = await _outputs(call, body, body.params("classify"), Encoding())
@@ -162,7 +159,7 @@ async def _outputs(
         characters = sum(len(each) for each in prompts)
     else:
         try:
-            chats = [await rendered(call.state, each) for each in body.conversations()]
+            chats = [await render(call.state, each) for each in body.conversations()]
             prompts = [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
         except RequestError as error:
             raise body.in_own_names(error) from None

@@ -1,12 +1,11 @@
-"""POST /score and /rerank, with all path and field aliases."""
+"""POST /score and /rerank, with all path and field aliases, and POST /generative_scoring."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Request
@@ -16,12 +15,12 @@ from pydantic import Field, WithJsonSchema
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import MAX_LOGPROB_IDS, RequestOutputKind, SamplingParams
-from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Int64, RequestBody, parse_body, read_body, read_json
+from pagoda.server.http.fields import check_template_kwargs
 from pagoda.server.http.generation import Generation
-from pagoda.server.http.response import Usage, cancel_on_disconnect, encode_json
-from pagoda.server.http.state import answer_id, server_of
+from pagoda.server.http.response import Usage, cancel_on_disconnect, json_response
+from pagoda.server.http.state import request_id_of, server_of
 from pagoda.server.outputs import RequestOutput, ScoringRequestOutput
 from pagoda.server.pooling.fields import (
     PoolingFields,
@@ -67,9 +66,7 @@ class ScoringFields(PoolingFields):
             raise RequestError(
                 field, f"{field} needs a score template, which this server does not have (--chat-template)"
             )
-        fault = template_kwargs_error(keywords)
-        if fault:
-            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+        check_template_kwargs(keywords)
         return ScoreOptions(
             text=self.text_options,
             max_query_tokens=self.max_tokens_per_query,
@@ -157,7 +154,6 @@ async def rerank(request: Request) -> Response:
 
 
 async def handle_score(request: Request, raw: bytes) -> Response:
-    """Handle a body of /score."""
     body = parse_body(request, ScoreRequest, raw, server_of(request).config)
     call = PoolingCall.of(request, body, "score")
     meta, scores = await _scores(call, body, body.sides(), body.fields)
@@ -165,7 +161,6 @@ async def handle_score(request: Request, raw: bytes) -> Response:
 
 
 async def handle_rerank(request: Request, raw: bytes) -> Response:
-    """Handle a body of /rerank."""
     body = parse_body(request, RerankRequest, raw, server_of(request).config)
     call = PoolingCall.of(request, body, "rerank")
     meta, scores = await _scores(call, body, body.sides(), ("query", "documents"))
@@ -185,7 +180,7 @@ async def _scores(
     return call.meta(outputs), await asyncio.to_thread(pairs.scores, outputs)
 
 
-# POST /generative_scoring: probability of a label token after a query and each of several items.
+# Generative scoring: the probability of a label token after a query and each of several items.
 
 MAX_ITEMS: Final = 4_096
 MAX_TOKENS: Final = 1 << 24
@@ -221,7 +216,7 @@ async def generative_scoring(request: Request) -> Response:
     body = await read_body(request, GenerativeScoringRequest, state.config)
     model = state.model_name(body.model)
     state.llm()
-    request_id = answer_id(request, body, "generative-scoring")
+    request_id = request_id_of(request, body, "generative-scoring")
     prompt_ids = await asyncio.to_thread(_prompts, state.tokenizer(), body)
     params = SamplingParams(
         max_tokens=1,
@@ -233,8 +228,7 @@ async def generative_scoring(request: Request) -> Response:
     prompts = [{"prompt_token_ids": ids, "cache_salt": body.cache_salt} for ids in prompt_ids]
     generation = Generation(state, request_id, prompts, params, priority=body.priority)
     try:
-        running = _collect(generation.outputs(), len(prompts))
-        outputs = await cancel_on_disconnect(request.receive, state.stopping, running)
+        outputs = await cancel_on_disconnect(request.receive, state.stopping, generation.final_outputs())
     except RequestError as error:
         raise body.in_own_names(error) from None
     usage = Usage(details=state.config.enable_prompt_tokens_details)
@@ -249,15 +243,7 @@ async def generative_scoring(request: Request) -> Response:
         "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
         "usage": usage.as_dict(),
     }
-    return Response(encode_json(content), media_type="application/json")
-
-
-async def _collect(outputs: AsyncGenerator[tuple[int, RequestOutput], None], count: int) -> list[RequestOutput]:
-    by_index: dict[int, RequestOutput] = {}
-    async with aclosing(outputs) as stream:
-        async for index, output in stream:
-            by_index[index] = output
-    return [by_index[index] for index in range(count)]
+    return json_response(content)
 
 
 def _prompts(tokenizer: Tokenizer | None, body: GenerativeScoringRequest) -> list[list[int]]:

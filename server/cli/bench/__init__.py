@@ -1,1 +1,1 @@
-"""`pagoda bench`: what its sub-commands measure, and how."""
+"""`pagoda bench`: benchmarks of the engine and of a running server."""

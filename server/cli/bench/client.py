@@ -33,12 +33,12 @@ class Outcome:
 
     @property
     def latency(self) -> float:
-        """Return the time from the request to the last piece."""
+        """The time from the request to the last piece."""
         return self.end - self.start
 
     @property
     def per_token(self) -> float | None:
-        """Return the mean time per token after the first; None if there was only one."""
+        """The mean time per token after the first; None if there was only one."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 

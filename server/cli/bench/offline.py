@@ -30,11 +30,11 @@ def add_load_arguments(parser: FlagParser, command: str) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def settle_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, ResolvedSettings]:
+def resolve_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, ResolvedSettings]:
     """Return the load and all settings. Raises ConfigError."""
     own = OWN_SETTINGS[command]
-    settled = resolve_settings(args, ENGINE_SETTINGS, own)
-    return build(config, settled.values, own.values()), settled
+    settings = resolve_settings(args, ENGINE_SETTINGS, own)
+    return build(config, settings.values, own.values()), settings
 
 
 def check_load(
@@ -44,8 +44,8 @@ def check_load(
 
     Raises every error that the benchmark raises before it loads a model.
     """
-    _, settled = settle_load(args, command, config)
-    return settled, check_engine(EngineArgs.from_resolved(settled).create_engine_config(), usage, settled.sources)
+    _, settings = resolve_load(args, command, config)
+    return settings, check_engine(EngineArgs.from_resolved(settings).create_engine_config(), usage, settings.sources)
 
 
 def start_llm(engine_args: EngineArgs) -> LLM:

@@ -1,6 +1,6 @@
 """`pagoda bench startup`: seconds from the command `pagoda serve` to the first token that a client receives.
 
-Each start is a process of its own, asked for one token again and again from the moment it begins.
+Each start is a new process, which is polled with one-token requests from its beginning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagoda.common.config.env import API_KEY
 from pagoda.common.config.groups.bench import StartupConfig
 from pagoda.common.config.settings import ENGINE_SETTINGS, ResolvedSettings
 from pagoda.common.errors import PagodaError
-from pagoda.server.cli.bench.offline import add_load_arguments, check_load, settle_load, write_results
+from pagoda.server.cli.bench.offline import add_load_arguments, check_load, resolve_load, write_results
 from pagoda.server.cli.http_client import ApiClient, ApiError
 from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import Resolved
@@ -47,14 +47,14 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
-    load, settled = settle_load(args, COMMAND, StartupConfig)
-    EngineArgs.from_resolved(settled)  # raises on unusable settings before a server is started
+    load, settings = resolve_load(args, COMMAND, StartupConfig)
+    EngineArgs.from_resolved(settings)  # raises on unusable settings before a server is started
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
-        settings = Path(folder, "settings.yaml")
-        settings.write_text(json.dumps(engine_settings(settled)), encoding="utf-8")  # JSON is YAML
+        config_file = Path(folder, "settings.yaml")
+        config_file.write_text(json.dumps(engine_settings(settings)), encoding="utf-8")  # JSON is YAML
         for _ in tqdm(range(load.num_iters_warmup), desc="Warmup starts", disable=not load.num_iters_warmup):
-            time_start(settings, load.input_len)
-        seconds = [time_start(settings, load.input_len) for _ in tqdm(range(load.num_iters), desc="Measured starts")]
+            time_start(config_file, load.input_len)
+        seconds = [time_start(config_file, load.input_len) for _ in tqdm(range(load.num_iters), desc="Measured starts")]
     mean, median = statistics.mean(seconds), statistics.median(seconds)
     print(f"Avg time to first token: {mean:.3f} seconds")
     print(f"Median time to first token: {median:.3f} seconds")
@@ -63,22 +63,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def engine_settings(settled: ResolvedSettings) -> dict[str, Any]:
+def engine_settings(settings: ResolvedSettings) -> dict[str, Any]:
     """Return the given engine settings in the form of `serve --config`."""
     return {
-        name.replace("_", "-"): settled.values[name]
-        for name in settled.sources
+        name.replace("_", "-"): settings.values[name]
+        for name in settings.sources
         if name in ENGINE_SETTINGS and ENGINE_SETTINGS[name].option.deprecated is None
     }
 
 
-def time_start(settings: Path, input_len: int) -> float:
+def time_start(config_file: Path, input_len: int) -> float:
     """Return the seconds from a server's command to its first token. Raises PagodaError if it does not start."""
     port = _free_port()
     client = ApiClient(f"http://127.0.0.1:{port}/v1", API_KEY.read())
     body = {"prompt": [1 + index % 64 for index in range(input_len)], "max_tokens": 1, "temperature": 0.0}
     began = time.perf_counter()
-    with _server(settings, port) as (process, log):
+    with _server(config_file, port) as (process, log):
         while True:
             try:
                 next(client.stream("/completions", body))
@@ -92,9 +92,9 @@ def time_start(settings: Path, input_len: int) -> float:
 
 
 @contextlib.contextmanager
-def _server(settings: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _server(config_file: Path, port: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     with tempfile.TemporaryFile() as log:
-        words = [*SERVE, "--config", str(settings), "--host", "127.0.0.1", "--port", str(port)]
+        words = [*SERVE, "--config", str(config_file), "--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log)
         try:
             yield process, log

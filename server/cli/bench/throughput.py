@@ -13,8 +13,8 @@ from pagoda.server.cli.bench.offline import (
     check_fits,
     check_load,
     random_prompts,
+    resolve_load,
     sampling_params,
-    settle_load,
     start_llm,
     write_results,
 )
@@ -34,8 +34,8 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
-    load, settled = settle_load(args, COMMAND, ThroughputConfig)
-    llm = start_llm(EngineArgs.from_resolved(settled))
+    load, settings = resolve_load(args, COMMAND, ThroughputConfig)
+    llm = start_llm(EngineArgs.from_resolved(settings))
     try:
         check_fits(llm, load)
         prompts = random_prompts(llm, load.num_prompts, load.input_len, llm.llm_engine.config.model.seed)

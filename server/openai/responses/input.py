@@ -138,7 +138,6 @@ def decode_reasoning(text: str) -> str:
 
 
 def items_of(input: str | Sequence[Item]) -> list[Item]:
-    """Return the input as items."""
     return [MessageItem(role="user", content=input)] if isinstance(input, str) else list(input)
 
 

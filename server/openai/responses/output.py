@@ -219,7 +219,6 @@ class ResponsesBuilder:
         yield self._response_event("response.queued")
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
-        """Yield the events for an output."""
         if self._usage is None:
             yield from self._start()
         self._count(output)
@@ -234,12 +233,10 @@ class ResponsesBuilder:
         return None
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Process an output without streaming."""
         for _ in self.chunks(prompt_index, output):
             pass
 
     def whole(self) -> dict[str, Any]:
-        """Return the response."""
         return self.response
 
     def fail(self, error: BaseException) -> Iterator[Event]:

@@ -9,7 +9,6 @@ from pydantic import Field, Tag
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import template_kwargs_error
 from pagoda.server.chat_prompt import Conversation, NamedTool
 from pagoda.server.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, StringOrList, hint, unsupported
@@ -21,6 +20,7 @@ from pagoda.server.http.fields import (
     StructuredOutputs,
     Unsupported,
     by_type,
+    check_template_kwargs,
     refused,
     text_or_list,
 )
@@ -268,13 +268,10 @@ class ResponsesRequest(RequestBody):
             raise RequestError("background", "background needs store true: the response is fetched from the store")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "stream_options are only allowed when stream is true")
-        fault = template_kwargs_error(self.chat_template_kwargs or {})
-        if fault:
-            raise RequestError("chat_template_kwargs", f"chat_template_kwargs {fault}")
+        check_template_kwargs(self.chat_template_kwargs)
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether to return logprobs."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
     @property
@@ -284,7 +281,6 @@ class ResponsesRequest(RequestBody):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The function tools."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:

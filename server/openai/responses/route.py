@@ -28,6 +28,7 @@ from pagoda.server.http.response import (
     EventStyle,
     cancel_on_disconnect,
     encode_json,
+    json_response,
     named_event,
     respond,
     with_pauses,
@@ -72,7 +73,7 @@ async def create_response(request: Request) -> Response:
             builder.on_end = lambda: _store(state, stored, builder, items)
         if body.background:
             await _start_in_background(state, generation, builder, stored)
-            return _event_stream(state, stored, 0) if body.stream else _json(stored.body)
+            return _event_stream(state, stored, 0) if body.stream else _encoded_json(stored.body)
         style = EventStyle(named_event, lambda error: b"".join(map(named_event, builder.fail(error))), done=b"")
         return await respond(request, state, generation, builder, stream=bool(body.stream), style=style)
     except RequestError as error:
@@ -100,7 +101,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         return _event_stream(state, stored, int(after) + 1)
     if "starting_after" in query:
         raise RequestError("starting_after", "starting_after needs stream=true")
-    return _json(stored.body)
+    return _encoded_json(stored.body)
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
@@ -111,14 +112,14 @@ async def cancel_response(request: Request, response_id: str) -> Response:
         raise RequestError("response_id", "only responses created with background true can be cancelled")
     stored.task.cancel()
     await asyncio.wait({stored.task})
-    return _json(stored.body)
+    return _encoded_json(stored.body)
 
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response; a running one is cancelled."""
     server_of(request).responses.delete(response_id, owner_of(request.scope))
-    return _json(encode_json({"id": response_id, "object": "response", "deleted": True}))
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 def _ignored_parameters(query: QueryParams) -> list[Ignored]:
@@ -269,5 +270,5 @@ def _event_stream(state: ServerState, stored: StoredResponse, first: int) -> Res
     return EventStream(b"", events(), state.stopping, {}, EventStyle(named_event, failure, done=b""))
 
 
-def _json(body: bytes) -> Response:
+def _encoded_json(body: bytes) -> Response:
     return Response(body, media_type="application/json")

@@ -22,8 +22,8 @@ def builder_of(events: Sequence[Event], keep: int = 0, thinking: Any = "full") -
     return MessagesBuilder("msg_1", "m", script(events, keep), thinking)
 
 
-def streamed(builder: MessagesBuilder, made: list[RequestOutput]) -> list[Any]:
-    return [event for output in made for event in builder.chunks(0, output)] + [builder.usage_chunk()]
+def streamed(builder: MessagesBuilder, results: list[RequestOutput]) -> list[Any]:
+    return [event for output in results for event in builder.chunks(0, output)] + [builder.usage_chunk()]
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The benchmark commands: each setting reaches the load, the figures follow from the outcomes, errors are one line."""
+"""The benchmark commands: settings reach the requests, results follow from the outcomes, errors are one line."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ from pagoda.server.cli.bench import serve as bench_serve
 from pagoda.server.cli.bench import startup as bench_startup
 from pagoda.server.cli.bench import throughput as bench_throughput
 from pagoda.server.cli.bench.client import Endpoint, Outcome
-from pagoda.server.cli.bench.serve import SETTINGS, figures, make_asks, report
+from pagoda.server.cli.bench.serve import SETTINGS, figures, plan_requests, report
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_flags
@@ -41,7 +41,7 @@ def open_text(config: EngineConfig) -> Tokenizer | None:
 
 
 class RecordingLLM(LLM):
-    """Notes each call of generate."""
+    """Records each call of generate."""
 
     calls: tuple[Any, ...] = ()
 
@@ -80,9 +80,9 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     text = capsys.readouterr().out
     assert "Avg latency: " in text
     assert "99% percentile latency: " in text
-    found = json.loads(file.read_text())
-    assert len(found["latencies"]) == 3
-    assert found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 3)
+    results = json.loads(file.read_text())
+    assert len(results["latencies"]) == 3
+    assert results["avg_latency"] == pytest.approx(sum(results["latencies"]) / 3)
     calls = bench("latency", monkeypatch, *words[:-1], "--disable-detokenize")
     assert not calls[0][1].detokenize
 
@@ -123,7 +123,7 @@ def test_offline_errors_are_one_line(command: str, words: list[str], capsys: pyt
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_a_request_that_does_not_fit(
+def test_a_request_above_the_context(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench(command, monkeypatch, "--input-len", "60", "--output-len", "5", status=2) == ()
@@ -134,25 +134,25 @@ def test_startup_settings_reach_the_server() -> None:
     words = ["--model", "m", "--max-model-len", "2k", "--hf-overrides.a", "1", "--no-enable-prefix-caching"]
     parser = FlagParser(prog="bench")
     bench_startup.add_arguments(parser)
-    _, settled = bench_startup.settle_load(parser.parse_args(words), bench_startup.COMMAND, StartupConfig)
-    said = json.loads(json.dumps(bench_startup.engine_settings(settled)))
-    assert said == {"model": "m", "max-model-len": 2000, "hf-overrides": {"a": 1}, "enable-prefix-caching": False}
+    _, settings = bench_startup.resolve_load(parser.parse_args(words), bench_startup.COMMAND, StartupConfig)
+    passed = json.loads(json.dumps(bench_startup.engine_settings(settings)))
+    assert passed == {"model": "m", "max-model-len": 2000, "hf-overrides": {"a": 1}, "enable-prefix-caching": False}
 
 
 @pytest.mark.setting("--num-iters", "--num-iters-warmup", "--input-len", "--output-json")
 def test_startup_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
+    started = []
     seconds = iter([100.0, 100.0, 1.0, 2.0, 6.0])
 
     def start(settings: Path, input_len: int) -> float:
-        asked.append((json.loads(settings.read_text()), input_len))
+        started.append((json.loads(settings.read_text()), input_len))
         return next(seconds)
 
     monkeypatch.setattr(bench_startup, "time_start", start)
     file = tmp_path / "r.json"
     words = ["--num-iters", "3", "--num-iters-warmup", "2", "--input-len", "5", "--output-json", str(file)]
     assert main.main(["bench", "startup", "--model", "m", *words]) == 0
-    assert asked == [({"model": "m"}, 5)] * 5
+    assert started == [({"model": "m"}, 5)] * 5
     assert json.loads(file.read_text()) == {"avg_startup": 3.0, "median_startup": 2.0, "startups": [1.0, 2.0, 6.0]}
     assert "Median time to first token: 2.000 seconds" in capsys.readouterr().out
 
@@ -185,23 +185,23 @@ def load(*words: str) -> ServeLoadConfig:
     return build(ServeLoadConfig, resolve_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
 
 
-def asks(*words: str) -> list[Any]:
-    return make_asks(load(*words), "m", TEXT)
+def planned(*words: str) -> list[Any]:
+    return plan_requests(load(*words), "m", TEXT)
 
 
 def prompts(*words: str) -> list[list[int]]:
-    return [ask.body["prompt"] for ask in asks("--num-prompts", "20", *words)]
+    return [request.body["prompt"] for request in planned("--num-prompts", "20", *words)]
 
 
 @pytest.mark.setting("--num-prompts", "--random-input-len", "--random-output-len", "--random-prefix-len", "--seed")
-def test_prompts_are_as_asked_for() -> None:
-    found = prompts("--random-input-len", "7", "--random-prefix-len", "5", "--random-output-len", "3")
-    assert [len(each) for each in found] == [12] * 20
-    assert len({tuple(each[:5]) for each in found}) == 1
-    assert len({tuple(each[5:]) for each in found}) == 20
-    assert all(token != 256 for each in found for token in each)
-    (ask,) = asks("--num-prompts", "1", "--random-output-len", "3")
-    assert (ask.body["max_tokens"], ask.prompt_tokens, ask.at) == (3, 1024, 0.0)
+def test_prompts_follow_the_settings() -> None:
+    results = prompts("--random-input-len", "7", "--random-prefix-len", "5", "--random-output-len", "3")
+    assert [len(each) for each in results] == [12] * 20
+    assert len({tuple(each[:5]) for each in results}) == 1
+    assert len({tuple(each[5:]) for each in results}) == 20
+    assert all(token != 256 for each in results for token in each)
+    (request,) = planned("--num-prompts", "1", "--random-output-len", "3")
+    assert (request.body["max_tokens"], request.prompt_tokens, request.at) == (3, 1024, 0.0)
     assert prompts("--seed", "1") == prompts("--seed", "1") != prompts("--seed", "2")
 
 
@@ -216,7 +216,7 @@ def test_lengths_vary_within_their_range() -> None:
 @pytest.mark.setting("--request-rate", "--burstiness")
 def test_requests_arrive_at_their_rate() -> None:
     def gaps(*words: str) -> list[float]:
-        at = [ask.at for ask in asks("--num-prompts", "400", "--random-input-len", "1", *words)]
+        at = [request.at for request in planned("--num-prompts", "400", "--random-input-len", "1", *words)]
         return [after - before for before, after in itertools.pairwise(at)]
 
     assert set(gaps()) == {0.0}
@@ -227,11 +227,11 @@ def test_requests_arrive_at_their_rate() -> None:
 
 
 @pytest.mark.setting("--temperature", "--ignore-eos")
-def test_what_a_request_says() -> None:
-    (plain,) = asks("--num-prompts", "1")
+def test_request_bodies() -> None:
+    (plain,) = planned("--num-prompts", "1")
     assert (plain.body["model"], plain.body["temperature"], plain.body["stream"]) == ("m", 0.0, True)
     assert "ignore_eos" not in plain.body
-    (other,) = asks("--num-prompts", "1", "--ignore-eos", "--temperature", "0.5")
+    (other,) = planned("--num-prompts", "1", "--ignore-eos", "--temperature", "0.5")
     assert (other.body["ignore_eos"], other.body["temperature"]) == (True, 0.5)
 
 
@@ -246,7 +246,7 @@ def test_what_a_request_says() -> None:
     ],
 )
 @pytest.mark.setting("--host", "--port", "--base-url", "--endpoint", "--backend")
-def test_where_requests_go(words: list[str], url: str) -> None:
+def test_request_urls(words: list[str], url: str) -> None:
     config = load(*words)
     assert config.address + config.path == url
 
@@ -271,7 +271,7 @@ def test_where_requests_go(words: list[str], url: str) -> None:
         (["--backend", "tgi"], "--backend"),
     ],
 )
-def test_bad_loads(words: list[str], flag: str) -> None:
+def test_invalid_settings(words: list[str], flag: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(*words)
     assert error.value.setting == flag
@@ -317,7 +317,7 @@ def serve_bench(*words: str) -> int:
 
 
 @pytest.mark.setting("--max-concurrency", "--num-warmups", "--num-prompts")
-def test_how_many_at_a_time(measured: Measured) -> None:
+def test_max_concurrency(measured: Measured) -> None:
     assert serve_bench("--model", "m", "--num-warmups", "0") == 0
     assert (measured.most, len(measured.bodies)) == (6, 6)
     measured.most = 0
@@ -327,7 +327,7 @@ def test_how_many_at_a_time(measured: Measured) -> None:
 
 @pytest.mark.setting("--model", "--served-model-name", "--tokenizer")
 @pytest.mark.variable("OPENAI_API_KEY")
-def test_which_model_and_tokenizer(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_and_tokenizer(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert serve_bench("--model", "m") == 0
     assert measured.opened == ["m"]
@@ -341,7 +341,7 @@ def test_which_model_and_tokenizer(measured: Measured, monkeypatch: pytest.Monke
 
 
 @pytest.mark.setting("--disable-tqdm")
-def test_the_bar_can_be_left_out(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disable_tqdm(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "serve", "--num-prompts", "3", "--random-input-len", "4", "--model", "m"]
     assert main.main(words) == 0
     assert "3/3" in capsys.readouterr().err
@@ -359,14 +359,14 @@ def test_results_are_saved(measured: Measured, tmp_path: Path, monkeypatch: pyte
     assert re.fullmatch(r"openai-infqps-concurrency2-m-\d{8}-\d{6}\.json", usual.name)
     more = ["--save-detailed", "--result-dir", "x/y", "--result-filename", "z.json", "--metadata", "chip=c", "run=1"]
     assert serve_bench("--model", "a/m", "--save-result", *more) == 0
-    plain, found = json.loads(usual.read_text()), json.loads((tmp_path / "x" / "y" / "z.json").read_text())
-    assert (found["chip"], found["run"], found["request_rate"]) == ("c", "1", "inf")
-    assert (found["completed"], found["total_output_tokens"], found["itls"]) == (6, 18, [[0.25, 0.5]] * 6)
+    plain, results = json.loads(usual.read_text()), json.loads((tmp_path / "x" / "y" / "z.json").read_text())
+    assert (results["chip"], results["run"], results["request_rate"]) == ("c", "1", "inf")
+    assert (results["completed"], results["total_output_tokens"], results["itls"]) == (6, 18, [[0.25, 0.5]] * 6)
     assert "itls" not in plain
 
 
 @pytest.mark.setting("--percentile-metrics", "--metric-percentiles")
-def test_which_figures_are_reported(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_percentile_metrics(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_bench("--model", "m") == 0
     text = capsys.readouterr().out
     assert "P99 TTFT (ms):" in text
@@ -388,15 +388,15 @@ def test_figures_follow_from_outcomes() -> None:
         Outcome(start=11.0, end=13.0, ttft=2.0, prompt_tokens=7, output_tokens=1),
         Outcome(start=11.0, prompt_tokens=100, error="no"),
     ]
-    found = figures(config, outcomes, 4.0)
-    assert (found["completed"], found["failed"]) == (2, 1)
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (12, 5)
-    assert (found["request_throughput"], found["output_throughput"]) == (0.5, 1.25)
-    assert found["total_token_throughput"] == 4.25
-    assert (found["mean_ttft_ms"], found["mean_tpot_ms"]) == (1500.0, 1000.0)
-    assert (found["mean_itl_ms"], found["p50_e2el_ms"]) == (1500.0, 3000.0)
-    assert found["std_ttft_ms"] == 500.0
-    assert "Failed requests:                        1" in report(config, found)
+    results = figures(config, outcomes, 4.0)
+    assert (results["completed"], results["failed"]) == (2, 1)
+    assert (results["total_input_tokens"], results["total_output_tokens"]) == (12, 5)
+    assert (results["request_throughput"], results["output_throughput"]) == (0.5, 1.25)
+    assert results["total_token_throughput"] == 4.25
+    assert (results["mean_ttft_ms"], results["mean_tpot_ms"]) == (1500.0, 1000.0)
+    assert (results["mean_itl_ms"], results["p50_e2el_ms"]) == (1500.0, 3000.0)
+    assert results["std_ttft_ms"] == 500.0
+    assert "Failed requests:                        1" in report(config, results)
     nothing = figures(config, outcomes[2:], 1.0)
     assert not any(math.isnan(value) for value in nothing.values())
 
@@ -426,19 +426,19 @@ def test_a_server_under_load(
 
 
 def test_a_request_is_timed_from_its_start_to_its_last_token(server: LiveServer) -> None:
-    async def ask(path: str, **body: Any) -> Outcome:
+    async def request(path: str, **body: Any) -> Outcome:
         endpoint = Endpoint(server.url + path, {"authorization": "Bearer k"})
         return await endpoint.measure({"stream": True, **body}, 9)
 
-    outcome = asyncio.run(ask("/v1/completions", prompt="a", max_tokens=4))
+    outcome = asyncio.run(request("/v1/completions", prompt="a", max_tokens=4))
     assert not outcome.error
     assert (outcome.prompt_tokens, outcome.output_tokens) == (9, 1 + len(outcome.gaps))  # tokens may come together
     assert outcome.ttft + sum(outcome.gaps) == pytest.approx(outcome.latency)
-    told = asyncio.run(ask("/v1/completions", prompt="a", max_tokens=4, stream_options={"include_usage": True}))
-    assert (told.prompt_tokens, told.output_tokens) == (1, 4)
-    assert "404" in asyncio.run(ask("/v1/nothing")).error
-    assert "max_tokens" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens="x")).error
-    assert "ended early" in asyncio.run(ask("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
+    counted = asyncio.run(request("/v1/completions", prompt="a", max_tokens=4, stream_options={"include_usage": True}))
+    assert (counted.prompt_tokens, counted.output_tokens) == (1, 4)
+    assert "404" in asyncio.run(request("/v1/nothing")).error
+    assert "max_tokens" in asyncio.run(request("/v1/completions", prompt="a", max_tokens="x")).error
+    assert "ended early" in asyncio.run(request("/v1/completions", prompt="a", max_tokens=1, stream=False)).error
 
 
 def test_a_server_that_dies_under_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,9 +446,9 @@ def test_a_server_that_dies_under_load(capsys: pytest.CaptureFixture[str], monke
     with live_server("fake:crash") as server:
         words = ["--base-url", server.url, "--num-warmups", "0", "--random-output-len", "9", "--ignore-eos"]
         assert serve_bench(*words) == 1
-    said = capsys.readouterr()
-    assert f"{'Failed requests:':<40}6" in said.out
-    assert "pagoda: error: 6 of 6 requests failed, the first with: " in said.err
+    printed = capsys.readouterr()
+    assert f"{'Failed requests:':<40}6" in printed.out
+    assert "pagoda: error: 6 of 6 requests failed, the first with: " in printed.err
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +460,6 @@ def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert text.count("\n") == 1
 
 
-def test_a_tokenizer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_bench("--model", "/no/such/folder") == 2
     assert "--tokenizer: /no/such/folder: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""chat and complete against a running server, and the older spelling of serve."""
+"""chat and complete against a running server, and the deprecated server module."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """A person at the terminal."""
+    """Simulate typed lines on a terminal."""
     left = iter(lines)
 
     def typed(prompt: str = "") -> str:
@@ -38,15 +38,15 @@ def typing(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 @pytest.mark.command("chat", "complete")
 @pytest.mark.setting("--url", "--quick", "--max-tokens")
-@pytest.mark.parametrize(("command", "said"), [("chat", ";<="), ("complete", "bcd")])
-def test_one_text(server: LiveServer, command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("command", "text"), [("chat", ";<="), ("complete", "bcd")])
+def test_quick(server: LiveServer, command: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "3", "-q", "a"]) == 0
-    assert capsys.readouterr().out == f"{said}\n"
+    assert capsys.readouterr().out == f"{text}\n"
     assert main.main([command, "--url", f"{server.url}/v1", "--max-tokens", "2", "--quick", "a"]) == 0
-    assert capsys.readouterr().out == f"{said[:2]}\n"
+    assert capsys.readouterr().out == f"{text[:2]}\n"
 
 
-def test_lines_that_a_person_types(
+def test_lines_of_standard_input(
     server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typing(monkeypatch, "a", "", "p")
@@ -54,16 +54,16 @@ def test_lines_that_a_person_types(
     assert capsys.readouterr().out == "bc\nqr\n"
 
 
-def test_thinking_is_shown_and_not_remembered(
+def test_reasoning_is_printed_but_not_sent_back(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
 
     def stream(client: ApiClient, path: str, body: dict[str, object]) -> Iterator[object]:
         sent.append([each["content"] for each in body["messages"]])  # type: ignore[attr-defined]
-        return told(client, path, body)
+        return real_stream(client, path, body)
 
-    told = ApiClient.stream
+    real_stream = ApiClient.stream
     monkeypatch.setattr(ApiClient, "stream", stream)
     with live_server("fake:say", engine={"reasoning_parser": "qwen3"}) as thinking:
         typing(monkeypatch, "[[<think>hm</think>ok]]", "b")
@@ -73,16 +73,16 @@ def test_thinking_is_shown_and_not_remembered(
 
 
 @pytest.mark.setting("--system-prompt")
-def test_a_conversation_is_remembered(
+def test_a_conversation_is_sent_back(
     server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
 
     def stream(client: ApiClient, path: str, body: dict[str, object]) -> Iterator[object]:
         sent.append([(each["role"], each["content"]) for each in body["messages"]])  # type: ignore[attr-defined]
-        return told(client, path, body)
+        return real_stream(client, path, body)
 
-    told = ApiClient.stream
+    real_stream = ApiClient.stream
     monkeypatch.setattr(ApiClient, "stream", stream)
     typing(monkeypatch, "a", "b")
     assert main.main(["chat", "--url", f"{server.url}/v1", "--max-tokens", "2", "--system-prompt", "s"]) == 0
@@ -93,7 +93,7 @@ def test_a_conversation_is_remembered(
 
 @pytest.mark.setting("--model-name")
 @pytest.mark.parametrize("command", ["chat", "complete"])
-def test_the_model_asked(server: LiveServer, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_name(server: LiveServer, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [command, "--url", f"{server.url}/v1", "-q", "a", "--max-tokens", "1", "--model-name"]
     assert main.main([*words, "second"]) == 0
     assert main.main([*words, "other"]) == 1
@@ -103,7 +103,7 @@ def test_the_model_asked(server: LiveServer, command: str, capsys: pytest.Captur
 @pytest.mark.setting("--api-key")
 @pytest.mark.variable("OPENAI_API_KEY")
 @pytest.mark.parametrize("command", ["chat", "complete"])
-def test_the_key(
+def test_api_key(
     server: LiveServer, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [command, "--url", f"{server.url}/v1", "-q", "a"]
@@ -140,17 +140,17 @@ def test_errors_are_one_line(
     assert text.count("\n") == 1
 
 
-def test_an_error_inside_a_stream_is_told() -> None:
+def test_an_error_in_a_stream_is_reported() -> None:
     with live_server("fake:crash") as server, pytest.raises(ApiError, match="the device is gone"):
         list(ApiClient(f"{server.url}/v1").stream("/completions", {"prompt": "a", "max_tokens": 9}))
 
 
 @pytest.mark.command("python -m vllm.entrypoints.openai.api_server")
-def test_the_older_spelling_of_serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
-    monkeypatch.setattr(main, "main", lambda words: said.append(words) or 7)
+def test_the_deprecated_server_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(main, "main", lambda words: calls.append(words) or 7)
     assert api_server.main(["--model", "m", "--port", "1"]) == 7
-    assert said == [["serve", "--model", "m", "--port", "1"]]
+    assert calls == [["serve", "--model", "m", "--port", "1"]]
     assert capsys.readouterr().err == "python -m pagoda.server.api_server is deprecated; use pagoda serve MODEL\n"
     done = subprocess.run(
         [sys.executable, "-m", "pagoda.server.api_server", "--no-such-flag"], capture_output=True, text=True, timeout=60
@@ -160,7 +160,7 @@ def test_the_older_spelling_of_serve(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.parametrize("words", [["bench", "sweep", "plot"], ["bench", "sweep", "serve"]])
-def test_a_refused_command_says_what_to_do(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_commands_name_an_alternative(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(words) == 2
     text = capsys.readouterr().err
     assert f"pagoda {' '.join(words)}: error: not in this version: " in text

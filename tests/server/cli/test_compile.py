@@ -51,7 +51,7 @@ def bundle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compile_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of a command that cannot be carried out."""
+    """Return the error line of a failing command."""
     assert main.main(["compile", *words]) == main.USAGE_ERROR
     text = capsys.readouterr().err.strip()
     assert "\n" not in text
@@ -69,9 +69,7 @@ def altered(bundle: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Non
 
 @pytest.mark.command("compile")
 @pytest.mark.setting("--topology", "--config-only", "--budget-only", "--output-json", "--data-parallel-size")
-def test_the_table_and_the_budget_need_a_config_only(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_only(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(model / "config.json", tmp_path / "config.json")
     words = ["--config-only", "--budget-only", "--topology", "cpu:4", "--output-json", str(tmp_path / "table.json")]
     assert main.main(["compile", str(tmp_path / "config.json"), *SMALL, *words, "-dp", "2"]) == 0
@@ -91,7 +89,7 @@ def test_the_table_and_the_budget_need_a_config_only(
 
 
 @pytest.mark.setting("--output", "--compiled-bundle")
-def test_an_engine_that_starts_from_a_bundle_answers_alike(model: Path, bundle: Path) -> None:
+def test_an_engine_from_a_bundle_gives_equal_output(model: Path, bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert manifest["facts"]["tensor_parallel_size"] == 2
     assert {each["file"] for each in manifest["programs"]} | {"manifest.json"} == {f.name for f in bundle.iterdir()}
@@ -129,7 +127,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_each_difference_is_named(name: str, model: Path, bundle: Path, tmp_path: Path) -> None:
+def test_each_mismatch_is_named(name: str, model: Path, bundle: Path, tmp_path: Path) -> None:
     folder = altered(bundle, tmp_path, lambda manifest: manifest["facts"].update({name: FACTS[name]}))
     with pytest.raises(
         ConfigError,
@@ -145,7 +143,7 @@ def test_another_number_of_blocks_or_devices(model: Path, bundle: Path, tmp_path
         LLM(str(model), compiled_bundle=str(bundle), **{**SETTINGS, "tensor_parallel_size": 1})
 
 
-def test_damage_is_seen_before_anything_is_unpickled(model: Path, bundle: Path, tmp_path: Path) -> None:
+def test_damage_is_detected_before_unpickling(model: Path, bundle: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle, tmp_path / "copy")
     file = folder / "000.xla"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
@@ -171,9 +169,9 @@ def test_the_second_start_compiles_nothing(
 
     def start(**settings: Any) -> list[int]:
         llm = LLM(str(model), **{**SETTINGS, **settings})
-        found = llm.generate([{"prompt_token_ids": [5, 17, 3]}], use_tqdm=False)[0].outputs[0].token_ids
+        token_ids = llm.generate([{"prompt_token_ids": [5, 17, 3]}], use_tqdm=False)[0].outputs[0].token_ids
         llm.llm_engine.shutdown()
-        return list(found)
+        return list(token_ids)
 
     first = start()
     files = sorted(tmp_path.glob("*.xla"))
@@ -204,7 +202,7 @@ def test_compiling_while_serving_may_be_an_error(model: Path, monkeypatch: pytes
     backend.close()
 
 
-def test_the_programs_used_longest_ago_go_first(tmp_path: Path) -> None:
+def test_least_recently_used_programs_are_evicted(tmp_path: Path) -> None:
     for age in range(4):
         (tmp_path / f"{age}.xla").write_bytes(bytes(10))
         os.utime(tmp_path / f"{age}.xla", (0, 1000 - age))
@@ -212,7 +210,7 @@ def test_the_programs_used_longest_ago_go_first(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0.xla", "1.xla"]
 
 
-def test_what_is_no_bundle(model: Path, bundle: Path, tmp_path: Path) -> None:
+def test_invalid_bundles(model: Path, bundle: Path, tmp_path: Path) -> None:
     def start(folder: Path, **settings: Any) -> None:
         LLM(str(model), compiled_bundle=str(folder), **{**SETTINGS, **settings})
 

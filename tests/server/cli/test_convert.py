@@ -65,7 +65,7 @@ def resolved(model: Path, **more: Any) -> Resolved:
 
 
 def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of a command that cannot be carried out."""
+    """Return the error line of a failing command."""
     assert main.main(list(words)) != 0
     text = capsys.readouterr().err.strip().splitlines()[-1]
     assert text.startswith("pagoda: error: ")
@@ -74,7 +74,7 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.command("convert")
 @pytest.mark.setting("--tensor-parallel-size", "--load-format")
-def test_a_converted_model_is_a_model(model: Path, converted: Path) -> None:
+def test_a_converted_model_is_served(model: Path, converted: Path) -> None:
     names = {"config.json", "generation_config.json", "manifest.json", "arrays"}
     assert names <= {path.name for path in converted.iterdir()}
     assert list(converted.parent.iterdir()) == [converted]
@@ -95,7 +95,7 @@ def test_a_converted_model_is_a_model(model: Path, converted: Path) -> None:
 
 
 @pytest.mark.setting("--dtype", "--skip-tokenizer-init")
-def test_any_form_of_a_model_is_converted(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_checkpoint_format_is_converted(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "tiny.gguf", tmp_path / "out"
     write_gguf(model, file, "llama")
     out.mkdir()
@@ -106,7 +106,7 @@ def test_any_form_of_a_model_is_converted(model: Path, tmp_path: Path, capsys: p
     assert tokens(out, **more) == tokens(model, **more)
 
 
-def test_who_reads_it_not_says_who_does(converted: Path, model: Path, tmp_path: Path) -> None:
+def test_other_backends_refuse_converted_models(converted: Path, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     for load_format in ("auto", "sharded_state"):
         with pytest.raises(ConfigError) as refused:
@@ -125,7 +125,7 @@ def test_who_reads_it_not_says_who_does(converted: Path, model: Path, tmp_path: 
         resolved(tmp_path / "newer", backend="jax_tpu")
 
 
-def test_what_cannot_be_converted(
+def test_invalid_conversions(
     model: Path, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -149,7 +149,7 @@ def test_what_cannot_be_converted(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "torn"}
 
 
-def test_of_a_repository_the_arrays_are_fetched_where_there_is_nothing_else() -> None:
+def test_arrays_of_a_repository_are_downloaded_without_other_weights() -> None:
     names = ["config.json", "manifest.json", "arrays/_METADATA", "arrays/d/0123", "tokenizer.json"]
     for load_format in ("auto", "sharded_state"):
         assert "arrays/*" in plan_download(names, load_format).patterns

@@ -46,7 +46,7 @@ def param_of(server: LiveServer, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.field("ChatCompletionRequest.model|user|request_id|return_tokens_as_token_ids|return_token_ids")
-def test_chat_fields_that_completions_have_too(server: LiveServer) -> None:
+def test_fields_of_chat_and_completions(server: LiveServer) -> None:
     body = CHAT | {"request_id": "mine", "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": True}
     answer = answer_of(server, "/v1/chat/completions", body)
     (choice,) = answer["choices"]
@@ -60,7 +60,7 @@ def test_chat_fields_that_completions_have_too(server: LiveServer) -> None:
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.cache_salt")
 @pytest.mark.parametrize(("path", "body"), BOTH)
-def test_prefixes_are_shared_under_one_salt(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+def test_prefixes_are_cached_per_salt(server: LiveServer, path: str, body: dict[str, Any]) -> None:
     if "prompt" in body:
         body = body | {"prompt": "0123456789abcdef"}
 
@@ -90,12 +90,12 @@ def test_priority_reaches_the_scheduler(server: LiveServer, path: str, body: dic
 
 
 @pytest.mark.field("CompletionRequest.add_special_tokens", "ChatCompletionRequest.add_special_tokens")
-def test_special_tokens_around_a_prompt(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+def test_add_special_tokens(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    special: list[bool] = []
     encode = Tokenizer.encode
 
     def noted(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-        asked.append(add_special_tokens)
+        special.append(add_special_tokens)
         return encode(tokenizer, text, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
@@ -103,25 +103,25 @@ def test_special_tokens_around_a_prompt(server: LiveServer, monkeypatch: pytest.
         for value in (True, False):
             answer_of(server, path, body | {"add_special_tokens": value})
         answer_of(server, path, body)
-    assert asked == [True, False, True, True, False, False]
+    assert special == [True, False, True, True, False, False]
 
 
 @pytest.mark.field("ChatCompletionRequest.chat_template_kwargs|documents")
-def test_variables_and_documents_reach_the_template() -> None:
+def test_template_kwargs_and_documents() -> None:
     template = "{{ mood }}{% for d in documents or [] %}{{ d.text }}{% endfor %}"
     with live_server(chat_template=template) as server:
         body = CHAT | {"chat_template_kwargs": {"mood": "m"}, "documents": [{"text": "pq"}], "return_token_ids": True}
         assert answer_of(server, "/v1/chat/completions", body)["prompt_token_ids"] == list(b"mpq")
 
 
-def test_documents_that_the_template_would_leave_out_are_refused() -> None:
+def test_documents_unused_by_the_template_are_refused() -> None:
     with live_server(chat_template="{{ messages[0].content }}") as server:
         status, answer = server.post("/v1/chat/completions", CHAT | {"documents": [{"text": "pq"}]})
         assert (status, answer["error"]["param"]) == (400, "documents")
         answer_of(server, "/v1/chat/completions", CHAT | {"documents": []})
 
 
-def test_all_logprobs_are_refused_as_what_they_are(server: LiveServer) -> None:
+def test_logprobs_of_the_whole_vocabulary_are_refused(server: LiveServer) -> None:
     status, answer = server.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": -1})
     assert status == 400
     assert "-1 (the whole vocabulary) is above" in answer["error"]["message"]
@@ -135,7 +135,7 @@ def test_max_completion_tokens(server: LiveServer) -> None:
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest|SamplingParams.truncation_side")
 @pytest.mark.parametrize(("side", "kept"), [("left", "yz"), ("right", "wx"), (None, "yz")])
-def test_the_side_that_is_truncated(server: LiveServer, side: str | None, kept: str) -> None:
+def test_truncation_side(server: LiveServer, side: str | None, kept: str) -> None:
     fields = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
     answer = answer_of(server, "/v1/completions", {"prompt": "wxyz", "max_tokens": 1} | fields)
     assert answer["choices"][0]["prompt_token_ids"] == list(kept.encode())
@@ -144,7 +144,7 @@ def test_the_side_that_is_truncated(server: LiveServer, side: str | None, kept: 
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.logprob_token_ids", "SamplingParams.logprob_token_ids")
-def test_logprobs_of_given_tokens(server: LiveServer) -> None:
+def test_logprob_token_ids(server: LiveServer) -> None:
     fields = {"logprob_token_ids": [100, 98, 97]}
     answer = answer_of(server, "/v1/completions", TEXT | fields | {"logprobs": 1})
     logprobs = answer["choices"][0]["logprobs"]
@@ -167,16 +167,16 @@ def test_logprobs_of_given_tokens(server: LiveServer) -> None:
     "CompletionRequest|ChatCompletionRequest.repetition_detection", "SamplingParams.repetition_detection"
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_repeats_itself_ends(stream: bool) -> None:
+def test_repetition_detection(stream: bool) -> None:
     detection = {"repetition_detection": {"max_pattern_size": 30, "min_count": 2}}
     with live_server("fake:slow") as server:
         for path, body in BOTH:
-            asked = body | {"max_tokens": 60 - 18, "ignore_eos": True} | detection
+            fields = body | {"max_tokens": 60 - 18, "ignore_eos": True} | detection
             if stream:
-                choices = [chunk["choices"][0] for chunk in chunks_of(server, path, asked)]
+                choices = [chunk["choices"][0] for chunk in chunks_of(server, path, fields)]
                 count = sum(len(c.get("text", c.get("delta", {}).get("content")) or "") for c in choices)
             else:
-                choices = answer_of(server, path, asked)["choices"]
+                choices = answer_of(server, path, fields)["choices"]
                 count = len(choices[0].get("text") or choices[0]["message"]["content"])
             assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("repetition", "repetition_detected")
             assert count == 40, "the letters repeat after twenty"
@@ -188,18 +188,18 @@ def test_an_answer_that_repeats_itself_ends(stream: bool) -> None:
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.best_of")
-def test_the_best_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake engine's answers are alike; what it reports as their probability is made to differ."""
+def test_best_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine's outputs are equal; their reported log-probabilities are made to differ."""
     with live_server() as server:
         for path, body in BOTH:
-            asked = body | {"best_of": 4, "n": 2, "temperature": 1.0}
-            answer = answer_of(server, path, asked)
+            fields = body | {"best_of": 4, "n": 2, "temperature": 1.0}
+            answer = answer_of(server, path, fields)
             assert [choice["index"] for choice in answer["choices"]] == [0, 1]
             assert answer["usage"]["completion_tokens"] == 8
             assert answer["choices"][0]["logprobs"] is None
-            assert param_of(server, path, asked | {"stream": True}) == "best_of"
-            assert param_of(server, path, asked | {"best_of": 1}) == "best_of"
-            assert param_of(server, path, asked | {"best_of": 10**6}) == "best_of"
+            assert param_of(server, path, fields | {"stream": True}) == "best_of"
+            assert param_of(server, path, fields | {"best_of": 1}) == "best_of"
+            assert param_of(server, path, fields | {"best_of": 10**6}) == "best_of"
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest.use_beam_search|length_penalty|early_stopping")
@@ -233,6 +233,6 @@ def test_beam_search(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.llm.stats.kv_blocks_used == 0
 
 
-def test_beams_need_probabilities() -> None:
+def test_beam_search_needs_probabilities() -> None:
     with live_server(engine={"logprobs_mode": "raw_logits"}) as server:
         assert param_of(server, "/v1/completions", TEXT | {"use_beam_search": True}) == "use_beam_search"

@@ -19,8 +19,8 @@ from pagoda.server.processing.inputs import PreparedRequest, Prompt
 from pagoda.server.processing.output_processor import OutputProcessor
 
 
-class Told:
-    """Metrics that keep what they are told."""
+class RecordedMetrics:
+    """Metrics that record what is reported."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
@@ -33,21 +33,21 @@ class Told:
 
 
 class Bench:
-    """One request of two answers, "a" and "b", and its meter."""
+    """One request of two sequences, "a" and "b", and its meter."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **params: Any) -> None:
         self.now = 1.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.told = Told()
-        asked = SamplingParams(n=2, max_tokens=9, **({"output_kind": RequestOutputKind.DELTA} | params))
-        self.meter = _GenerationMeter(cast(Any, SimpleNamespace(metrics=self.told)), "r", asked)
+        self.recorder = RecordedMetrics()
+        params_of_request = SamplingParams(n=2, max_tokens=9, **({"output_kind": RequestOutputKind.DELTA} | params))
+        self.meter = _GenerationMeter(cast(Any, SimpleNamespace(metrics=self.recorder)), "r", params_of_request)
         self.processor = OutputProcessor(byte_tokenizer())
         children = [
             EngineRequest(request_id=name, prompt_token_ids=[1] * 5, rules=SamplingRules(), max_tokens=9)
             for name in "ab"
         ]
         self.now = 1.5
-        self.processor.add(PreparedRequest("r", Prompt("p", [1] * 5), asked, children, 0.0, 1.25))
+        self.processor.add(PreparedRequest("r", Prompt("p", [1] * 5), params_of_request, children, 0.0, 1.25))
 
     def step(self, now: float, *outputs: EngineOutput) -> list[RequestOutput]:
         self.now = now
@@ -62,7 +62,7 @@ def says(name: str, text: str, **more: Any) -> EngineOutput:
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
-def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind) -> None:
+def test_metrics_of_each_sequence(monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind) -> None:
     bench = Bench(monkeypatch, output_kind=kind)
     bench.step(3.0, says("a", "x", scheduled=2.0))
     bench.step(4.0, says("a", "y"), says("b", "z", scheduled=3.5, num_cached_tokens=4))
@@ -90,7 +90,7 @@ def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind:
         generation_tokens=3,
         preemptions=1,
     )
-    assert bench.told.finished == [
+    assert bench.recorder.finished == [
         FinishedRequest(
             finish_reason="length",
             arrival=1.0,
@@ -103,19 +103,19 @@ def test_each_answer_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch, kind:
     ]
 
 
-def test_what_a_stop_string_ends_is_complete_and_counts_its_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_string_completes_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, stop=["z"])
     bench.step(3.0, says("a", "z", scheduled=2.0), says("b", "x", scheduled=2.0, num_preemptions=2))
     bench.step(4.0, says("b", "z"))
-    (request,) = bench.told.finished
+    (request,) = bench.recorder.finished
     assert [each.is_complete for each in request.sequences] == [True, True]
     assert [each.preemptions for each in request.sequences] == [0, 2], "the engine had no last word on either"
 
 
-def test_what_a_client_leaves_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_request_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     bench.step(3.0, says("a", "x", finish_reason="length", scheduled=2.0), says("b", "y", scheduled=2.0))
     bench.processor.abort(["r"])
     bench.meter.finish("abort")
-    (request,) = bench.told.finished
+    (request,) = bench.recorder.finished
     assert [each.is_complete for each in request.sequences] == [True, False]

@@ -62,7 +62,7 @@ def test_prefix(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.setting("--configure-logging")
 @pytest.mark.variable("PAGODA_CONFIGURE_LOGGING")
-def test_logging_can_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configure_logging_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
     configure(config(), also=("uvicorn",))
     assert [logging.getLogger(name).handlers for name in LOGGERS] == [[], [], []]
@@ -70,7 +70,7 @@ def test_logging_can_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         config(log_config_file="x.json")
 
 
-def test_a_program_that_set_up_logging_keeps_it() -> None:
+def test_existing_handlers_are_kept() -> None:
     mine = logging.NullHandler()
     logging.getLogger("pagoda").addHandler(mine)
     configure_unless_done(config())
@@ -80,7 +80,7 @@ def test_a_program_that_set_up_logging_keeps_it() -> None:
 @pytest.mark.setting("--log-config-file")
 @pytest.mark.variable("PAGODA_LOGGING_CONFIG_PATH")
 @pytest.mark.parametrize("logger", ["pagoda", "vllm"])
-def test_a_file_for_logging(logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_config_file(logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "log"
     file = tmp_path / "logging.json"
     handler = {"class": "logging.FileHandler", "filename": str(target), "formatter": "short", "level": "ERROR"}
@@ -111,7 +111,7 @@ def test_a_file_for_logging(logger: str, tmp_path: Path, monkeypatch: pytest.Mon
         ('{"version": 2}', "Unsupported version"),
     ],
 )
-def test_a_wrong_file_is_one_line(text: str | None, line: str, tmp_path: Path) -> None:
+def test_an_invalid_config_file_is_one_line(text: str | None, line: str, tmp_path: Path) -> None:
     file = tmp_path / "logging.json"
     if text is not None:
         file.write_text(text)
@@ -121,14 +121,14 @@ def test_a_wrong_file_is_one_line(text: str | None, line: str, tmp_path: Path) -
     assert line in str(error.value)
 
 
-def test_the_engines_process_logs_alike(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_process_uses_the_same_configuration(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
         "import logging, os, sys; "
-        "from pagoda.server.core_client import engine_process; from support.fake_engine import build\n"
+        "from pagoda.server.core_client import engine; from support.fake_engine import build\n"
         "def loud(config, usage):\n"
         "    logging.getLogger('pagoda.x').info('hello')\n"
         "    return build(config, usage)\n"
-        "os._exit(engine_process.serve(sys.argv[1], loud))"
+        "os._exit(engine.serve(sys.argv[1], loud))"
     )
     engine = AsyncEngineArgs("fake", log_prefix="[engine] ").create_engine_config()
     client = ProcessClient(engine, (sys.executable, "-c", program))

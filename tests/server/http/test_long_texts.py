@@ -58,9 +58,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     encode, count = Tokenizer.encode, Tokenizer._count
 
     def noted(self: Tokenizer, text: str, *rest: Any) -> Any:
-        found = encode(self, text, *rest)
+        ids = encode(self, text, *rest)
         lengths.append(len(text))
-        return found
+        return ids
 
     def counted(self: Tokenizer, text: str) -> int:
         lengths.append(len(text))
@@ -80,12 +80,12 @@ def refused(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATING)
-def test_too_long_to_be_tokenised(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
+def test_long_prompts_are_refused_before_tokenising(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
     refused(server, path, body, seen)
 
 
 @pytest.mark.parametrize(("kind", "path", "body"), POOLING)
-def test_too_long_to_be_pooled(kind: str, path: str, body: Any, seen: list[int]) -> None:
+def test_long_pooling_inputs_are_refused_before_tokenising(kind: str, path: str, body: Any, seen: list[int]) -> None:
     with live_server(f"fake:pool-{kind}") as server:
         refused(server, path, body, seen)
 
@@ -99,7 +99,7 @@ def test_too_long_to_be_pooled(kind: str, path: str, body: Any, seen: list[int])
         ("/v1/chat/completions", {"messages": SAID}),
     ],
 )
-def test_of_a_text_that_is_cut_only_the_end_is_tokenised(
+def test_truncated_prompts_are_tokenised_in_part(
     server: LiveServer, path: str, body: Any, side: str, seen: list[int]
 ) -> None:
     asked = body | CUT | {"truncation_side": side, "max_tokens": 1}
@@ -114,24 +114,24 @@ def test_of_a_text_that_is_cut_only_the_end_is_tokenised(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_of_a_pooled_text_that_is_cut_only_the_end_is_tokenised(side: str, seen: list[int]) -> None:
-    asked = CUT | {"truncation_side": side}
+def test_truncated_pooling_inputs_are_tokenised_in_part(side: str, seen: list[int]) -> None:
+    fields = CUT | {"truncation_side": side}
     with live_server("fake:pool-embed") as server:
-        status, answer = server.post("/v1/embeddings", asked | {"input": LONG})
+        status, answer = server.post("/v1/embeddings", fields | {"input": LONG})
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
         assert sum(seen) < 8 * tokenizer.CHUNK_CHARS
     with live_server("fake:pool-cross") as server:
-        status, answer = server.post("/score", asked | {"text_1": LONG, "text_2": LONG})
+        status, answer = server.post("/score", fields | {"text_1": LONG, "text_2": LONG})
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 5)
 
 
-def test_oldest_turns_are_left_out_of_a_long_conversation(server: LiveServer) -> None:
+def test_oldest_turns_of_a_long_conversation_are_dropped(server: LiveServer) -> None:
     turns = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    asked = {"input": turns, "truncation": "auto", "max_output_tokens": 1}
-    assert server.post("/v1/responses", asked)[1]["usage"]["input_tokens"] == len("user: c;assistant:")
+    fields = {"input": turns, "truncation": "auto", "max_output_tokens": 1}
+    assert server.post("/v1/responses", fields)[1]["usage"]["input_tokens"] == len("user: c;assistant:")
 
 
-def test_ids_are_counted_before_they_are_looked_at(server: LiveServer) -> None:
+def test_token_ids_are_counted_before_they_are_checked(server: LiveServer) -> None:
     status, answer = server.post("/v1/completions", {"prompt": [5] * 1_000_000})
     assert status == 400
     assert "the prompt is too long: 1000000 tokens" in answer["error"]["message"]

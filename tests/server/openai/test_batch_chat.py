@@ -36,11 +36,11 @@ def answer_of(server: LiveServer, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.field("BatchChatCompletionRequest.messages|n|max_tokens|include_reasoning|model|request_id|user")
-def test_choices_are_numbered_over_the_conversations(server: LiveServer) -> None:
+def test_choices_are_numbered_across_conversations(server: LiveServer) -> None:
     answer = answer_of(server, batch(THOUGHT + "one", "two", n=2, request_id="mine", user="me"))
     assert (answer["object"], answer["id"]) == ("chat.completion", "chatcmpl-mine")
-    told = [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]]
-    assert told == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
+    replies = [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]]
+    assert replies == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
     assert answer["choices"][0]["message"]["reasoning"] == "Hm."
     assert answer["usage"]["completion_tokens"] == 2 * (len(THOUGHT + "one") + 1 + len("two") + 1)
     hidden = answer_of(server, batch(THOUGHT + "one", include_reasoning=False, max_tokens=23))["choices"]
@@ -54,7 +54,7 @@ def test_choices_are_numbered_over_the_conversations(server: LiveServer) -> None
 @pytest.mark.field(
     "BatchChatCompletionRequest.tools|tool_choice|parallel_tool_calls|echo|add_generation_prompt|continue_final_message"
 )
-def test_calls_and_messages_that_go_on(server: LiveServer) -> None:
+def test_tool_calls_and_continued_messages(server: LiveServer) -> None:
     calls = answer_of(server, batch(CALL, "no", tools=[WEATHER]))["choices"]
     assert [choice["finish_reason"] for choice in calls] == ["tool_calls", "stop"]
     one = answer_of(server, batch(CALL + CALL, tools=[WEATHER], parallel_tool_calls=False))["choices"]
@@ -64,14 +64,14 @@ def test_calls_and_messages_that_go_on(server: LiveServer) -> None:
     begun = ("assistant:", "x assistant:")
     messages = [[{"role": "user", "content": "[[mo]]"}, {"role": "assistant", "content": text}] for text in begun]
     going_on = {"echo": True, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 9}
-    told = answer_of(server, {"messages": messages, **going_on})["choices"]
-    assert [choice["message"]["content"] for choice in told] == ["assistant:mo", "x assistant:mo"]
+    replies = answer_of(server, {"messages": messages, **going_on})["choices"]
+    assert [choice["message"]["content"] for choice in replies] == ["assistant:mo", "x assistant:mo"]
 
 
 @pytest.mark.field(
     "BatchChatCompletionRequest.return_token_ids|return_tokens_as_token_ids|return_prompt_text|prompt_logprobs|logprobs"
 )
-def test_tokens_and_the_first_prompt(server: LiveServer) -> None:
+def test_token_ids_and_the_first_prompt(server: LiveServer) -> None:
     shown = {"return_token_ids": True, "return_tokens_as_token_ids": True, "return_prompt_text": True, "logprobs": True}
     answer = answer_of(server, batch("one", "two", prompt_logprobs=0, **shown))
     assert answer["prompt_text"] == "user: [[one]];assistant:"
@@ -143,7 +143,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "BatchChatCompletionRequest.add_special_tokens|chat_template|chat_template_kwargs|documents|reasoning_effort",
 )
 @pytest.mark.parametrize("name", [*SAMPLING, *TEMPLATE])
-def test_settings_are_those_of_single_requests(name: str) -> None:
+def test_settings_match_single_requests(name: str) -> None:
     messages = [{"role": "user", "content": "a"}]
 
     def read(body: type[ChatFields], messages: Any, **fields: Any) -> Any:
@@ -160,7 +160,7 @@ def test_settings_are_those_of_single_requests(name: str) -> None:
 
 
 @pytest.mark.field("BatchChatCompletionRequest.use_beam_search|length_penalty|early_stopping")
-def test_beams() -> None:
+def test_beam_search() -> None:
     fields: dict[str, Any] = {"use_beam_search": True, "n": 2, "length_penalty": 0.5, "early_stopping": True}
     body = parse(BatchChatCompletionRequest, json.dumps(batch("x", **fields)).encode())
     search = body.beam_search_params(body.params({}), 9)
@@ -172,7 +172,7 @@ def test_beams() -> None:
 
 
 @pytest.mark.field("BatchChatCompletionRequest.cache_salt|priority|top_logprobs")
-def test_salt_priority_and_candidates(server: LiveServer) -> None:
+def test_cache_salt_priority_and_logprobs(server: LiveServer) -> None:
     with live_server("fake:say", enable_prompt_tokens_details=True) as counting:
 
         def cached(salt: str) -> int:
@@ -200,6 +200,6 @@ def test_salt_priority_and_candidates(server: LiveServer) -> None:
         (batch("x", temperature=-1.0), "temperature"),
     ],
 )
-def test_a_bad_batch_is_told_where(server: LiveServer, body: dict[str, Any], field: str) -> None:
+def test_errors_name_the_conversation(server: LiveServer, body: dict[str, Any], field: str) -> None:
     status, answer = server.post(BATCH, body)
     assert (status, answer["error"]["param"]) == (400, field)

@@ -1,6 +1,6 @@
-"""From the engine's tokens to a chat answer: streamed equals whole, whatever the parsers, the stop strings, the cuts.
+"""From engine tokens to chat responses: streamed equals whole for any parsers, stop strings and truncation.
 
-The detokenizer, the readers and ChatCompletionBuilder are the real ones; only the engine is played.
+Detokenizer, parsers and ChatCompletionBuilder are real; the engine's outputs are scripted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ THOUGHTS = {
 
 
 def outputs_of(tokens: list[int], cuts: list[int], kind: RequestOutputKind, stop: list[str]) -> Iterator[RequestOutput]:
-    """What the output processor makes of tokens that come in steps; the last ends the answer."""
+    """Return the output processor's outputs for tokens that arrive in steps."""
     params = SamplingParams(output_kind=kind, stop=stop, skip_special_tokens=False, max_tokens=len(tokens))
     child = EngineRequest(request_id="r", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=len(tokens))
     processor = OutputProcessor(TEXT)
@@ -82,7 +82,7 @@ def whole(reader: Any, tokens: list[int], stop: list[str], **fields: Any) -> dic
 
 
 def streamed(reader: Any, tokens: list[int], cuts: list[int], stop: list[str]) -> dict[str, Any]:
-    """The chunks of a stream put together again, as clients do it."""
+    """Return the response merged from a stream's chunks, as clients do."""
     answer = answer_of(reader)
     message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
     last: dict[str, Any] = {}
@@ -125,7 +125,7 @@ COMBINED = [
 
 
 @pytest.mark.parametrize(("thinks", "calls"), COMBINED)
-def test_streamed_equals_whole_where_the_answer_is_cut_at_any_token(thinks: str, calls: str) -> None:
+def test_streamed_equals_whole_at_any_max_tokens(thinks: str, calls: str) -> None:
     tokens = [*(THOUGHTS[thinks] + CALLS[calls]).encode(), EOS]
     reader = partial(reader_of, thinks, calls)
     for end in range(1, len(tokens) + 1):
@@ -135,7 +135,7 @@ def test_streamed_equals_whole_where_the_answer_is_cut_at_any_token(thinks: str,
 
 @pytest.mark.parametrize("stop", [[], ["Zür", "✓"], ["</think>"], ["\n<tool_call>"]])
 @pytest.mark.parametrize(("thinks", "calls"), COMBINED)
-def test_streamed_equals_whole_however_the_tokens_come(thinks: str, calls: str, stop: list[str]) -> None:
+def test_streamed_equals_whole_for_any_grouping_of_tokens(thinks: str, calls: str, stop: list[str]) -> None:
     tokens = [*(THOUGHTS[thinks] + CALLS[calls]).encode(), EOS]
     reader = partial(reader_of, thinks, calls)
     expected = whole(reader, tokens, stop)
@@ -146,28 +146,28 @@ def test_streamed_equals_whole_however_the_tokens_come(thinks: str, calls: str, 
         assert streamed(reader, tokens, cuts, stop) == expected, cuts
 
 
-def test_what_is_compared_is_not_empty() -> None:
+def test_compared_messages_are_not_empty() -> None:
     tokens = [*(THOUGHTS["qwen3"] + CALLS["hermes"]).encode(), EOS]
-    told = whole(partial(reader_of, "qwen3", "hermes"), tokens, [])
-    assert told["finish_reason"] == "tool_calls"
-    assert told["message"]["reasoning"] == "Über 9.11 < 9.8 …"
-    assert [call["function"]["name"] for call in told["message"]["tool_calls"]] == ["weather", "clock"]
+    response = whole(partial(reader_of, "qwen3", "hermes"), tokens, [])
+    assert response["finish_reason"] == "tool_calls"
+    assert response["message"]["reasoning"] == "Über 9.11 < 9.8 …"
+    assert [call["function"]["name"] for call in response["message"]["tool_calls"]] == ["weather", "clock"]
     stopped = whole(partial(reader_of, "qwen3", "hermes"), tokens, ["Zür"])
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("tool_calls", "Zür")
 
 
-@pytest.mark.parametrize("held", ["<thi", "<think", " <tool_c", "<eo", "\n"])
-def test_nothing_is_lost_at_the_end(held: str) -> None:
+@pytest.mark.parametrize("text", ["<thi", "<think", " <tool_c", "<eo", "\n"])
+def test_held_back_text_is_flushed_at_the_end(text: str) -> None:
     reader = partial(reader_of, "qwen3", "hermes")
-    told = whole(reader, [*held.encode(), EOS], [])
-    assert told["message"]["content"] == held
+    response = whole(reader, [*text.encode(), EOS], [])
+    assert response["message"]["content"] == text
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), ("auto", "tool_calls"), ("named", "stop")])
-def test_the_reason_of_calls_is_openais(choice: str, reason: str) -> None:
-    """Forced to a tool by its name, the model did not choose; a cut is a cut whatever was called."""
-    asked = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
+def test_finish_reason_of_calls(choice: str, reason: str) -> None:
+    """ "stop" for a named tool, as at OpenAI; "length" for any truncated output."""
+    tool_choice = {"type": "function", "function": {"name": "clock"}} if choice == "named" else choice
     text = CALLS["hermes"].encode()
-    told = partial(whole, partial(reader_of, "", "hermes"), stop=[], tool_choice=asked, tools=[])
-    assert told([*text, EOS])["finish_reason"] == reason
-    assert told([*text])["finish_reason"] == "length"
+    respond = partial(whole, partial(reader_of, "", "hermes"), stop=[], tool_choice=tool_choice, tools=[])
+    assert respond([*text, EOS])["finish_reason"] == reason
+    assert respond([*text])["finish_reason"] == "length"

@@ -34,7 +34,7 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LiveServer]:
-    """A server that refuses what has no effect."""
+    """A server with --strict-requests."""
     with live_server(
         "fake:say", strict_requests=True, enable_auto_tool_choice=True, tool_call_parser="hermes"
     ) as server:
@@ -43,13 +43,13 @@ def strict() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[LiveServer]:
-    """A server that was told of no format."""
+    """A server without parsers."""
     with live_server("fake:say") as server:
         yield server
 
 
 def choice_of(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
-    """The one choice of a whole answer, which the stream must tell as well."""
+    """Return the choice of a whole response, which must equal the streamed one."""
     status, answer = server.post(CHAT, asking(text, **more))
     assert status == 200, answer
     (choice,) = answer["choices"]
@@ -61,7 +61,7 @@ def choice_of(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
 
 
 def streamed(server: LiveServer, body: dict[str, Any]) -> dict[str, Any]:
-    """What a stream adds up to."""
+    """Return the response merged from a stream."""
     status, raw = server.post(CHAT, body | {"stream": True})
     assert status == 200, raw
     message: dict[str, Any] = {"role": None, "content": "", "refusal": None}
@@ -96,7 +96,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(server: LiveServer, body: dict[str, Any]) -> tuple[str, str]:
-    """The field and the message of a 400."""
+    """Return field and message of a 400."""
     status, answer = server.post(CHAT, body)
     assert status == 400, answer
     return answer["error"]["param"], answer["error"]["message"]
@@ -113,7 +113,7 @@ def prompt_of(server: LiveServer, **more: Any) -> str:
 
 @pytest.mark.field("ChatCompletionRequest.tools")
 @pytest.mark.setting("--enable-auto-tool-choice", "--tool-call-parser")
-def test_a_call_in_the_models_own_format(server: LiveServer) -> None:
+def test_a_call_in_the_model_format(server: LiveServer) -> None:
     choice = choice_of(server, CALL, tools=[WEATHER, CLOCK])
     (call,) = choice["message"].pop("tool_calls")
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
@@ -125,7 +125,7 @@ def test_a_call_in_the_models_own_format(server: LiveServer) -> None:
 
 
 @pytest.mark.field("ChatCompletionRequest.tool_choice")
-def test_thinking_content_and_two_calls(server: LiveServer) -> None:
+def test_reasoning_content_and_two_calls(server: LiveServer) -> None:
     choice = choice_of(server, THOUGHT + "Let me look. " + TWO, tools=[WEATHER, CLOCK], tool_choice="auto")
     message = choice["message"]
     assert message["reasoning"] == message["reasoning_content"] == "Hm, <b>."
@@ -137,12 +137,12 @@ def test_thinking_content_and_two_calls(server: LiveServer) -> None:
 
 
 @pytest.mark.field("ChatCompletionRequest.parallel_tool_calls")
-def test_one_call_at_most(server: LiveServer) -> None:
+def test_parallel_tool_calls_false(server: LiveServer) -> None:
     message = choice_of(server, TWO, tools=[WEATHER, CLOCK], parallel_tool_calls=False)["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
 
 
-def test_a_call_that_is_cut(server: LiveServer) -> None:
+def test_a_truncated_call(server: LiveServer) -> None:
     choice = choice_of(server, CALL, tools=[WEATHER], max_tokens=60)
     assert choice["finish_reason"] == "length"
     assert json.dumps({"city": "Zürich"}, ensure_ascii=False).startswith(
@@ -150,7 +150,7 @@ def test_a_call_that_is_cut(server: LiveServer) -> None:
     )
 
 
-def test_each_of_several_choices_has_its_own_reader(server: LiveServer) -> None:
+def test_each_choice_has_its_own_reader(server: LiveServer) -> None:
     status, answer = server.post(CHAT, asking(THOUGHT + CALL, tools=[WEATHER], n=3))
     assert status == 200
     assert [choice["message"]["reasoning"] for choice in answer["choices"]] == ["Hm, <b>."] * 3
@@ -192,7 +192,7 @@ BAD_TOOLS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("tools", "field"), BAD_TOOLS, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_bad_tools_are_named(strict: LiveServer, tools: Any, field: str, choice: str) -> None:
+def test_errors_name_the_bad_tool(strict: LiveServer, tools: Any, field: str, choice: str) -> None:
     assert refused(strict, asking("x", tools=tools, tool_choice=choice))[0] == field
 
 
@@ -206,27 +206,27 @@ def test_bad_tools_are_named(strict: LiveServer, tools: Any, field: str, choice:
         ({"tools": [WEATHER], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ],
 )
-def test_bad_choices_are_named(server: LiveServer, more: dict[str, Any], field: str) -> None:
+def test_errors_name_the_bad_tool_choice(server: LiveServer, more: dict[str, Any], field: str) -> None:
     assert refused(server, asking("x", **more))[0].startswith(field)
 
 
-def test_a_schema_that_is_none_is_the_tools_fault(server: LiveServer) -> None:
+def test_an_invalid_schema_names_the_tool(server: LiveServer) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nope"}}}
     field, message = refused(server, asking("x", tools=[bad], tool_choice="required"))
     assert (field, "nope" in message) == ("tools", True)
 
 
-def test_a_template_that_shows_no_tools_is_told_of(server: LiveServer) -> None:
+def test_a_template_without_tools_is_refused(server: LiveServer) -> None:
     blind = "{% for m in messages %}{{ m.content }}{% endfor %}assistant:"
-    told = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}
-    with live_server("fake:say", **told) as other:
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}
+    with live_server("fake:say", **flags) as other:
         field, message = refused(other, asking("x", tools=[WEATHER]))
         assert (field, "--chat-template" in message) == ("tools", True)
         assert other.post(CHAT, asking("x", tools=[WEATHER], tool_choice="none"))[0] == 200
 
 
 @pytest.mark.setting("--exclude-tools-when-tool-choice-none")
-def test_tools_are_shown_unless_the_server_hides_those_that_are_not_for_use(bare: LiveServer) -> None:
+def test_exclude_tools_when_tool_choice_none(bare: LiveServer) -> None:
     none = {"tools": [WEATHER, CLOCK], "tool_choice": "none"}
     assert prompt_of(bare, **none).startswith("weather;clock;user: ")
     with live_server("fake:say", exclude_tools_when_tool_choice_none=True) as hides:
@@ -237,18 +237,18 @@ def test_tools_are_shown_unless_the_server_hides_those_that_are_not_for_use(bare
 
 
 @pytest.mark.setting("--reasoning-parser")
-def test_thinking_is_told_from_content(server: LiveServer, bare: LiveServer) -> None:
+def test_reasoning_is_separated_from_content(server: LiveServer, bare: LiveServer) -> None:
     message = choice_of(server, THOUGHT + "Yes — ✓.")["message"]
     assert (message["reasoning"], message["content"]) == ("Hm, <b>.", "Yes — ✓.")
     assert choice_of(bare, THOUGHT + "Yes.")["message"]["content"] == THOUGHT + "Yes."
     with pytest.raises(ConfigError, match="--reasoning-parser: unknown format 'x'"):
-        told({"--reasoning-parser": "x"})
+        configure({"--reasoning-parser": "x"})
     with pytest.raises(ConfigError, match="--tool-call-parser: unknown format 'x'"):
-        told({"--tool-call-parser": "x"})
+        configure({"--tool-call-parser": "x"})
 
 
-def told(flags: dict[str, str]) -> None:
-    """Settle the flags of a server, as it does before it starts anything."""
+def configure(flags: dict[str, str]) -> None:
+    """Resolve the flags of `serve`."""
     from pagoda.server.cli import serve
     from pagoda.server.settings.flags import FlagParser
 
@@ -258,7 +258,7 @@ def told(flags: dict[str, str]) -> None:
 
 
 @pytest.mark.field("ChatCompletionRequest.include_reasoning")
-def test_thinking_can_be_left_out(server: LiveServer) -> None:
+def test_include_reasoning_false(server: LiveServer) -> None:
     message = choice_of(server, THOUGHT + "Yes.", include_reasoning=False)["message"]
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
     status, answer = server.post(CHAT, asking(THOUGHT + "Yes.", include_reasoning=False))
@@ -266,14 +266,14 @@ def test_thinking_can_be_left_out(server: LiveServer) -> None:
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("Hm, <b>.")}, "it is counted still"
 
 
-def test_an_answer_of_thinking_only_has_no_content(server: LiveServer) -> None:
+def test_content_is_null_with_reasoning_only(server: LiveServer) -> None:
     choice = choice_of(server, THOUGHT, max_tokens=12)
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Hm,")
     assert choice["finish_reason"] == "length"
 
 
 @pytest.mark.field("ChatCompletionRequest.skip_special_tokens")
-def test_special_tokens_are_hidden_where_they_are_decoded_for_the_parsers(server: LiveServer, bare: LiveServer) -> None:
+def test_special_tokens_decoded_for_parsers_are_hidden(server: LiveServer, bare: LiveServer) -> None:
     assert choice_of(server, "<think>a<eos></think>b<eos>c")["message"]["content"] == "bc"
     shown = choice_of(server, "<think>a<eos></think>b<eos>c", skip_special_tokens=False)["message"]
     assert (shown["reasoning"], shown["content"]) == ("a<eos>", "b<eos>c")
@@ -286,7 +286,7 @@ TAIL = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }};{%
 
 
 @pytest.mark.field("ChatCompletionRequest.reasoning_effort")
-def test_reasoning_effort_is_what_the_template_makes_of_it(bare: LiveServer) -> None:
+def test_reasoning_effort_reaches_the_template(bare: LiveServer) -> None:
     with live_server("fake:say", chat_template=THINKING + TAIL) as switch:
         assert prompt_of(switch, reasoning_effort="none").startswith("off;")
         assert prompt_of(switch, reasoning_effort="high") == prompt_of(switch) == "[[x]];assistant:"
@@ -302,7 +302,7 @@ def test_reasoning_effort_is_what_the_template_makes_of_it(bare: LiveServer) -> 
     assert prompt_of(bare, reasoning_effort="none") == prompt_of(bare), "a model that does not think does not"
 
 
-def test_thinking_of_earlier_answers_reaches_the_template_under_its_own_name() -> None:
+def test_earlier_reasoning_reaches_the_template() -> None:
     with live_server("fake:say", chat_template=TAIL) as server:
         for name in ("reasoning", "reasoning_content"):
             messages = [{"role": "user", "content": "[[x]]"}, {"role": "assistant", "content": "a", name: "hm"}]
@@ -310,7 +310,7 @@ def test_thinking_of_earlier_answers_reaches_the_template_under_its_own_name() -
             assert (status, answer["prompt_text"]) == (200, "[[x]];ahm;assistant:")
 
 
-def test_a_prompt_that_opens_the_thinking() -> None:
+def test_a_prompt_that_starts_reasoning() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}assistant:<think>\x1f"
     with live_server("fake:say", chat_template=template, engine={"reasoning_parser": "qwen3"}) as server:
         message = choice_of(server, "hm</think>ok")["message"]
@@ -321,7 +321,7 @@ def test_a_prompt_that_opens_the_thinking() -> None:
 
 
 @pytest.mark.field("ChatCompletionRequest.return_prompt_text")
-def test_the_prompt_as_text(bare: LiveServer) -> None:
+def test_return_prompt_text(bare: LiveServer) -> None:
     assert prompt_of(bare) == "user: [[x]];assistant:"
     body = asking("x", return_prompt_text=True, stream=True)
     _, raw = bare.post(CHAT, body)
@@ -331,7 +331,7 @@ def test_the_prompt_as_text(bare: LiveServer) -> None:
 
 
 @pytest.mark.field("ChatCompletionRequest.logprobs|return_token_ids")
-def test_no_token_is_lost_while_text_is_held_back(server: LiveServer) -> None:
+def test_token_ids_are_complete_while_text_is_held_back(server: LiveServer) -> None:
     text = THOUGHT + CALL
     body = asking(text, tools=[WEATHER], logprobs=True, return_token_ids=True)
     status, whole = server.post(CHAT, body)
@@ -346,13 +346,13 @@ def test_no_token_is_lost_while_text_is_held_back(server: LiveServer) -> None:
     assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == choice["token_ids"]
 
 
-def test_stop_strings_end_raw_text(server: LiveServer) -> None:
+def test_stop_strings_match_raw_text(server: LiveServer) -> None:
     choice = choice_of(server, THOUGHT + "one two three", stop=["two"])
     assert (choice["message"]["content"], choice["stop_reason"]) == ("one ", "two")
     assert choice_of(server, THOUGHT + "one", stop=["<b>"])["message"]["reasoning"] == "Hm,"
 
 
-def test_a_conversation_with_calls_goes_on(server: LiveServer) -> None:
+def test_a_conversation_continues_after_calls(server: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     messages: Any = [{"role": "user", "content": f"[[{CALL}]]"}]
     tools: Any = [WEATHER]

@@ -33,15 +33,15 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def events_of(server: LiveServer, body: dict[str, Any]) -> list[Any]:
-    """The parsed events of a stream, whose bytes have the form of server-sent events that end with [DONE]."""
+    """Return the parsed events of a stream; fail unless it is server-sent events that end with [DONE]."""
     status, raw = server.post(CHAT, body | {"stream": True})
     assert status == 200, raw
     assert re.fullmatch(rb"(data: \{[^\n]*\}\n\n)+data: \[DONE\]\n\n", raw)
     return [json.loads(line.removeprefix(b"data: ")) for line in raw.split(b"\n\n")[:-2]]
 
 
-def settled(answer: Any) -> Any:
-    """The answer with what differs from run to run in a fixed form, once that is checked."""
+def normalized(answer: Any) -> Any:
+    """Return the response with ids and times checked and replaced by constants."""
     text = json.dumps(answer, ensure_ascii=False)
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer["id"])
     assert isinstance(answer["created"], int)
@@ -54,10 +54,10 @@ def chunk(choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     return {"id": "ID", "object": "chat.completion.chunk", "created": 1, "model": "fake", "choices": choices, **more}
 
 
-def test_a_whole_answer_to_the_letter(server: LiveServer) -> None:
+def test_bytes_of_a_whole_response(server: LiveServer) -> None:
     status, answer = server.post(CHAT, asking(ANSWER, tools=[WEATHER]))
     assert status == 200
-    assert settled(answer) == {
+    assert normalized(answer) == {
         "id": "ID",
         "object": "chat.completion",
         "created": 1,
@@ -100,7 +100,7 @@ def test_a_whole_answer_to_the_letter(server: LiveServer) -> None:
     }
 
 
-def test_what_was_not_asked_for_is_null(server: LiveServer) -> None:
+def test_fields_not_requested_are_null(server: LiveServer) -> None:
     chat = server.post(CHAT, asking("hi"))[1]
     text = server.post("/v1/completions", {"prompt": "[[hi]]assistant:", "max_tokens": 4})[1]
     for answer in (chat, text):
@@ -111,17 +111,17 @@ def test_what_was_not_asked_for_is_null(server: LiveServer) -> None:
     assert (text["choices"][0]["prompt_logprobs"], text["choices"][0]["prompt_token_ids"]) == (None, None)
 
 
-def test_a_plain_answer_has_nothing_more_than_openais(server: LiveServer) -> None:
+def test_a_plain_response_has_only_openai_fields(server: LiveServer) -> None:
     _, answer = server.post(CHAT, asking("hi"))
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "hi", "refusal": None}
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_stream_to_the_letter(server: LiveServer) -> None:
+def test_bytes_of_a_stream(server: LiveServer) -> None:
     events = events_of(server, asking(ANSWER, tools=[WEATHER], stream_options={"include_usage": True}))
     assert len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
-    events = [settled(event) for event in events]
+    events = [normalized(event) for event in events]
     usage = events[-1].pop("usage")
     assert events[-1] == chunk(None)
     assert usage["completion_tokens"] == len(ANSWER.encode()) + 1
@@ -134,8 +134,8 @@ def test_a_stream_to_the_letter(server: LiveServer) -> None:
     thought = [delta for delta in deltas if "reasoning" in delta]
     assert all(delta == dict.fromkeys(("reasoning", "reasoning_content"), delta["reasoning"]) for delta in thought)
     assert "".join(delta["reasoning"] for delta in thought) == "hm"
-    said = [delta for delta in deltas if "content" in delta]
-    assert "".join(delta["content"] for delta in said) == "Ok "
+    contents = [delta for delta in deltas if "content" in delta]
+    assert "".join(delta["content"] for delta in contents) == "Ok "
     name, *pieces = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert name == [{"index": 0, "id": "CALL", "type": "function", "function": {"name": "weather", "arguments": ""}}]
     assert [set(piece[0]) for piece in pieces] == [{"index", "function"}] * len(pieces)
@@ -145,7 +145,7 @@ def test_a_stream_to_the_letter(server: LiveServer) -> None:
     assert order == sorted(order, key=["reasoning", "content", "tool_calls"].index)
 
 
-def test_logprobs_in_openais_shape(server: LiveServer) -> None:
+def test_logprobs_have_openai_format(server: LiveServer) -> None:
     body = asking("<think>h</think>é", logprobs=True, top_logprobs=1)
     _, answer = server.post(CHAT, body)
     entries = answer["choices"][0]["logprobs"]
@@ -168,7 +168,7 @@ def test_logprobs_in_openais_shape(server: LiveServer) -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
     ],
 )
-def test_errors_to_the_letter(server: LiveServer, more: dict[str, Any], param: str, stream: bool) -> None:
+def test_bytes_of_errors(server: LiveServer, more: dict[str, Any], param: str, stream: bool) -> None:
     status, answer = server.post(CHAT, asking("x", stream=stream, **more))
     assert status == 400
     assert set(answer) == {"error"}
@@ -180,7 +180,7 @@ def test_errors_to_the_letter(server: LiveServer, more: dict[str, Any], param: s
 # --- the official client ---
 
 
-def test_the_client_reads_whole_answers(client: openai.OpenAI) -> None:
+def test_the_official_client_reads_whole_responses(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**asking(ANSWER, tools=[WEATHER]))
     message = answer.choices[0].message
     assert (message.content, answer.choices[0].finish_reason) == ("Ok ", "tool_calls")
@@ -194,7 +194,7 @@ def test_the_client_reads_whole_answers(client: openai.OpenAI) -> None:
     assert answer.choices[0].model_dump(warnings="error")
 
 
-def test_the_client_reads_streams(client: openai.OpenAI) -> None:
+def test_the_official_client_reads_streams(client: openai.OpenAI) -> None:
     reasons, thought = [], ""
     with client.chat.completions.stream(**asking(ANSWER, tools=[WEATHER])) as stream:
         for event in stream:
@@ -212,7 +212,7 @@ def test_the_client_reads_streams(client: openai.OpenAI) -> None:
     assert message.content == "Ok "
 
 
-async def test_the_asynchronous_client(server: LiveServer) -> None:
+async def test_the_official_asynchronous_client(server: LiveServer) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
         async def one(text: str) -> str:
@@ -225,7 +225,7 @@ async def test_the_asynchronous_client(server: LiveServer) -> None:
     assert [choice.finish_reason for choice in whole.choices] == ["tool_calls"] * 2
 
 
-def test_the_client_names_what_is_wrong(client: openai.OpenAI) -> None:
+def test_the_official_client_raises_typed_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(**asking("x", tool_choice="required"))
     assert (bad.value.param, bad.value.code) == ("tool_choice", 400)

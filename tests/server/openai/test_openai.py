@@ -129,7 +129,7 @@ def test_echo_shows_special_tokens_of_a_prompt(client: openai.OpenAI) -> None:
     assert [choice.text[offset:][:1] for offset in choice.logprobs.text_offset] == ["a", "<", "b", "c"]
 
 
-def test_echo_of_nothing_generated(client: openai.OpenAI) -> None:
+def test_echo_with_max_tokens_0(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=[97, 98], max_tokens=0, echo=True, logprobs=0)
     assert answer.choices[0].text == "ab"
     assert answer.choices[0].logprobs is not None
@@ -200,7 +200,7 @@ def test_continue_and_echo_of_a_message(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.field("CompletionRequest.request_id")
-def test_request_id_comes_back(client: openai.OpenAI) -> None:
+def test_request_id_is_returned(client: openai.OpenAI) -> None:
     answer = client.completions.with_raw_response.create(
         model="fake", prompt="a", max_tokens=1, extra_body={"request_id": "mine"}
     )

@@ -37,10 +37,10 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def rows(text: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the fake model reads as that text."""
-    found = torch.zeros(len(text), WIDTH, dtype=dtype)
-    found[:, 0] = torch.tensor([float(ord(letter)) for letter in text])
-    return found
+    """Return the embeddings that the fake model reads as this text."""
+    values = torch.zeros(len(text), WIDTH, dtype=dtype)
+    values[:, 0] = torch.tensor([float(ord(letter)) for letter in text])
+    return values
 
 
 def saved(value: Any, **options: Any) -> str:
@@ -50,7 +50,7 @@ def saved(value: Any, **options: Any) -> str:
 
 
 @pytest.mark.field("CompletionRequest.prompt_embeds")
-def test_the_answer_goes_on_from_the_rows(server: LiveServer) -> None:
+def test_the_output_continues_the_embeddings(server: LiveServer) -> None:
     body = {"prompt_embeds": saved(rows("abc")), "max_tokens": 4, "return_token_ids": True}
     status, answer = server.post(PATH, body)
     assert status == 200, answer
@@ -61,7 +61,7 @@ def test_the_answer_goes_on_from_the_rows(server: LiveServer) -> None:
     assert answer["usage"]["total_tokens"] == 7
 
 
-def test_answers_to_rows_come_before_those_to_text(server: LiveServer) -> None:
+def test_choices_of_embeddings_precede_those_of_text(server: LiveServer) -> None:
     body = {"prompt_embeds": [saved(rows("a")), saved(rows("hi"))], "prompt": ["k", "x"], "max_tokens": 2, "n": 2}
     status, answer = server.post(PATH, body)
     assert status == 200, answer
@@ -90,7 +90,7 @@ def test_the_official_client(client: openai.OpenAI, prompt: Any) -> None:
     assert pieces[-1].usage.prompt_tokens == 3
 
 
-def test_equal_rows_are_cached_under_their_salt(server: LiveServer) -> None:
+def test_equal_embeddings_are_cached_under_their_salt(server: LiveServer) -> None:
     def cached(text: str, salt: str) -> int:
         status, answer = server.post(PATH, {"prompt_embeds": saved(rows(text)), "max_tokens": 1, "cache_salt": salt})
         assert status == 200, answer
@@ -113,7 +113,7 @@ def test_equal_rows_are_cached_under_their_salt(server: LiveServer) -> None:
     ids=["parameter", "slice", "transposed", "one-of-a-batch", "float16", "float64"],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_tensors_of_every_kind(server: LiveServer, value: torch.Tensor, protocol: int) -> None:
+def test_tensors_of_every_dtype_and_layout(server: LiveServer, value: torch.Tensor, protocol: int) -> None:
     body = {"prompt_embeds": saved(value, pickle_protocol=protocol), "max_tokens": 2}
     status, answer = server.post(PATH, body)
     assert status == 200, answer
@@ -121,7 +121,7 @@ def test_tensors_of_every_kind(server: LiveServer, value: torch.Tensor, protocol
 
 
 def spoiled(**changes: Any) -> str:
-    """A saved tensor whose archive was written anew. `data`, `pickle`: other contents; `compress`: deflated."""
+    """A saved tensor whose archive was rewritten. `data`, `pickle`: other contents; `compress`: deflated."""
     whole = zipfile.ZipFile(io.BytesIO(base64.b64decode(saved(rows("abc")))))
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if changes.get("compress") else zipfile.ZIP_STORED) as archive:
@@ -138,7 +138,7 @@ def spoiled(**changes: Any) -> str:
 
 
 def described(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> bytes:
-    """The pickle of a float32 tensor, with what is given in place of its shape."""
+    """The pickle of a float32 tensor with the given shape, strides and offset."""
 
     class Described:
         def __reduce__(self) -> Any:
@@ -157,7 +157,7 @@ def described(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0)
 
 
 def nested(depth: int) -> bytes:
-    """A tuple that would take 2**depth steps to print or to hash, in the place of a shape."""
+    """A tuple, as a shape, that takes 2**depth steps to print or hash."""
     good = described((3, WIDTH), (WIDTH, 1))
     doubled = b")" + b"".join(
         b"q" + bytes([100 + level]) + b"h" + bytes([100 + level]) + b"\x86" for level in range(depth)
@@ -212,7 +212,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_rows_are_a_400_that_names_the_field(
+def test_bad_embeddings_are_a_400_that_names_the_field(
     server: LiveServer, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     value, words = BAD[name]
@@ -235,18 +235,18 @@ def test_bad_rows_are_a_400_that_names_the_field(
         ("prompt", {"prompt": 3}),
     ],
 )
-def test_what_rows_cannot_have(server: LiveServer, field: str, more: dict[str, Any]) -> None:
+def test_fields_that_need_prompt_tokens_are_refused(server: LiveServer, field: str, more: dict[str, Any]) -> None:
     status, answer = server.post(PATH, {"prompt_embeds": saved(rows("abc"))} | more)
     assert status == 400, answer
     assert answer["error"]["param"] == field
 
 
-def test_rows_have_no_preview(server: LiveServer) -> None:
+def test_embeddings_cannot_be_rendered(server: LiveServer) -> None:
     status, answer = server.post(f"{PATH}/render", {"prompt_embeds": saved(rows("abc"))})
     assert (status, answer["error"]["param"]) == (400, "prompt_embeds")
 
 
-def test_copies_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_embeddings_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MAX_COPIED_BYTES", 2 * 3 * 4 * WIDTH)
     body = {"prompt_embeds": saved(rows("abc")), "max_tokens": 1}
     assert server.post(PATH, body | {"n": 3})[0] == 200
@@ -254,7 +254,7 @@ def test_copies_are_bounded(server: LiveServer, monkeypatch: pytest.MonkeyPatch)
     assert (status, answer["error"]["param"]) == (400, "n")
 
 
-def test_nothing_is_read_unless_it_is_switched_on() -> None:
+def test_embeddings_need_the_flag() -> None:
     with live_server() as server:
         status, answer = server.post(PATH, {"prompt_embeds": "%%%"})
         assert (status, answer["error"]["param"]) == (400, "prompt_embeds")
@@ -263,7 +263,7 @@ def test_nothing_is_read_unless_it_is_switched_on() -> None:
 
 @pytest.mark.parametrize("model", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_rows_come_in_the_models_numbers(model: str, given: torch.dtype) -> None:
+def test_embeddings_are_converted_to_the_model_dtype(model: str, given: torch.dtype) -> None:
     built = build(EngineConfig(model=ModelConfig(model="fake", enable_prompt_embeds=True)))
     info = msgspec.structs.replace(built.info, dtype=model)
     values = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).to(given)

@@ -41,7 +41,7 @@ def complete(server: LiveServer, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "fields"),
     [
         ("/v1/completions", {"response_format": {"type": "json_object"}}),
         ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}),
@@ -51,17 +51,17 @@ def complete(server: LiveServer, **body: Any) -> Any:
         ("/v1/completions", {"structured_outputs": {"structural_tag": json.dumps(TAGS)}, "stream": True}),
     ],
 )
-def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_command(
-    path: str, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_the_library_constraints_are_refused_with_the_install_command(
+    path: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llguidance.py").write_text("raise ImportError('not installed')")
     monkeypatch.syspath_prepend(tmp_path)  # for the process that tries grammars
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with live_server() as server:
-        status, answer = server.post(path, {"prompt": "a", "max_tokens": 20} | asked)
+        status, answer = server.post(path, {"prompt": "a", "max_tokens": 20} | fields)
         assert status == 400, answer
         assert "llguidance is not installed; pip install 'pagoda[structured]'" in answer["error"]["message"]
-        assert answer["error"]["param"] == next(iter(asked))
+        assert answer["error"]["param"] == next(iter(fields))
         assert server.post(path, {"prompt": "a", "max_tokens": 2})[0] == 200
 
 
@@ -71,7 +71,7 @@ def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_comm
     "SamplingParams.structured_outputs",
 )
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("fields", "text"),
     [
         ({"response_format": {"type": "text"}}, "bcdefghijklmnopqrstu"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ABC}}}, '{"a": 1}'),
@@ -91,11 +91,11 @@ def test_without_the_library_a_server_starts_and_a_form_is_refused_with_the_comm
         ({"guided_grammar": 'root ::= "q" [0-9]'}, "q0"),
     ],
 )
-def test_every_way_to_ask(server, asked, text):
+def test_every_field_that_sets_a_constraint(server, fields, text):
     room = {"max_tokens": 20 if text.startswith("b") else 40}
-    (choice,) = complete(server, **asked, **room)
+    (choice,) = complete(server, **fields, **room)
     assert "".join(choice["text"].split()) == "".join(text.split())
-    chat = {"messages": [{"role": "user", "content": "x"}]} | room | asked
+    chat = {"messages": [{"role": "user", "content": "x"}]} | room | fields
     status, answer = server.post("/v1/chat/completions", chat)
     assert status == 200
     if not text.startswith("b"):  # else it depends on the prompt
@@ -103,7 +103,7 @@ def test_every_way_to_ask(server, asked, text):
         assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_white_space_is_as_asked(server):
+def test_whitespace_options(server):
     plain, none, tabs = (
         complete(server, structured_outputs={"json": ABC} | how)[0]["text"]
         for how in ({}, {"disable_any_whitespace": True}, {"whitespace_pattern": "\t"})
@@ -114,17 +114,17 @@ def test_white_space_is_as_asked(server):
     assert json.loads(plain) == json.loads(tabs) == {"a": 1}
 
 
-def test_any_object(server):
+def test_json_object(server):
     (choice,) = complete(server, response_format={"type": "json_object"}, max_tokens=3)
     assert choice["text"].startswith("{")
     (choice,) = complete(server, structured_outputs={"json": True}, max_tokens=1)
     assert choice["text"]
 
 
-def test_a_stream_is_the_whole_answer(server):
-    asked = {"structured_outputs": {"choice": ["no", "yes"]}, "n": 3, "prompt": "a", "max_tokens": 9}
-    whole = complete(server, **asked)
-    status, raw = server.post("/v1/completions", asked | {"stream": True})
+def test_streamed_equals_whole(server):
+    fields = {"structured_outputs": {"choice": ["no", "yes"]}, "n": 3, "prompt": "a", "max_tokens": 9}
+    whole = complete(server, **fields)
+    status, raw = server.post("/v1/completions", fields | {"stream": True})
     assert status == 200
     texts = ["", "", ""]
     for line in raw.decode().split("\n\n"):
@@ -160,9 +160,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("asked", "param", "words"), BAD)
-def test_a_bad_form_is_a_400_that_names_its_field(server, asked, param, words, stream):
-    status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | asked)
+@pytest.mark.parametrize(("fields", "param", "words"), BAD)
+def test_a_bad_constraint_is_a_400_that_names_its_field(server, fields, param, words, stream):
+    status, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": stream} | fields)
     if status == 200:  # it turned out while it was answered
         assert stream
         assert words == "min_tokens is 9"
@@ -198,7 +198,7 @@ def form_of(**body: Any) -> StructuredOutputsParams | None:
     return parse(StructuredFields, json.dumps(body).encode()).structure()
 
 
-def test_no_form_is_none():
+def test_no_constraint():
     assert form_of() is None
     assert form_of(response_format={"type": "text"}) is None
     assert form_of(response_format=None, structured_outputs=None) is None
@@ -222,33 +222,33 @@ def thinker(monkeypatch) -> Iterator[LiveServer]:
 
 
 @pytest.mark.field("CompletionRequest|ChatCompletionRequest|SamplingParams.thinking_token_budget")
-def test_a_budget_of_thinking_and_a_grammar_after_it(thinker):
-    asked = {"thinking_token_budget": 3, "guided_choice": ["no", "yes"]}
-    assert complete(thinker, prompt="b<", **asked)[0]["text"] == "=>no"
-    assert complete(thinker, prompt="<a", **asked)[0]["text"] == "no"
+def test_a_grammar_applies_after_the_thinking_budget(thinker):
+    fields = {"thinking_token_budget": 3, "guided_choice": ["no", "yes"]}
+    assert complete(thinker, prompt="b<", **fields)[0]["text"] == "=>no"
+    assert complete(thinker, prompt="<a", **fields)[0]["text"] == "no"
     assert complete(thinker, prompt="a<", thinking_token_budget=0, max_tokens=3)[0]["text"].startswith(">")
     free = complete(thinker, prompt="a", thinking_token_budget=3, max_tokens=4)[0]["text"]
     assert free == "bcde"
 
 
-def test_what_the_engine_is_told_of_thinking(monkeypatch):
+def test_engine_parameters_of_reasoning(monkeypatch):
     from support.byte_text import byte_tokenizer
 
     monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
     forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
-    held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    found = forms.thinking(held, None, list(b"a<"))
-    assert found is not None
-    assert (found.open, found.starts, found.ends) == (True, (), ((ord(">"),),))
-    assert forms.thinking(held, "a<b>", []) is None, "the prompt has closed it"
-    maybe = forms.thinking(held, "a", [])
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    reasoning = forms.thinking(params, None, list(b"a<"))
+    assert reasoning is not None
+    assert (reasoning.open, reasoning.starts, reasoning.ends) == (True, (), ((ord(">"),),))
+    assert forms.thinking(params, "a<b>", []) is None, "the prompt has closed it"
+    maybe = forms.thinking(params, "a", [])
     assert maybe is not None
     assert (maybe.open, maybe.starts) == (False, ((ord("<"),),))
-    asked = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
     monkeypatch.undo()
     forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
-    assert forms.thinking(held, asked, []) is not None, "users may write tags"
-    assert forms.thinking(held, asked + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
+    assert forms.thinking(params, prompt, []) is not None, "users may write tags"
+    assert forms.thinking(params, prompt + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
     assert forms.thinking(SamplingParams(), "a<", []) is None
     with pytest.raises(RequestError, match="thinking_token_budget"):
         SamplingParams(thinking_token_budget=-1)
@@ -278,7 +278,7 @@ OPEN_OBJECT = {"type": "object", "properties": {"a": {"const": 1}}, "required": 
 
 @pytest.mark.setting("--structured-outputs-config")
 def test_settings_of_the_server(monkeypatch):
-    """White space, additional properties, and whether the grammar holds the thinking."""
+    """Whitespace, additional properties, and whether the grammar covers the reasoning."""
     assert text_of(LLM_TEXT, {}) != '{"a":1}'
     assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
     forms = OutputConstraints(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)

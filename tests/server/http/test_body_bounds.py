@@ -57,8 +57,8 @@ def fields() -> list[Any]:
     ]
 
 
-def test_the_numbers_are_found() -> None:
-    found = {f"{param.values[0].__name__}.{param.values[1]}" for param in fields()}
+def test_number_fields_are_collected() -> None:
+    names = {f"{param.values[0].__name__}.{param.values[1]}" for param in fields()}
     rows = {
         f"{row['schema']}.{row['field']}"
         for row in interface.rows("api_fields")
@@ -67,11 +67,11 @@ def test_the_numbers_are_found() -> None:
         and row["schema"] not in interface.SAME_BODY
         and not is_unsupported(interface.bodies()[row["schema"]].model_fields[row["field"]])
     }
-    assert sorted(rows - found) == []
+    assert sorted(rows - names) == []
 
 
 @pytest.mark.parametrize(("body", "name", "listed"), fields())
-def test_what_is_no_number_is_refused_by_name(body: type[RequestBody], name: str, listed: bool) -> None:
+def test_other_types_are_refused_by_name(body: type[RequestBody], name: str, listed: bool) -> None:
     least = json.dumps({key: value for key, value in LEAST[body.__name__].items() if key != name})[1:-1]
     for text in NO_NUMBERS:
         if text.startswith('"') and "string" in kinds_of(body.model_json_schema()["properties"][name]):
@@ -89,15 +89,15 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize(("body", "name", "listed"), fields())
-def test_numbers_far_out_are_no_error_of_ours(
+def test_numbers_out_of_bounds_are_no_server_error(
     server: LiveServer, body: type[RequestBody], name: str, listed: bool
 ) -> None:
     path = path_of(body.__name__)
     if path.startswith("/abort"):
         return
     for value in FAR_OUT:
-        asked = LEAST[body.__name__] | {name: [value] if listed else value}
-        status, answer = server.post(path, asked)
+        fields = LEAST[body.__name__] | {name: [value] if listed else value}
+        status, answer = server.post(path, fields)
         assert status in (200, 400), (value, answer)
         if status == 400:
             assert answer["error"]["message"], value

@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.sampling_params import StructuredOutputsParams
-from pagoda.server.chat_prompt import form_or_calls
+from pagoda.server.chat_prompt import output_or_calls
 from pagoda.server.parsers.parser import Brackets, Tool
 from pagoda.server.parsers.registry import TOOL_FORMATS, tool_format
 
@@ -30,7 +30,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def answered(server: LiveServer, text: str, **more: Any) -> dict[str, Any]:
-    """The choice of a model that would say `text` if it may."""
+    """Return the choice of a model that generates `text` where the grammar allows it."""
     body = {"messages": [{"role": "user", "content": f"[[{text}]]"}], "max_tokens": 200, "tools": TOOLS, **more}
     status, answer = server.post("/v1/chat/completions", body)
     assert status == 200, answer
@@ -43,7 +43,7 @@ def names_of(choice: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"response_format": FORM},
         {"structured_outputs": {"json": json.dumps(AB)}},
@@ -51,44 +51,44 @@ def names_of(choice: dict[str, Any]) -> list[str]:
         {"structured_outputs": {"choice": ['{"a": 1}', '{"a": 2}']}},
     ],
 )
-def test_an_answer_keeps_to_its_form_and_calls_are_calls(server: LiveServer, asked: dict[str, Any]) -> None:
-    kept = answered(server, '{"a": 2}', **asked)
+def test_output_conforms_or_is_a_call(server: LiveServer, fields: dict[str, Any]) -> None:
+    kept = answered(server, '{"a": 2}', **fields)
     assert (kept["message"]["content"], names_of(kept), kept["finish_reason"]) == ('{"a": 2}', [], "stop")
-    assert answered(server, "No form at all.", **asked)["message"]["content"].startswith("{")
-    called = answered(server, CALL, **asked)
+    assert answered(server, "No form at all.", **fields)["message"]["content"].startswith("{")
+    called = answered(server, CALL, **fields)
     assert (called["message"]["content"], names_of(called), called["finish_reason"]) == (None, ["f"], "tool_calls")
     assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "<b>"}
 
 
-def test_any_object_and_several_calls(server: LiveServer) -> None:
+def test_json_object_or_several_calls(server: LiveServer) -> None:
     any_object = {"response_format": {"type": "json_object"}}
     assert answered(server, '{"b": []}', **any_object)["message"]["content"] == '{"b": []}'
     assert names_of(answered(server, f"{CALL}\n{CALL}", **any_object)) == ["f", "f"]
     assert names_of(answered(server, f"{CALL}\n{CALL}", parallel_tool_calls=False, **any_object)) == ["f"]
 
 
-def test_calls_keep_to_their_tools(server: LiveServer) -> None:
-    for said in ('{"name": "h", "arguments": {"x": ""}}', '{"name": "g", "arguments": {"x": 1}}'):
-        told = answered(server, f"<tool_call>{said}</tool_call>", response_format=FORM, max_tokens=90)
-        assert said not in json.dumps(told)
-        assert names_of(told) in (["f"], ["g"], [])
+def test_calls_conform_to_their_schemas(server: LiveServer) -> None:
+    for call in ('{"name": "h", "arguments": {"x": ""}}', '{"name": "g", "arguments": {"x": 1}}'):
+        choice = answered(server, f"<tool_call>{call}</tool_call>", response_format=FORM, max_tokens=90)
+        assert call not in json.dumps(choice)
+        assert names_of(choice) in (["f"], ["g"], [])
     right = answered(server, '<tool_call>{"name": "g", "arguments": {"x": "1"}}</tool_call>', response_format=FORM)
     assert names_of(right) == ["g"]
 
 
-def test_thinking_comes_first(server: LiveServer) -> None:
+def test_reasoning_comes_first(server: LiveServer) -> None:
     thought = answered(server, f"<think>\nHm.\n</think>{CALL}", response_format=FORM)
     assert (thought["message"]["reasoning"], names_of(thought)) == ("Hm.", ["f"])
 
 
-def test_forms_that_calls_cannot_be_told_from(server: LiveServer) -> None:
+def test_constraints_that_exclude_calls_are_refused(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
-    for asked in (
+    for fields in (
         {"structured_outputs": {"grammar": 'start: "a"'}},
         {"response_format": FORM, "tool_choice": "required"},
     ):
-        status, answer = server.post("/v1/chat/completions", body | asked)
-        assert (status, answer["error"]["param"]) == (400, next(iter(asked)))
+        status, answer = server.post("/v1/chat/completions", body | fields)
+        assert (status, answer["error"]["param"]) == (400, next(iter(fields)))
         assert "would prevent tool calls" in answer["error"]["message"]
     status, answer = server.post("/v1/chat/completions", body | {"structured_outputs": {"json": "{"}})
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
@@ -98,18 +98,18 @@ ASKED = StructuredOutputsParams(json=AB, disable_any_whitespace=True)
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
-def test_every_formats_marks_make_a_grammar(name: str) -> None:
-    found = tool_format(name)
-    both = form_or_calls(ASKED, found, [Tool("f")], (), parallel=True)
+def test_delimiters_of_every_format_make_a_grammar(name: str) -> None:
+    format = tool_format(name)
+    both = output_or_calls(ASKED, format, [Tool("f")], (), parallel=True)
     if both is None:
-        assert not (isinstance(found, Brackets) and found.brackets([]))
+        assert not (isinstance(format, Brackets) and format.brackets([]))
     else:
         assert both.disable_any_whitespace
         assert "grammars" in guidance_text(both, {})
 
 
 @pytest.mark.parametrize(
-    ("name", "special", "told"),
+    ("name", "special", "possible"),
     [
         ("hermes", {"<tool_call>", "</tool_call>"}, True),  # they begin and end it, and are named by id
         ("qwen3_coder", {"<tool_call>"}, True),
@@ -121,5 +121,5 @@ def test_every_formats_marks_make_a_grammar(name: str) -> None:
         ("pythonic", set(), False),
     ],
 )
-def test_special_tokens_within_calls(name: str, special: set[str], told: bool) -> None:
-    assert (form_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is told
+def test_special_tokens_inside_calls(name: str, special: set[str], possible: bool) -> None:
+    assert (output_or_calls(ASKED, tool_format(name), [], special, parallel=True) is not None) is possible

@@ -46,10 +46,10 @@ def handshake(server: LiveServer, **how: Any) -> tuple[bytes, str]:
     with raw, context.wrap_socket(raw) as secure:
         secure.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"200 OK" in secure.recv(1000)
-        found, cipher = secure.getpeercert(binary_form=True), secure.cipher()
-    assert found is not None
+        certificate, cipher = secure.getpeercert(binary_form=True), secure.cipher()
+    assert certificate is not None
     assert cipher is not None
-    return found, cipher[0]
+    return certificate, cipher[0]
 
 
 def der(path: Path) -> bytes:
@@ -85,7 +85,7 @@ def test_ciphers(certificates: Path, tmp_path: Path) -> None:
 def test_a_new_certificate_serves_new_connections(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tls, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(tls, "TLS_POLL_SECONDS", 0.02)
     files = use(certificates, "one", tmp_path)
     one, two = der(certificates / "one.crt"), der(certificates / "two.crt")
     with logged(caplog, "pagoda.server.http.server"), live_server(**files, enable_ssl_refresh=True) as server:
@@ -109,7 +109,7 @@ def test_wrong_tls_settings_name_the_flag(
     certificates: Path, tmp_path: Path, settings: dict[str, Any], flag: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        tls.check(ServerConfig(**(use(certificates, "one", tmp_path) | settings)))
+        tls.check_tls(ServerConfig(**(use(certificates, "one", tmp_path) | settings)))
     assert error.value.setting == flag
 
 

@@ -32,7 +32,7 @@ def counted(value: Any) -> tuple[int, int, int]:
 
 
 @given(value=VALUES, chunk=st.integers(1, 9), ascii=st.booleans())
-def test_counts_are_a_parsers(value: Any, chunk: int, ascii: bool) -> None:
+def test_counts_equal_those_of_a_parser(value: Any, chunk: int, ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii).encode()
     counts = counted(value)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +69,7 @@ def test_a_body_of_too_many_values_is_refused(raw: bytes, what: str) -> None:
 def test_a_compressed_body_is_refused() -> None:
     with live_server() as server:
         for coding, status in (("gzip", 415), ("GZIP, identity", 415), ("identity", 200), ("Identity", 200)):
-            found, answer = server.request(
+            received, answer = server.request(
                 "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"content-encoding": coding}
             )
-            assert found == status, answer
+            assert received == status, answer

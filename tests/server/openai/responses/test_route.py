@@ -291,7 +291,7 @@ def keyed() -> Iterator[LiveServer]:
         yield server
 
 
-def made(server: LiveServer, headers: dict[str, str], **body: Any) -> Any:
+def created(server: LiveServer, headers: dict[str, str], **body: Any) -> Any:
     status, answer = server.request("POST", "/v1/responses", ASK | body, headers)
     assert status == 200, answer
     return answer
@@ -309,7 +309,7 @@ def made(server: LiveServer, headers: dict[str, str], **body: Any) -> Any:
 )
 def test_other_keys_cannot_see_a_response(keyed: LiveServer, method: str, suffix: str) -> None:
     name = f"{method}{len(suffix)}"
-    made(keyed, ONE, background=True, stream="stream" in suffix, max_output_tokens=40, request_id=name)
+    created(keyed, ONE, background=True, stream="stream" in suffix, max_output_tokens=40, request_id=name)
     body = {} if method == "POST" else None
     theirs = keyed.request(method, f"/v1/responses/{name}{suffix}", body, TWO)
     unknown = keyed.request(method, f"/v1/responses/{'x' * len(name)}{suffix}", body, TWO)
@@ -320,25 +320,25 @@ def test_other_keys_cannot_see_a_response(keyed: LiveServer, method: str, suffix
 
 
 def test_other_keys_cannot_continue_a_response(keyed: LiveServer) -> None:
-    first = made(keyed, ONE)["id"]
+    first = created(keyed, ONE)["id"]
     body = ASK | {"previous_response_id": first}
     status, answer = keyed.request("POST", "/v1/responses", body, TWO)
     assert (status, answer["error"]["param"]) == (404, "previous_response_id")
     unknown = keyed.request("POST", "/v1/responses", body | {"previous_response_id": "x"}, TWO)
     assert unknown[1]["error"]["message"].replace("'x'", repr(first)) == answer["error"]["message"]
-    assert made(keyed, ONE, previous_response_id=first)["previous_response_id"] == first
+    assert created(keyed, ONE, previous_response_id=first)["previous_response_id"] == first
 
 
 def test_the_same_id_under_two_keys(keyed: LiveServer) -> None:
     for headers, text in ((ONE, "a"), (TWO, "b")):
-        made(keyed, headers, request_id="same", input=text)
+        created(keyed, headers, request_id="same", input=text)
     assert keyed.request("POST", "/v1/responses", ASK | {"request_id": "same"}, TWO)[0] == 400
     outputs = [keyed.request("GET", "/v1/responses/same", None, headers)[1]["output"] for headers in (ONE, TWO)]
     assert outputs[0] != outputs[1]
 
 
 def test_a_key_is_the_same_in_either_header(keyed: LiveServer) -> None:
-    name = made(keyed, {"x-api-key": "key-one"})["id"]
+    name = created(keyed, {"x-api-key": "key-one"})["id"]
     assert keyed.request("GET", f"/v1/responses/{name}", None, ONE)[0] == 200
     for headers, status in (
         ({"x-api-key": "key-one", "authorization": "Bearer wrong"}, 200),

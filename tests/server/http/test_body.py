@@ -97,14 +97,14 @@ def test_not_an_object(raw: bytes) -> None:
         ({"stop": ["a", 1]}, "stop[1]"),
     ],
 )
-def test_the_place_is_named_as_the_client_wrote_it(fields: dict[str, Any], field: str) -> None:
+def test_error_paths_match_the_request(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as error:
         read("ChatCompletionRequest", **fields)
     assert error.value.field == field
     assert field in str(error.value)
 
 
-def test_an_index_is_that_of_its_own_list() -> None:
+def test_error_paths_index_the_innermost_list() -> None:
     content = [{"type": "text", "text": "a"}, {"type": "nope"}]  # there is no message 1
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
     with pytest.raises(RequestError) as error:
@@ -113,7 +113,7 @@ def test_an_index_is_that_of_its_own_list() -> None:
 
 
 @pytest.mark.field("ChatCompletionRequest.metadata|safety_identifier|prompt_cache_key")
-def test_what_openais_clients_note_about_a_request_is_taken() -> None:
+def test_metadata_fields_are_accepted() -> None:
     noted: dict[str, Any] = {"metadata": {"a": "b"}, "safety_identifier": "u", "prompt_cache_key": "k"}
     harmless = {"store": False, "service_tier": "auto", "modalities": ["text"], "verbosity": "medium"}
     body = read("ChatCompletionRequest", **noted, **harmless)
@@ -131,7 +131,7 @@ def test_what_openais_clients_note_about_a_request_is_taken() -> None:
         ([{"type": "clear_tool_uses_20250919"}], False),
     ],
 )
-def test_keeping_everything_is_what_is_done_anyway(edits: list[Any], taken: bool) -> None:
+def test_context_management_without_edits_is_harmless(edits: list[Any], taken: bool) -> None:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "a"}],
@@ -145,13 +145,13 @@ def test_keeping_everything_is_what_is_done_anyway(edits: list[Any], taken: bool
             parse(AnthropicCountTokensRequest, raw)
 
 
-def test_the_nearest_field_is_named() -> None:
+def test_unknown_fields_suggest_the_nearest() -> None:
     with pytest.raises(RequestError, match="did you mean 'temperature'"):
         read("CompletionRequest", temprature=1.0)
 
 
 @pytest.mark.parametrize("prompt", [None, [], 1, {}, ["a", 1], [[1], "a"], [[]], [True], [1.5], [[1], [True]]])
-def test_prompts_that_are_none(prompt: Any) -> None:
+def test_invalid_prompts(prompt: Any) -> None:
     with pytest.raises(RequestError) as error:
         _ = read("CompletionRequest", prompt=prompt).prompts
     assert error.value.field == "prompt"
@@ -177,7 +177,7 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ],
 )
-def test_chat_fields_that_do_not_go_together(fields: dict[str, Any], field: str) -> None:
+def test_conflicting_chat_fields(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as error:
         read("ChatCompletionRequest", **fields).check()
     assert error.value.field == field
@@ -194,7 +194,7 @@ def test_chat_fields_that_do_not_go_together(fields: dict[str, Any], field: str)
         ({"logit_bias": {"x": 1.0}}, "logit_bias"),
     ],
 )
-def test_sampling_errors_in_the_requests_own_names(fields: dict[str, Any], field: str) -> None:
+def test_sampling_errors_use_the_request_field_names(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as error:
         read("ChatCompletionRequest", **fields).params({})
     assert error.value.field == field
@@ -207,7 +207,7 @@ def test_sampling_errors_in_the_requests_own_names(fields: dict[str, Any], field
 )
 @pytest.mark.field("CompletionRequest.logprobs|max_tokens", "ChatCompletionRequest.max_tokens|top_logprobs|logprobs")
 @pytest.mark.parametrize("schema", ["CompletionRequest", "ChatCompletionRequest"])
-def test_all_sampling_fields_arrive(schema: str) -> None:
+def test_all_sampling_fields_reach_sampling_params(schema: str) -> None:
     values: dict[str, Any] = {
         "n": 2,
         "presence_penalty": 0.5,
@@ -236,12 +236,12 @@ def test_all_sampling_fields_arrive(schema: str) -> None:
         "logprobs": 3,
         "max_tokens": 9,
     }
-    asked = values if schema == "CompletionRequest" else values | {"logprobs": True, "top_logprobs": 3}
-    params = read(schema, **asked).params({})
+    fields = values if schema == "CompletionRequest" else values | {"logprobs": True, "top_logprobs": 3}
+    params = read(schema, **fields).params({})
     assert {name: getattr(params, name) for name in values} == values | {"logit_bias": {5: 1.0}}
 
 
-def test_defaults_of_the_model_fill_what_is_left_out() -> None:
+def test_generation_config_fills_missing_fields() -> None:
     defaults = {"temperature": 0.3, "top_k": 5, "max_tokens": 77}
     params = read("ChatCompletionRequest", top_k=9).params(defaults)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 9, 77)
@@ -249,16 +249,16 @@ def test_defaults_of_the_model_fill_what_is_left_out() -> None:
     assert read("CompletionRequest", max_tokens=None).params({}).max_tokens == 16
 
 
-@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": None, "tool_calls": None, "refusal": None}])
-def test_the_model_may_have_said_nothing(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": None, "tool_calls": None, "refusal": None}])
+def test_assistant_messages_without_content(fields: dict[str, Any]) -> None:
     user = {"role": "user", "content": "a"}
-    read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | said, user]).check()
+    read("ChatCompletionRequest", messages=[user, {"role": "assistant"} | fields, user]).check()
 
 
-def test_the_chosen_token_is_told_first() -> None:
+def test_the_sampled_token_is_listed_first() -> None:
     position = {2: Logprob(-5.0, 3), 3: Logprob(-1.0, 1), 4: Logprob(-2.0, 2)}
-    told = CompletionLogprobs(1, TokenNames(None, as_ids=False)).take([2], [position])
-    assert list(told["top_logprobs"][0].items()) == [("token_id:2", -5.0), ("token_id:3", -1.0)]
+    logprobs = CompletionLogprobs(1, TokenNames(None, as_ids=False)).take([2], [position])
+    assert list(logprobs["top_logprobs"][0].items()) == [("token_id:2", -5.0), ("token_id:3", -1.0)]
 
 
 def test_minus_infinity_is_written_as_a_number() -> None:

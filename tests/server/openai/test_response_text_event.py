@@ -15,7 +15,7 @@ IDS = ["x", "\ufdd0", '"\ufdd0"', '\\"', "}{"]
 
 
 @pytest.mark.parametrize("own", IDS)
-def test_the_bytes_are_those_of_the_whole_event(own: str) -> None:
+def test_text_events_equal_whole_events(own: str) -> None:
     def chunk(text: str) -> dict:
         return {"id": f"cmpl-{own}", "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None}]}
 
@@ -26,31 +26,31 @@ def test_the_bytes_are_those_of_the_whole_event(own: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("own", IDS)
-def test_a_stream_says_what_a_whole_answer_says(path: str, own: str) -> None:
-    asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
-    asked |= {"request_id": own, "n": 2, "max_tokens": 12}
+def test_streamed_equals_whole(path: str, own: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body |= {"request_id": own, "n": 2, "max_tokens": 12}
 
-    def said(choice: dict) -> str:
+    def text_of(choice: dict) -> str:
         return choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
 
     with live_server("fake:slow") as server:
-        whole = server.post(path, asked)[1]
-        raw = server.post(path, asked | {"stream": True})[1].decode()
+        whole = server.post(path, body)[1]
+        raw = server.post(path, body | {"stream": True})[1].decode()
     events = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n\n") if line.startswith("data: {")]
     assert {each["id"] for each in events} == {whole["id"]}
     keys = {tuple(choice) for each in events for choice in each["choices"] if choice["finish_reason"] is None}
     assert len(keys) == 1, "every chunk but the last has the same keys"
     for choice in whole["choices"]:
         parts = [each for chunk in events for each in chunk["choices"] if each["index"] == choice["index"]]
-        assert "".join(map(said, parts)) == said(choice)
+        assert "".join(map(text_of, parts)) == text_of(choice)
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_running_counts_are_in_every_chunk() -> None:
-    asked = {"prompt": "a", "max_tokens": 12, "stream": True}
-    asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+def test_continuous_usage_is_in_every_chunk() -> None:
+    body = {"prompt": "a", "max_tokens": 12, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     with live_server("fake:slow") as server:
-        raw = server.post("/v1/completions", asked)[1].decode()
+        raw = server.post("/v1/completions", body)[1].decode()
     events = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n\n") if line.startswith("data: {")]
     counts = [each["usage"]["completion_tokens"] for each in events]
     assert counts == sorted(counts)

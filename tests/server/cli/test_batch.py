@@ -1,4 +1,4 @@
-"""run-batch: the server's answers without a server, bad lines beside good ones, files and addresses on both ends."""
+"""run-batch: responses equal the server's, bad lines do not affect others, input and output as files and URLs."""
 
 import base64
 import io
@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def kept(self) -> list[dict[str, Any]]:
-        """What a run that was cut off left."""
+        """The partial file of an interrupted run."""
         return [json.loads(each) for each in self.partial.read_text().splitlines()]
 
 
@@ -99,23 +99,23 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.mark.command("run-batch")
 @pytest.mark.setting("--input-file", "--output-file")
-def test_an_answer_is_what_http_answers(batch: Batch) -> None:
+def test_responses_equal_those_over_http(batch: Batch) -> None:
     bodies = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
     assert batch.run(*(line(body, url, url) for url, body in bodies.items())) == 0
     with live_server() as server:
         for answer, (url, body) in zip(batch.answers, bodies.items(), strict=True):
-            status, told = server.post(url, body)
+            status, body_of_http = server.post(url, body)
             response = answer["response"]
             assert (answer["custom_id"], response["status_code"], answer["error"]) == (url, status, None)
             for own in ("id", "created"):
-                assert told.pop(own)
+                assert body_of_http.pop(own)
                 assert response["body"].pop(own)
-            assert response["body"] == told
+            assert response["body"] == body_of_http
     ids = [each["id"] for each in batch.answers] + [each["response"]["request_id"] for each in batch.answers]
     assert len(set(ids)) == 4
 
 
-def test_a_bad_line_costs_the_others_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_do_not_affect_others(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {
         "oops": (None, "line 2 is not a batch request"),
         "[1]": (None, "line 3 is not a batch request"),
@@ -167,16 +167,16 @@ def test_every_endpoint_is_answered(batch: Batch) -> None:
         assert batch.run(*(line(body, url, url) for url, body in urls.items()), model=f"fake:pool-{kind}") == 0
         with live_server(f"fake:pool-{kind}") as server:
             for answer, (url, body) in zip(batch.answers, urls.items(), strict=True):
-                status, told = server.post(url, body)
+                status, body_of_http = server.post(url, body)
                 response = answer["response"]
                 assert (answer["custom_id"], response["status_code"]) == (url, status)
                 for own in ("id", "created"):
-                    assert told.pop(own, None) is not response["body"].pop(own, True)
+                    assert body_of_http.pop(own, None) is not response["body"].pop(own, True)
                 if kind == "classify":  # the same tokenizer is wanted for equal numbers
-                    assert response["body"].keys() == told.keys()
+                    assert response["body"].keys() == body_of_http.keys()
 
 
-def test_what_no_line_can_hold(batch: Batch) -> None:
+def test_unsupported_lines(batch: Batch) -> None:
     bodies = [{"input": "a", "encoding_format": "bytes"}, {"input": "a", "background": True}]
     assert batch.run(*(line(body, "/v1/embeddings") for body in bodies), model="fake:pool-embed") == 1
     assert "a line cannot contain bytes" in batch.answers[0]["error"]["message"]
@@ -188,7 +188,7 @@ def test_what_no_line_can_hold(batch: Batch) -> None:
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The bodies that were asked."""
+    """The request bodies that were posted."""
     bodies: list[bytes] = []
     post = inside.post
 
@@ -207,7 +207,7 @@ def numbered(count: int, **more: Any) -> list[str]:
     ]
 
 
-def test_a_killed_run_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None:
+def test_a_killed_run_is_resumed(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(12, max_tokens=6)
     source = batch.folder / "in.jsonl"
     source.write_text("\n".join(lines) + "\n")
@@ -234,7 +234,7 @@ def test_a_killed_run_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None
 
 
 def cut(batch: Batch, lines: list[str], count: int) -> None:
-    """As if a run had been killed after `count` answers."""
+    """Truncate the partial file to `count` answers, as a killed run leaves it."""
     assert batch.run(*lines) == 0
     answers = batch.output.read_bytes().splitlines(keepends=True)
     batch.output.unlink()
@@ -252,7 +252,7 @@ def test_errors_of_an_earlier_run_count(batch: Batch, posted: list[bytes], capsy
     assert "1 of 4 requests failed" in capsys.readouterr().err
 
 
-def test_a_line_that_changed_is_asked_again_and_all_behind_it(batch: Batch, posted: list[bytes]) -> None:
+def test_lines_after_a_change_are_run_again(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(6)
     cut(batch, lines, 5)
     posted.clear()
@@ -262,7 +262,7 @@ def test_a_line_that_changed_is_asked_again_and_all_behind_it(batch: Batch, post
     assert [each["custom_id"] for each in batch.answers] == ["0", "1", "2", "new", "4", "5"]
 
 
-def test_a_complete_partial_is_put_in_place(batch: Batch, posted: list[bytes]) -> None:
+def test_a_complete_partial_file_is_renamed(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(3)
     cut(batch, lines, 3)
     posted.clear()
@@ -271,7 +271,7 @@ def test_a_complete_partial_is_put_in_place(batch: Batch, posted: list[bytes]) -
     assert len(batch.answers) == 3
 
 
-def test_input_from_a_pipe_is_gone_on_with(batch: Batch, posted: list[bytes]) -> None:
+def test_input_from_a_pipe_is_resumed(batch: Batch, posted: list[bytes]) -> None:
     lines = numbered(5)
     cut(batch, lines, 2)
     posted.clear()
@@ -307,7 +307,7 @@ def test_one_run_at_a_time(batch: Batch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.setting("--output-tmp-dir")
-def test_an_upload_is_gone_on_with(batch: Batch, posted: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_is_resumed(batch: Batch, posted: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "UPLOAD_DELAYS", (0,))
     lines = numbered(3)
     flags = ("--output-tmp-dir", str(batch.folder))
@@ -322,7 +322,7 @@ def test_an_upload_is_gone_on_with(batch: Batch, posted: list[bytes], monkeypatc
     assert [path.name for path in batch.folder.iterdir()] == ["in.jsonl"]
 
 
-def test_a_link_in_the_way_is_not_followed(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_as_partial_file_is_not_followed(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     precious = batch.folder / "precious"
     precious.write_text("")
     batch.partial.symlink_to(precious)
@@ -371,7 +371,7 @@ def test_requests_run_together(batch: Batch, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.setting("--response-role", "--enable-prompt-tokens-details", "--chat-template")
-def test_settings_shape_answers(batch: Batch) -> None:
+def test_settings_apply_to_responses(batch: Batch) -> None:
     chat = line(CHAT, "/v1/chat/completions")
     assert batch.run(chat) == 0
     plain = batch.answers[0]["response"]["body"]
@@ -384,7 +384,7 @@ def test_settings_shape_answers(batch: Batch) -> None:
     assert (shaped["usage"]["prompt_tokens"], shaped["choices"][0]["message"]["content"]) == (3, "defg")
 
 
-def test_prompts_may_be_embeddings(batch: Batch) -> None:
+def test_prompt_embeds(batch: Batch) -> None:
     rows, file = torch.zeros(3, WIDTH), io.BytesIO()
     rows[:, 0] = torch.tensor(list(b"abc"))
     torch.save(rows, file)
@@ -400,8 +400,8 @@ def test_requests_are_logged(batch: Batch) -> None:
     with logged() as lines:
         assert batch.run(line(TEXT | {"prompt": "a" * 30}), flags=("--enable-log-requests", "--max-log-len", "20")) == 0
     assert not [each for each in quiet if "aaa" in each]
-    (said,) = [each for each in lines if "aaa" in each]
-    assert "a" * 20 not in said
+    (entry,) = [each for each in lines if "aaa" in each]
+    assert "a" * 20 not in entry
 
 
 @pytest.mark.setting("--disable-log-stats")
@@ -474,10 +474,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: Store
 
     def do_GET(self) -> None:
-        found = self.path == "/in.jsonl?token=secret"
-        self.send_response(200 if found else 404)
+        exists = self.path == "/in.jsonl?token=secret"
+        self.send_response(200 if exists else 404)
         self.end_headers()
-        self.wfile.write(self.server.source if found else b"")
+        self.wfile.write(self.server.source if exists else b"")
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -504,7 +504,7 @@ def address(server: Store, name: str) -> str:
 
 
 @pytest.mark.setting("--input-file", "--output-file", "--output-tmp-dir")
-def test_addresses_are_fetched_and_uploaded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_downloaded_and_uploaded(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "UPLOAD_DELAYS", (0, 0, 0))
     source = "\n".join([line(TEXT, custom_id="1"), line(CHAT, "/v1/chat/completions", "2")])
     with store(source.encode(), batch.folder, 503, 500) as server:
@@ -517,7 +517,7 @@ def test_addresses_are_fetched_and_uploaded(batch: Batch, monkeypatch: pytest.Mo
     assert not os.listdir(batch.folder)
 
 
-def test_a_refused_upload_loses_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_upload_keeps_the_responses(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     staging = batch.folder / "staging"
     staging.mkdir()
     with store(b"", staging, 403) as server:
@@ -532,7 +532,7 @@ def test_a_refused_upload_loses_nothing(batch: Batch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.setting("--output-tmp-dir")
-def test_answers_to_a_file_may_gather_elsewhere(batch: Batch) -> None:
+def test_output_tmp_dir(batch: Batch) -> None:
     staging = batch.folder / "staging"
     staging.mkdir()
     output = BatchOutput(str(batch.output), str(staging))
@@ -545,7 +545,7 @@ def test_answers_to_a_file_may_gather_elsewhere(batch: Batch) -> None:
     assert not list(staging.iterdir())
 
 
-def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
+def test_the_output_is_renamed_when_complete(batch: Batch) -> None:
     batch.output.write_text("old")
 
     def interrupted() -> None:
@@ -567,7 +567,7 @@ def test_the_output_appears_whole_or_not_at_all(batch: Batch) -> None:
     assert not partial.exists()
 
 
-def test_a_link_and_a_device_stay_what_they_are(batch: Batch) -> None:
+def test_links_and_devices_are_not_replaced(batch: Batch) -> None:
     link = batch.folder / "link"
     link.symlink_to(batch.output)
     for target in (str(link), "/dev/null"):
@@ -586,7 +586,7 @@ def test_a_full_disk_is_one_line(batch: Batch, capsys: pytest.CaptureFixture[str
     assert "Traceback" not in text
 
 
-def test_an_engine_that_dies_leaves_the_rest_to_the_next_run(
+def test_a_run_is_resumed_after_engine_death(
     batch: Batch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [line({"prompt": "a", "max_tokens": 1 + 8 * (number > 0)}, custom_id=str(number)) for number in range(5)]
@@ -601,14 +601,14 @@ def test_an_engine_that_dies_leaves_the_rest_to_the_next_run(
     assert [each["custom_id"] for each in batch.answers] == list("01234")
 
 
-def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_files_are_left_without_an_engine(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     assert batch.run(line(TEXT), model="fake:config") == 2
     assert "--dtype: not today" in capsys.readouterr().err
     assert not list(batch.folder.glob("out*"))
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "--input-file: is required"),
         (["-i", "x"], "--output-file: is required"),
@@ -623,11 +623,11 @@ def test_an_engine_that_does_not_start_leaves_nothing(batch: Batch, capsys: pyte
         (["-i", "/dev/null", "-o", "http://x/", "--output-tmp-dir", "/no"], "--output-tmp-dir: /no: No such file"),
     ],
 )
-def test_what_keeps_it_from_starting_is_one_line(
-    batch: Batch, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_start_up_errors_are_one_line(
+    batch: Batch, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["run-batch", *words, "--model", "fake"]) == 2
     text = capsys.readouterr().err
-    assert told in text
+    assert message in text
     assert text.count("\n") == 1
     assert "secret" not in text

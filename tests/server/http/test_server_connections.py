@@ -1,4 +1,4 @@
-"""Raw sockets of clients that send too much, too slowly or nothing: each is refused, and the next is served."""
+"""Clients that send too much, too slowly or nothing: each is refused, and the next is served."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def connected(server: LiveServer) -> socket.socket:
 
 
 def sent(client: socket.socket, data: bytes) -> bool:
-    """Whether all of it could be sent."""
+    """Return whether all data could be sent."""
     try:
         client.sendall(data)
     except OSError:
@@ -59,12 +59,12 @@ def sent(client: socket.socket, data: bytes) -> bool:
 
 
 def answer(client: socket.socket, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
-    """What comes until the connection ends, or is `until`."""
-    found = b""
+    """Return the bytes received until the connection ends or `until` is true of them."""
+    received = b""
     with suppress(ConnectionError):
-        while not until(found) and (part := client.recv(65536)):
-            found += part
-    return found
+        while not until(received) and (part := client.recv(65536)):
+            received += part
+    return received
 
 
 def refused(client: socket.socket, status: int, word: str) -> None:
@@ -109,11 +109,11 @@ def test_a_large_head_is_refused(server: LiveServer, head: bytes) -> None:
     serves(server)
 
 
-def test_a_head_of_the_greatest_size_is_taken(server: LiveServer) -> None:
+def test_a_head_of_the_maximum_size_is_accepted(server: LiveServer) -> None:
     head = GET + b"x-a: "
     with closing(connected(server)) as client:
         client.sendall(head + b"a" * (HEAD - len(head) - 20) + b"\r\nconnection: close\r\n\r\n"[-4:])
-        assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.setting("--h11-max-header-count")
@@ -128,7 +128,7 @@ def test_many_headers_are_refused(server: LiveServer, end: bytes) -> None:
     serves(server)
 
 
-def test_heads_take_little_memory(server: LiveServer) -> None:
+def test_refused_heads_use_little_memory(server: LiveServer) -> None:
     head = GET + b"x-a: " + b"a" * (8 << 20)
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(connected(server))) for _ in range(15)]
@@ -142,7 +142,7 @@ def test_heads_take_little_memory(server: LiveServer) -> None:
     serves(server)
 
 
-def test_what_is_no_http_is_refused(server: LiveServer) -> None:
+def test_invalid_http_is_refused(server: LiveServer) -> None:
     with closing(connected(server)) as client:
         client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         refused(client, 400, "HTTP")
@@ -164,7 +164,7 @@ def test_a_late_head_is_refused(server: LiveServer, start: bytes) -> None:
     serves(server)
 
 
-def test_a_head_that_drips_is_late(server: LiveServer) -> None:
+def test_a_slow_head_is_refused(server: LiveServer) -> None:
     with closing(connected(server)) as client:
         client.sendall(GET)
         began = time.monotonic()
@@ -180,12 +180,12 @@ def test_an_idle_connection_is_closed(server: LiveServer) -> None:
     with closing(connected(server)) as client:
         for _ in range(2):
             client.sendall(GET + b"\r\n")
-            assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+            assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
         assert answer(client) == b""
         client.settimeout(1)
     with closing(connected(server)) as client:  # and one whose next request stops short
         client.sendall(GET + b"\r\n")
-        answer(client, lambda found: b"}" in found)
+        answer(client, lambda received: b"}" in received)
         client.sendall(GET)
         refused(client, 408, "--timeout-headers")
     serves(server)
@@ -194,7 +194,7 @@ def test_an_idle_connection_is_closed(server: LiveServer) -> None:
 @pytest.mark.setting("--timeout-body")
 @pytest.mark.parametrize("start", [POST + b"content-length: 900\r\n\r\n", CHUNKED])
 @pytest.mark.parametrize("body", [b"", b"5\r\n{    \r\n"])
-def test_a_body_that_stands_still_is_refused(server: LiveServer, start: bytes, body: bytes) -> None:
+def test_a_stalled_body_is_refused(server: LiveServer, start: bytes, body: bytes) -> None:
     with closing(connected(server)) as client:
         client.sendall(start + body)
         refused(client, 408, "stalled")
@@ -202,7 +202,7 @@ def test_a_body_that_stands_still_is_refused(server: LiveServer, start: bytes, b
     assert not server.state.running
 
 
-def test_a_body_that_drips_is_refused(server: LiveServer) -> None:
+def test_a_slow_body_is_refused(server: LiveServer) -> None:
     with closing(connected(server)) as client:
         client.sendall(POST + b"content-length: 100000\r\n\r\n")
         began = time.monotonic()
@@ -213,32 +213,32 @@ def test_a_body_that_drips_is_refused(server: LiveServer) -> None:
     serves(server)
 
 
-def test_a_body_that_takes_its_time_is_taken(server: LiveServer) -> None:
+def test_a_slow_body_above_the_minimum_rate_is_accepted(server: LiveServer) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 2}).encode() + b" " * 4000
     with closing(connected(server)) as client:
         client.sendall(POST + b"content-length: %d\r\n\r\n" % len(body))
         for start in range(0, len(body), 200):
             client.sendall(body[start : start + 200])
             time.sleep(0.06)
-        assert answer(client, lambda found: b"}}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client, lambda received: b"}}" in received).startswith(b"HTTP/1.1 200")
 
 
-def test_a_long_answer_is_not_cut() -> None:
-    asked = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
+def test_a_long_response_has_no_timeout() -> None:
+    payload = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
     bounds = {"timeout_headers": 0.1, "timeout_body": 0.1, "timeout_keep_alive": 0.1}
     with live_server("fake:slow", **bounds) as server, closing(connected(server)) as client:
-        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked + b"\r\n")  # as old clients do
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(payload) + payload + b"\r\n")  # as old clients do
         began = time.monotonic()
-        assert b"[DONE]" in answer(client, lambda found: b"[DONE]" in found)
+        assert b"[DONE]" in answer(client, lambda received: b"[DONE]" in received)
         assert time.monotonic() - began > 0.3
 
 
-def test_a_client_that_reads_nothing_is_left(slow: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(slow: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.3)
-    asked = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    payload = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     with closing(connected(slow)) as client:
-        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(asked) + asked)
-        answer(client, lambda found: b"data:" in found)
+        client.sendall(POST + b"content-length: %d\r\n\r\n" % len(payload) + payload)
+        answer(client, lambda received: b"data:" in received)
 
         async def fill() -> None:
             for each in slow._server.server_state.connections:
@@ -253,7 +253,7 @@ def test_a_client_that_reads_nothing_is_left(slow: LiveServer, monkeypatch: pyte
 # --- early answers ---
 
 
-def test_a_stranger_is_refused_at_the_head() -> None:
+def test_a_request_without_key_is_refused_before_its_body() -> None:
     with live_server(api_key=("k",), **QUICK) as server:
         for start in (
             POST + b"content-length: 30000000\r\n\r\n",
@@ -262,8 +262,8 @@ def test_a_stranger_is_refused_at_the_head() -> None:
         ):
             with closing(connected(server)) as client:
                 client.sendall(start)
-                found = answer(client, lambda found: b"}}" in found)
-                assert found.startswith(b"HTTP/1.1 401")
+                received = answer(client, lambda received: b"}}" in received)
+                assert received.startswith(b"HTTP/1.1 401")
                 began = time.monotonic()
                 while time.monotonic() - began < 8 and sent(client, b"5\r\nabcde\r\n"):  # it is not read for ever
                     time.sleep(0.01)
@@ -271,40 +271,40 @@ def test_a_stranger_is_refused_at_the_head() -> None:
         eventually(lambda: not server._server.server_state.connections)
 
 
-def test_a_connection_goes_on_after_an_early_answer() -> None:
+def test_a_connection_is_kept_after_an_early_response() -> None:
     with live_server(api_key=("k",), **QUICK) as server, closing(connected(server)) as client:
         client.sendall(POST + b"content-length: 9\r\n\r\n12345")
-        assert answer(client, lambda found: b"}}" in found).startswith(b"HTTP/1.1 401")
+        assert answer(client, lambda received: b"}}" in received).startswith(b"HTTP/1.1 401")
         client.sendall(b"6789" + GET + b"\r\n")
-        assert answer(client, lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(client, lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
 
 
-def test_a_chunked_body_is_bounded_while_it_comes() -> None:
+def test_a_chunked_body_is_limited_while_read() -> None:
     with live_server(max_body_bytes=1000, **QUICK) as server, closing(connected(server)) as client:
         client.sendall(CHUNKED + b"400\r\n" + b" " * 1024 + b"\r\n")
-        found = answer(client, lambda found: b"}}" in found)
-        assert found.startswith(b"HTTP/1.1 413")
-        assert b"--max-body-bytes" in found
+        received = answer(client, lambda received: b"}}" in received)
+        assert received.startswith(b"HTTP/1.1 413")
+        assert b"--max-body-bytes" in received
 
 
 # --- many ---
 
 
 @pytest.mark.setting("--max-connections")
-def test_connections_are_as_many_at_most(server: LiveServer) -> None:
+def test_max_connections(server: LiveServer) -> None:
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(connected(server))) for _ in range(QUICK["max_connections"])]
         eventually(lambda: len(server._server.server_state.connections) == len(clients))
         with closing(connected(server)) as client:
             refused(client, 503, "--max-connections")
         clients[0].sendall(GET + b"\r\n")
-        assert answer(clients[0], lambda found: b"}" in found).startswith(b"HTTP/1.1 200")
+        assert answer(clients[0], lambda received: b"}" in received).startswith(b"HTTP/1.1 200")
     serves(server)
 
 
-def test_requests_that_wait_on_a_connection_are_as_many_at_most(slow: LiveServer) -> None:
-    asked = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
-    first = POST + b"content-length: %d\r\n\r\n" % len(asked) + asked
+def test_pipelined_requests_are_limited(slow: LiveServer) -> None:
+    payload = json.dumps({"prompt": "a", "max_tokens": 60}).encode()
+    first = POST + b"content-length: %d\r\n\r\n" % len(payload) + payload
     with closing(connected(slow)) as client:
         client.sendall(first + (GET + b"\r\n") * (MAX_PIPELINED + 2))
         assert answer(client).count(b"HTTP/1.1 200") == 0
@@ -325,6 +325,6 @@ def test_requests_that_wait_on_a_connection_are_as_many_at_most(slow: LiveServer
         ("h11_max_header_count", -1),
     ],
 )
-def test_impossible_bounds(name: str, value: Any) -> None:
+def test_invalid_limits(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
         ServerConfig(**{name: value})

@@ -41,9 +41,9 @@ def both(server: LiveServer, path: str, **headers: str) -> tuple[int, Any]:
 
 
 @pytest.mark.setting("--root-path")
-@pytest.mark.parametrize("said", [PREFIX, PREFIX + "/"])
-def test_requests_are_answered_with_the_prefix_and_without(said: str) -> None:
-    with live_server(root_path=said) as server:
+@pytest.mark.parametrize("root_path", [PREFIX, PREFIX + "/"])
+def test_requests_with_and_without_the_prefix(root_path: str) -> None:
+    with live_server(root_path=root_path) as server:
         assert both(server, "/v1/models")[1]["data"][0]["id"] == "fake"
         for path in ("/health", "/ready", "/metrics", "/version", "/", "/docs", "/redoc", "/openapi.json"):
             assert both(server, path)[0] == 200, path
@@ -56,7 +56,7 @@ def test_requests_are_answered_with_the_prefix_and_without(said: str) -> None:
         assert server.post(PREFIX + "/v1/messages", {})[1]["type"] == "error", "as this API writes its errors"
 
 
-def test_pages_name_the_prefix() -> None:
+def test_docs_and_schema_contain_the_prefix() -> None:
     with live_server(root_path=PREFIX + "/") as server:
         for path in ("/openapi.json", PREFIX + "/openapi.json"):
             assert server.get(path)[1]["servers"] == [{"url": PREFIX}]
@@ -68,7 +68,7 @@ def test_pages_name_the_prefix() -> None:
         assert server.get(PREFIX) == server.get(PREFIX + "/") == page, "with a slash at its end or not"
 
 
-def test_keys_guard_both_alike() -> None:
+def test_keys_are_required_with_and_without_the_prefix() -> None:
     with live_server(root_path=PREFIX, api_key=("secret",)) as server:
         for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/"):
             assert both(server, path)[0] == 200, path
@@ -84,10 +84,10 @@ def test_keys_guard_both_alike() -> None:
                 assert server.get(prefix + path)[0] == 401, prefix + path
 
 
-@pytest.mark.parametrize("said", ["/v1", "/health", "/"])
-def test_a_prefix_that_routes_begin_with_hides_none(said: str) -> None:
-    prefix = said.rstrip("/")
-    with live_server(root_path=said, api_key=("secret",)) as server:
+@pytest.mark.parametrize("root_path", ["/v1", "/health", "/"])
+def test_a_prefix_shared_with_routes_hides_none(root_path: str) -> None:
+    prefix = root_path.rstrip("/")
+    with live_server(root_path=root_path, api_key=("secret",)) as server:
         for path in ("/v1/models", f"{prefix}/v1/models"):
             assert server.get(path)[0] == 401
             assert server.get(path, authorization="Bearer secret")[0] == 200
@@ -113,6 +113,6 @@ def test_middleware_sees_one_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", ["x", "//host", "/a//b", "/a?b", "/a#b", "/a b", "http://host/a", "/\u00e4", "/a%20b"])
-def test_what_is_no_path_is_refused(bad: str) -> None:
+def test_invalid_prefixes_are_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match=r"--root-path: .* is not a URL path"):
         ServerConfig(root_path=bad)

@@ -27,7 +27,7 @@ class Noted:
         return {"seen": self.seen}
 
 
-def test_the_best_come_first_and_the_rest_is_counted() -> None:
+def test_best_choices_come_first_and_dropped_tokens_are_counted() -> None:
     usage, inner = Usage(details=False), Noted()
     sums = {"bad": -9.0, "best": -1.0, "worse": -5.0, "good": -2.0}
     outputs = [

@@ -35,8 +35,8 @@ def builder_of(events: Sequence[Event], keep: int = 0, body: Any = None, **view:
     return ResponsesBuilder(fixed | request.shown(SamplingParams()), script(events, keep), response_view)
 
 
-def streamed(builder: ResponsesBuilder, made: list[RequestOutput]) -> list[Any]:
-    return [event for output in made for event in builder.chunks(0, output)]
+def streamed(builder: ResponsesBuilder, results: list[RequestOutput]) -> list[Any]:
+    return [event for output in results for event in builder.chunks(0, output)]
 
 
 @given(scripts(), st.integers(0, 4), st.lists(st.integers(0, 99), max_size=5), st.sampled_from(["stop", "length"]))
@@ -140,13 +140,13 @@ def test_encoded_reasoning_can_be_sent_back() -> None:
 def test_logprobs_come_with_their_text() -> None:
     builder = builder_of([], logprobs=1)
     builder._parser = DeltaParser(OutputParser(), TEXT, skip_special_tokens=True)
-    made = []
+    results = []
     for number, letter in enumerate("é "):
         ids = list(letter.encode())
         positions = [{token: Logprob(-1.0), token + 1: Logprob(-2.0)} for token in ids]
         end = "stop" if number else None
-        made.append(RequestOutput("r", "p", [1], outputs=[CompletionOutput(0, letter, ids, None, positions, end)]))
-    events = streamed(builder, made)
+        results.append(RequestOutput("r", "p", [1], outputs=[CompletionOutput(0, letter, ids, None, positions, end)]))
+    events = streamed(builder, results)
     response = check_grammar(events)
     deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     part = response["output"][0]["content"][0]

@@ -1,4 +1,4 @@
-"""Responses and Messages from the engine's tokens to the client: a model that thinks, speaks and calls a tool."""
+"""Responses and Messages from engine tokens to the client: reasoning, text and a tool call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server() -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_response(server: LiveServer) -> None:
+def test_responses_api(server: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     tools: Any = [TOOL]
     whole = client.responses.create(model="fake", input=f"[[{SAID}]]", tools=tools)
@@ -46,7 +46,7 @@ def test_a_response(server: LiveServer) -> None:
     assert later.usage.input_tokens > final.usage.input_tokens
 
 
-def test_log_probabilities_are_the_texts_own(server: LiveServer) -> None:
+def test_logprobs_match_the_visible_text(server: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     response = client.responses.create(
         model="fake", input="[[why</think>é!]]", include=["message.output_text.logprobs"]
@@ -56,7 +56,7 @@ def test_log_probabilities_are_the_texts_own(server: LiveServer) -> None:
     assert bytes(byte for entry in part.logprobs for byte in entry.bytes).decode() == "é!"
 
 
-def test_a_message(server: LiveServer) -> None:
+def test_messages_api(server: LiveServer) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     ask: dict[str, Any] = {
         "model": "fake",
@@ -77,8 +77,8 @@ def test_a_message(server: LiveServer) -> None:
         assert message.stop_reason == "tool_use"
 
 
-def test_thinking_that_is_switched_off_is_not_shown(server: LiveServer) -> None:
-    """This model's template has no switch."""
+def test_disabled_thinking_is_not_shown(server: LiveServer) -> None:
+    """The model's template has no variable that disables thinking."""
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     message = client.messages.with_raw_response.create(
         model="fake",

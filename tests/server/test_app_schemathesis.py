@@ -9,7 +9,7 @@ from support.live_server import live_server
 CASES = 300
 
 
-def test_no_request_that_the_description_suggests_is_an_error_of_ours() -> None:
+def test_no_request_of_the_schema_is_a_server_error() -> None:
     with live_server(enable_tokenizer_info_endpoint=True) as server:
         canary = ("/v1/completions", {"prompt": "a", "max_tokens": 2})
         findings = fuzz_api.Fuzz(server.url, canary, timeout=20).run(CASES, seed=1)
@@ -19,7 +19,7 @@ def test_no_request_that_the_description_suggests_is_an_error_of_ours() -> None:
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/models"} <= answered
 
 
-def test_a_server_that_fails_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as server:
 
         def bug(*_: object) -> None:

@@ -11,7 +11,7 @@ from support.live_server import LiveServer, live_server
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
-from pagoda.server import chat_prompt as turn_module
+from pagoda.server import chat_prompt
 from pagoda.server.chat_prompt import ChatPrompt, Conversation, NamedTool, prepare
 from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
 
@@ -31,84 +31,84 @@ def harmony() -> Iterator[LiveServer]:
         yield server
 
 
-def turn_of(server: LiveServer, params: SamplingParams | None = None, **fields: Any) -> ChatPrompt:
+def prompt_of(server: LiveServer, params: SamplingParams | None = None, **fields: Any) -> ChatPrompt:
     conversation = Conversation(messages=[{"role": "user", "content": "a"}], **fields)
-    turn = server.call(prepare(server.state, conversation, params or SamplingParams()))
-    assert isinstance(turn, ChatPrompt)
-    return turn
+    prompt = server.call(prepare(server.state, conversation, params or SamplingParams()))
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
 
 
-def said(turn: ChatPrompt, text: str) -> list[Event]:
-    reader = turn.reader()
+def events_of(prompt: ChatPrompt, text: str) -> list[Event]:
+    reader = prompt.reader()
     events = merge_events(reader.feed(text) + reader.finish())
     return [ToolCall(e.index, e.name) if isinstance(e, ToolCall) else e for e in events]
 
 
-def schema_of(turn: ChatPrompt) -> Any:
-    form = turn.params.structured_outputs
+def schema_of(prompt: ChatPrompt) -> Any:
+    form = prompt.params.structured_outputs
     assert isinstance(form, StructuredOutputsParams)
     return form.json
 
 
-def test_required_calls_have_the_form_of_a_list(server: LiveServer) -> None:
-    turn = turn_of(server, tools=[WEATHER, CLOCK], tool_choice="required")
-    schema = schema_of(turn)
+def test_required_calls_conform_to_a_list_schema(server: LiveServer) -> None:
+    prompt = prompt_of(server, tools=[WEATHER, CLOCK], tool_choice="required")
+    schema = schema_of(prompt)
     assert (schema["type"], schema["minItems"]) == ("array", 1)
     assert "maxItems" not in schema
     calls = [{"name": "clock", "parameters": {}}, {"name": "weather", "parameters": {"city": "ü"}}]
     text = "<think>hm</think>" + json.dumps(calls, ensure_ascii=False)
-    assert said(turn, text) == [
+    assert events_of(prompt, text) == [
         Reasoning("hm"),
         ToolCall(0, "clock"),
         Arguments(0, "{}"),
         ToolCall(1, "weather"),
         Arguments(1, '{"city": "ü"}'),
     ]
-    one = turn_of(server, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False)
+    one = prompt_of(server, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False)
     assert schema_of(one)["maxItems"] == 1
-    assert [event for event in said(one, text) if isinstance(event, ToolCall)] == [ToolCall(0, "clock")]
+    assert [event for event in events_of(one, text) if isinstance(event, ToolCall)] == [ToolCall(0, "clock")]
 
 
-def test_a_named_call_has_the_form_of_its_arguments(server: LiveServer) -> None:
-    turn = turn_of(server, tools=[CLOCK, WEATHER], tool_choice=NamedTool("weather"))
-    assert schema_of(turn) == {"type": "object", "properties": {"city": {}}}
-    assert said(turn, '{"city": 1}') == [ToolCall(0, "weather"), Arguments(0, '{"city": 1}')]
+def test_a_named_call_conforms_to_its_parameters(server: LiveServer) -> None:
+    prompt = prompt_of(server, tools=[CLOCK, WEATHER], tool_choice=NamedTool("weather"))
+    assert schema_of(prompt) == {"type": "object", "properties": {"city": {}}}
+    assert events_of(prompt, '{"city": 1}') == [ToolCall(0, "weather"), Arguments(0, '{"city": 1}')]
 
 
-def test_markup_of_channels_is_taken_out_before_forced_calls_are_read(harmony: LiveServer) -> None:
-    turn = turn_of(harmony, tools=[CLOCK], tool_choice=NamedTool("clock"))
+def test_channel_markup_is_removed_before_forced_calls_are_parsed(harmony: LiveServer) -> None:
+    prompt = prompt_of(harmony, tools=[CLOCK], tool_choice=NamedTool("clock"))
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}"
-    assert said(turn, text) == [Reasoning("hm"), ToolCall(0, "clock"), Arguments(0, "{}")]
-    assert said(turn_of(harmony), text) == [Reasoning("hm"), Content("{}")]
+    assert events_of(prompt, text) == [Reasoning("hm"), ToolCall(0, "clock"), Arguments(0, "{}")]
+    assert events_of(prompt_of(harmony), text) == [Reasoning("hm"), Content("{}")]
 
 
-def test_a_form_of_ones_own_excludes_calls_but_not_thinking(server: LiveServer) -> None:
+def test_structured_outputs_exclude_calls_but_not_reasoning(server: LiveServer) -> None:
     own = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     with pytest.raises(RequestError, match="tool_choice") as error:
-        turn_of(server, own, tools=[CLOCK], tool_choice="required")
+        prompt_of(server, own, tools=[CLOCK], tool_choice="required")
     assert error.value.field == "structured_outputs"
-    turn = turn_of(server, own, tools=[CLOCK], tool_choice="none")
-    assert turn.params.structured_outputs == own.structured_outputs
-    assert said(turn, "<think>hm</think>{}") == [Reasoning("hm"), Content("{}")]
+    prompt = prompt_of(server, own, tools=[CLOCK], tool_choice="none")
+    assert prompt.params.structured_outputs == own.structured_outputs
+    assert events_of(prompt, "<think>hm</think>{}") == [Reasoning("hm"), Content("{}")]
 
 
 def test_special_tokens_are_decoded_for_parsers_only(server: LiveServer) -> None:
-    assert turn_of(server).params.skip_special_tokens is False
+    assert prompt_of(server).params.skip_special_tokens is False
     with live_server("fake:say") as bare:
         params = SamplingParams()
-        assert turn_of(bare, params).params is params
+        assert prompt_of(bare, params).params is params
 
 
 @pytest.mark.parametrize("long", ["content", "tool_calls", "tools", "documents", "keywords"])
-def test_long_conversations_are_rendered_beside_the_loop(
+def test_long_conversations_are_rendered_in_a_thread(
     server: LiveServer, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    rendered = turn_module._rendered
+    render = chat_prompt._render_now
     monkeypatch.setattr(
-        turn_module, "_rendered", lambda *args: threads.append(threading.current_thread()) or rendered(*args)
+        chat_prompt, "_render_now", lambda *args: threads.append(threading.current_thread()) or render(*args)
     )
-    monkeypatch.setattr(turn_module, "LONG_CONVERSATION", 400)
+    monkeypatch.setattr(chat_prompt, "LONG_CONVERSATION", 400)
     loop = server.call(_this_thread())
     text = "a" * 400
     message: dict[str, Any] = {"role": "user", "content": text if long == "content" else "a"}
@@ -120,9 +120,12 @@ def test_long_conversations_are_rendered_beside_the_loop(
         "documents": {"documents": [{"text": text}]},
         "keywords": {"keywords": {"word": text}},
     }.get(long, {})
-    for asked in (Conversation(messages=[message], tool_choice="none", **fields), Conversation(messages=[SHORT])):
+    for conversation in (
+        Conversation(messages=[message], tool_choice="none", **fields),
+        Conversation(messages=[SHORT]),
+    ):
         with suppress(RequestError):  # this template shows no documents
-            server.call(prepare(server.state, asked, SamplingParams()))
+            server.call(prepare(server.state, conversation, SamplingParams()))
     assert [thread is loop for thread in threads] == [False, True]
 
 

@@ -24,7 +24,7 @@ class Client:
 
 
 class Work:
-    """Goes on for ever."""
+    """Runs until it is cancelled."""
 
     def __init__(self) -> None:
         self.began = asyncio.Event()
@@ -44,7 +44,7 @@ async def soon(value: str) -> str:
     return value
 
 
-async def test_work_is_cut_when_the_client_leaves() -> None:
+async def test_work_is_cancelled_on_disconnect() -> None:
     client, work = Client(), Work()
     task = asyncio.ensure_future(cancel_on_disconnect(client.receive, StopSignal(), work.run()))
     await work.began.wait()
@@ -55,7 +55,7 @@ async def test_work_is_cut_when_the_client_leaves() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it began", "while it ran"])
-async def test_work_is_cut_when_the_server_stops(before: bool) -> None:
+async def test_work_is_cancelled_when_the_server_stops(before: bool) -> None:
     stopping, work = StopSignal(), Work()
     if before:
         stopping.set()
@@ -68,7 +68,7 @@ async def test_work_is_cut_when_the_server_stops(before: bool) -> None:
         await asyncio.wait_for(task, 5)
 
 
-async def test_whoever_cancels_it_is_not_told_that_the_client_left() -> None:
+async def test_outside_cancellation_is_not_reported_as_disconnect() -> None:
     client, work = Client(), Work()
     task = asyncio.ensure_future(cancel_on_disconnect(client.receive, StopSignal(), work.run()))
     await work.began.wait()
@@ -77,7 +77,7 @@ async def test_whoever_cancels_it_is_not_told_that_the_client_left() -> None:
         await task
 
 
-async def test_whoever_cancels_it_while_it_is_cut_is_heard() -> None:
+async def test_outside_cancellation_during_clean_up_is_raised() -> None:
     stopping, work = StopSignal(), Work()
     task = asyncio.ensure_future(cancel_on_disconnect(Client().receive, stopping, work.run()))
     await work.began.wait()
@@ -87,7 +87,7 @@ async def test_whoever_cancels_it_while_it_is_cut_is_heard() -> None:
         await asyncio.wait_for(task, 5)
 
 
-async def test_the_end_of_cut_work_is_not_cut_again() -> None:
+async def test_clean_up_is_not_cancelled_again() -> None:
     client, stopping, ended = Client(), StopSignal(), []
     began, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -113,7 +113,7 @@ async def test_the_end_of_cut_work_is_not_cut_again() -> None:
     assert ended == ["in good order"]
 
 
-async def test_what_happens_later_does_not_reach_the_caller() -> None:
+async def test_a_later_disconnect_does_not_affect_the_caller() -> None:
     """The caller goes on in the same task."""
     client, stopping = Client(), StopSignal()
     assert await cancel_on_disconnect(client.receive, stopping, soon("a")) == "a"
@@ -123,7 +123,7 @@ async def test_what_happens_later_does_not_reach_the_caller() -> None:
     assert await cancel_on_disconnect(Client().receive, StopSignal(), soon("c")) == "c"
 
 
-async def test_a_caller_whose_work_was_cut_goes_on() -> None:
+async def test_the_caller_continues_after_a_disconnect() -> None:
     client, work = Client(), Work()
     client.left.set()
     with pytest.raises(ClientDisconnectedError):
@@ -134,7 +134,7 @@ async def test_a_caller_whose_work_was_cut_goes_on() -> None:
     assert await soon("a") == "a"
 
 
-async def test_errors_of_the_work_are_its_own() -> None:
+async def test_errors_of_the_work_are_raised() -> None:
     async def fails() -> None:
         await asyncio.sleep(0)
         raise KeyError("x")

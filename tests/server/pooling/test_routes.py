@@ -323,13 +323,13 @@ def test_dimensions_need_a_matryoshka_model() -> None:
 def test_tasks(embed: LiveServer, classify: LiveServer) -> None:
     for body in ({"input": "ab", "add_special_tokens": False}, {"messages": CHAT}):
         answer = embed.post("/pooling", body | {"task": "token_embed"})[1]
-        (found,) = answer["data"]
+        (item,) = answer["data"]
         assert answer["id"].startswith("pooling-")
-        assert found["object"] == "pooling"
-        assert len(found["data"]) == answer["usage"]["prompt_tokens"]
-        assert all(sum(row) == 1 for row in found["data"])
-        (found,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]
-        assert len(found["data"][0]) == 3
+        assert item["object"] == "pooling"
+        assert len(item["data"]) == answer["usage"]["prompt_tokens"]
+        assert all(sum(row) == 1 for row in item["data"])
+        (item,) = classify.post("/pooling", body | {"task": "token_classify"})[1]["data"]
+        assert len(item["data"][0]) == 3
         for task in ("classify", "plugin", "embed&token_classify"):
             status, refused = embed.post("/pooling", body | {"task": task})
             assert (status, refused["error"]["param"]) == (400, "task")
@@ -593,12 +593,12 @@ def test_characters_of_all_pairs_are_bounded(cross: LiveServer, monkeypatch: pyt
 
 
 def test_repeated_types_are_encoded_once(embed: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    encoded: list[str] = []
     encode = cohere._encoded
-    monkeypatch.setattr(cohere, "_encoded", lambda kind, each: made.append(kind) or encode(kind, each))
+    monkeypatch.setattr(cohere, "_encoded", lambda kind, each: encoded.append(kind) or encode(kind, each))
     kinds = ["float", "base64"] * 100
     assert embed.post("/v2/embed", {"texts": ["abc"], "embedding_types": kinds})[0] == 200
-    assert made == ["float", "base64"]
+    assert encoded == ["float", "base64"]
 
 
 def test_a_full_queue_is_429_and_too_many_prompts_400() -> None:

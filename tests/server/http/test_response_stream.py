@@ -13,8 +13,8 @@ from pagoda.server.http.server import DirectSendMiddleware
 from pagoda.server.http.state import StopSignal
 
 
-async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() -> None:
-    """A connection that takes no more holds up the first event already."""
+async def test_a_disconnect_before_the_first_read_closes_the_events() -> None:
+    """`send` of the first event blocks, as on a connection that is not read."""
     ended: list[str] = []
     blocked = asyncio.Event()
 
@@ -41,7 +41,7 @@ async def test_a_client_that_leaves_before_it_read_anything_ends_the_events() ->
 
 
 class Watching:
-    """An ASGI layer that notes which messages it sees."""
+    """ASGI middleware that records the messages it sees."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -55,7 +55,7 @@ class Watching:
         await self.app(scope, receive, noting)
 
 
-async def test_parts_pass_by_the_layers_inside_and_not_by_those_outside() -> None:
+async def test_chunks_skip_inner_middleware_only() -> None:
     async def events() -> AsyncGenerator[bytes, None]:
         yield b"two"
 

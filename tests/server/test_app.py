@@ -68,7 +68,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
-def test_bad_requests_are_told_and_the_next_is_served(
+def test_bad_requests_are_refused_and_the_next_is_served(
     server: LiveServer, path: str, body: Any, status: int, param: str | None
 ) -> None:
     got, answer = server.post(path, body)
@@ -88,8 +88,8 @@ def test_content_type_must_be_json(server: LiveServer) -> None:
     assert status == 415
 
 
-def test_a_connection_outlives_a_refusal(server: LiveServer) -> None:
-    """An error that could not be handled to its end would close the connection after its answer."""
+def test_a_connection_is_kept_after_a_refusal(server: LiveServer) -> None:
+    """An unhandled error would close the connection after its response."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=10)
     statuses, sockets = [], set()
     for method, path in (("POST", "/v1/load_lora_adapter"), ("GET", "/health"), ("GET", "/nothing")):
@@ -103,7 +103,7 @@ def test_a_connection_outlives_a_refusal(server: LiveServer) -> None:
     assert len(sockets) == 1
 
 
-def test_a_body_without_length_is_limited_too(server: LiveServer) -> None:
+def test_a_chunked_body_is_limited(server: LiveServer) -> None:
     status, _ = server.request("POST", "/v1/completions", b"", {"content-type": "application/json"})
     assert status == 400
     chunked = b"".join(b"1000\r\n" + b"a" * 0x1000 + b"\r\n" for _ in range(8)) + b"0\r\n\r\n"
@@ -143,7 +143,7 @@ def test_before_the_model_is_loaded() -> None:
         serves(server)
 
 
-def test_metrics_count_what_was_served() -> None:
+def test_metrics_count_requests() -> None:
     with live_server() as server:
         server.post("/v1/completions", TEXT | {"prompt": ["abcd", "k"]})
         server.post("/v1/completions", TEXT | {"prompt": "x", "max_tokens": 9})
@@ -162,7 +162,7 @@ def test_metrics_count_what_was_served() -> None:
     assert success == {"length": 2, "stop": 1, "abort": 0, "error": 0}
 
 
-def test_metrics_time_each_answer() -> None:
+def test_metrics_time_each_sequence() -> None:
     with live_server(engine={"max_num_seqs": 1}) as server:
         server.post("/v1/completions", TEXT | {"prompt": "abcdefgh", "n": 3, "max_tokens": 2})
         lines = server.get("/metrics")[1].decode().splitlines()
@@ -185,7 +185,7 @@ KEYS = {"api_key": ("one", "two")}
 
 
 @pytest.mark.parametrize("config", [KEYS, KEYS | {"root_path": "/proxy"}])
-def test_keys(config: dict[str, Any]) -> None:
+def test_api_keys(config: dict[str, Any]) -> None:
     with live_server(**config) as server:
         for path in ("/health", "/ready", "/ping", "/version", "/metrics"):
             assert server.get(path)[0] == 200
@@ -223,7 +223,7 @@ def test_a_preflight_needs_no_key() -> None:
 @pytest.mark.parametrize(
     "body", [{"max_tokens": 40}, {"max_tokens": 40, "n": 3}, {"prompt": ["a"] * 5, "max_tokens": 40}]
 )
-def test_a_client_that_leaves_frees_its_blocks(slow: LiveServer, stream: bool, body: dict[str, Any]) -> None:
+def test_a_disconnect_frees_blocks(slow: LiveServer, stream: bool, body: dict[str, Any]) -> None:
     connection = slow.raw("POST", "/v1/completions", {"prompt": "a", "stream": stream, "ignore_eos": True} | body)
     eventually(lambda: slow.llm.stats.kv_blocks_used > 0)
     connection.close()
@@ -248,7 +248,7 @@ def test_draining_refuses_and_finishes(slow: LiveServer) -> None:
     eventually(lambda: slow.llm.stats.running == 0)
 
 
-def test_draining_waits_for_what_runs() -> None:
+def test_draining_waits_for_running_requests() -> None:
     with live_server("fake:slow", shutdown_timeout=20.0) as server:
         connection = server.raw("POST", "/v1/completions", {"prompt": "a", "max_tokens": 20})
         eventually(lambda: server.state.running == 1)
@@ -276,7 +276,7 @@ def test_a_dying_engine_fails_requests_with_the_cause(stream: bool) -> None:
         assert "the device is gone" in answer["error"]["message"]
 
 
-def test_a_bug_is_not_shown_to_clients(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_disclosed(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(*_: Any) -> None:
         raise KeyError("/secret/path")
 
@@ -289,7 +289,7 @@ def test_a_bug_is_not_shown_to_clients(server: LiveServer, monkeypatch: pytest.M
 
 
 @pytest.mark.field("CompletionRequest.user")
-def test_requests_are_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_enable_log_requests(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pagoda")
     with live_server(engine={"enable_log_requests": True}, max_log_len=40) as server:
         logging.getLogger("pagoda").addHandler(caplog.handler)

@@ -24,7 +24,7 @@ BODY_TYPES = list(dict.fromkeys(body for path in BODIES for body in bodies_of(pa
 
 
 def errors_of(body: type[RequestBody], raw: str) -> int:
-    """How many wrong values are reported; not how many unknown fields, of which a body has MAX_KEYS at most."""
+    """Number of invalid values reported, without unknown fields, which MAX_KEYS bounds."""
     try:
         body.model_validate_json(raw)
     except ValidationError as error:
@@ -33,7 +33,7 @@ def errors_of(body: type[RequestBody], raw: str) -> int:
 
 
 @pytest.mark.parametrize("body", BODY_TYPES, ids=lambda body: body.__name__)
-def test_few_errors_are_collected(body: type[RequestBody]) -> None:
+def test_validation_stops_at_the_first_invalid_item(body: type[RequestBody]) -> None:
     least = LEAST[body.__name__]
     for wrong in map(json.dumps, WRONG):
         many = ",".join([wrong] * MANY)
@@ -45,7 +45,7 @@ def test_few_errors_are_collected(body: type[RequestBody]) -> None:
                 assert errors_of(body, raw) < FEW, (name, wrong)
 
 
-def test_the_first_wrong_item_is_named() -> None:
+def test_the_first_invalid_item_is_named() -> None:
     with pytest.raises(RequestError) as error:
         parse(
             ChatCompletionRequest,
@@ -71,7 +71,7 @@ def test_the_first_wrong_item_is_named() -> None:
         (AnthropicMessagesRequest, "tools"),
     ],
 )
-def test_lists_of_objects_have_a_greatest_length(body: type[RequestBody], name: str) -> None:
+def test_lists_of_objects_have_a_maximum_length(body: type[RequestBody], name: str) -> None:
     item: dict[str, Any] = {"role": "user", "content": "a"}
     if name == "tools":
         item = {"type": "function", "name": "f"} if body is ResponsesRequest else {"name": "f", "input_schema": {}}
@@ -81,7 +81,7 @@ def test_lists_of_objects_have_a_greatest_length(body: type[RequestBody], name: 
     assert error.value.field == name
 
 
-def test_parts_of_a_message_are_as_many_at_most() -> None:
+def test_parts_of_a_message_have_a_maximum_number() -> None:
     parts = [{"type": "text", "text": "a"}] * (MAX_LIST_OBJECTS + 1)
     given = {"messages": [{"role": "user", "content": parts}]}
     with pytest.raises(RequestError, match=f"at most {MAX_LIST_OBJECTS}") as error:

@@ -94,7 +94,7 @@ async def test_running_responses_are_evicted_last_and_cancelled() -> None:
     assert second.task.cancelling()
 
 
-async def test_events_are_counted_as_they_come() -> None:
+async def test_event_sizes_are_counted_as_they_are_added() -> None:
     store = ResponseStore(10, 2 * OVERHEAD + 100)
     store.put(ended("a"))
     growing = await running("b")

@@ -102,9 +102,7 @@ def counts(server: LiveServer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("path", "more", "names"), CASES)
-def test_a_part_without_effect_is_named_and_the_request_answered(
-    server: LiveServer, path: str, more: dict[str, Any], names: str
-) -> None:
+def test_ignored_parts_are_named_in_the_header(server: LiveServer, path: str, more: dict[str, Any], names: str) -> None:
     answer = server.response("POST", path, BODIES[path] | more)
     assert answer.status == 200, answer.body
     assert sorted(answer.headers["x-pagoda-ignored"].split(", ")) == sorted(names.split(", "))
@@ -112,7 +110,7 @@ def test_a_part_without_effect_is_named_and_the_request_answered(
 
 @pytest.mark.setting("--strict-requests")
 @pytest.mark.parametrize(("path", "more", "names"), CASES)
-def test_a_strict_server_refuses_it_by_name(strict: LiveServer, path: str, more: dict[str, Any], names: str) -> None:
+def test_a_strict_server_refuses_ignored_parts(strict: LiveServer, path: str, more: dict[str, Any], names: str) -> None:
     answer = strict.response("POST", path, BODIES[path] | more)
     assert answer.status == 400
     message = json.loads(answer.body)["error"]["message"]
@@ -121,13 +119,13 @@ def test_a_strict_server_refuses_it_by_name(strict: LiveServer, path: str, more:
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.items())
-def test_nothing_is_named_where_nothing_is_ignored(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+def test_no_header_without_ignored_parts(server: LiveServer, path: str, body: dict[str, Any]) -> None:
     answer = server.response("POST", path, body)
     assert answer.status == 200
     assert "x-pagoda-ignored" not in answer.headers
 
 
-def test_one_log_line_and_a_count_for_each_kind(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_parts_are_logged_and_counted(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     before = counts(server)
     with caplog.at_level(logging.DEBUG, "pagoda.server.http.server"):
         server.post(CHAT, BODIES[CHAT] | {"a\nb": 1, "c": 2, "store": True, "tools": [{"type": "web_search"}]})
@@ -160,7 +158,7 @@ def test_one_log_line_and_a_count_for_each_kind(server: LiveServer, caplog: pyte
         ),
     ],
 )
-def test_a_tool_that_is_demanded_is_not_dropped(
+def test_a_required_unsupported_tool_is_refused(
     server: LiveServer, path: str, more: dict[str, Any], field: str
 ) -> None:
     status, answer = server.post(path, BODIES[path] | more)
@@ -178,7 +176,7 @@ def test_a_tool_that_is_demanded_is_not_dropped(
         (MESSAGES, {"inference_geo": "eu"}, "inference_geo"),
     ],
 )
-def test_what_would_change_the_answer_is_refused(
+def test_fields_that_would_change_the_output_are_refused(
     server: LiveServer, path: str, more: dict[str, Any], field: str
 ) -> None:
     status, answer = server.post(path, BODIES[path] | more)
@@ -186,7 +184,7 @@ def test_what_would_change_the_answer_is_refused(
     assert field in answer["error"]["message"]
 
 
-def test_undeclared_fields_are_dropped_from_what_is_stored_and_shown(server: LiveServer) -> None:
+def test_undeclared_fields_are_not_stored_or_returned(server: LiveServer) -> None:
     item = ITEM | {"surprise": 1}
     answer = server.post(RESPONSES, BODIES[RESPONSES] | {"input": [item], "tools": [RESPONSES_FUNCTION | {"x": 1}]})[1]
     assert answer["tools"] == [RESPONSES_FUNCTION | {"description": None}]
@@ -194,11 +192,11 @@ def test_undeclared_fields_are_dropped_from_what_is_stored_and_shown(server: Liv
     assert later[0] == 200, later[1]
 
 
-def test_fields_of_tools_that_are_ignored_do_not_reach_the_model(server: LiveServer) -> None:
-    asked = BODIES[CHAT] | {"return_prompt_text": True}
-    plain = server.post(CHAT, asked | {"tools": [FUNCTION]})[1]["prompt_text"]
+def test_ignored_tool_fields_do_not_reach_the_model(server: LiveServer) -> None:
+    body = BODIES[CHAT] | {"return_prompt_text": True}
+    plain = server.post(CHAT, body | {"tools": [FUNCTION]})[1]["prompt_text"]
     more = {**FUNCTION, "x": 1, "function": FUNCTION["function"] | {"y": 2}}  # type: ignore[operator]
-    assert server.post(CHAT, asked | {"tools": [more, {"type": "web_search"}]})[1]["prompt_text"] == plain
+    assert server.post(CHAT, body | {"tools": [more, {"type": "web_search"}]})[1]["prompt_text"] == plain
 
 
 def test_unknown_query_parameters_of_a_retrieval(server: LiveServer, strict: LiveServer) -> None:
@@ -208,15 +206,15 @@ def test_unknown_query_parameters_of_a_retrieval(server: LiveServer, strict: Liv
         assert (answer.status, answer.headers.get("x-pagoda-ignored")) == (status, named)
 
 
-def test_streams_name_them_too(server: LiveServer) -> None:
+def test_streams_have_the_header(server: LiveServer) -> None:
     answer = server.response("POST", CHAT, BODIES[CHAT] | {"stream": True, "chat_id": "x"}, {"origin": "http://x"})
     assert answer.headers["x-pagoda-ignored"] == "chat_id"
     assert answer.headers["access-control-expose-headers"] == "x-pagoda-ignored"
 
 
-def test_the_tool_runner_sends_the_whole_conversation_where_threads_are_not_kept() -> None:
-    """It continues a thread with what is new alone, so a server that ignored `thread` would lose the conversation."""
-    asked: list[bytes] = []
+def test_the_tool_runner_resends_the_conversation_without_threads() -> None:
+    """The runner sends only new messages of a thread, so a server that ignored `thread` would lose the conversation."""
+    sent: list[bytes] = []
 
     @anthropic.beta_tool
     def weather(city: str) -> str:
@@ -225,7 +223,7 @@ def test_the_tool_runner_sends_the_whole_conversation_where_threads_are_not_kept
 
     with live_server("fake:say", enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
         client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        client._client.event_hooks["request"].append(lambda request: asked.append(request.read()))
+        client._client.event_hooks["request"].append(lambda request: sent.append(request.read()))
         call = '[[<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>]]'
         user: Any = {"role": "user", "content": call}
         runner = client.beta.messages.tool_runner(
@@ -234,13 +232,13 @@ def test_the_tool_runner_sends_the_whole_conversation_where_threads_are_not_kept
         kinds = [[block.type for block in message.content] for message in runner]
         refused = server.response("POST", MESSAGES, BODIES[MESSAGES] | {"thread": {"type": "continue"}})
     assert [kind[0] for kind in kinds] == ["tool_use", "tool_use"], "the script of the fake model is the first text"
-    assert [json.loads(body).get("thread", {}).get("type") for body in asked] == ["create", "continue", "create"]
-    assert len(json.loads(asked[-1])["messages"]) == 3
+    assert [json.loads(body).get("thread", {}).get("type") for body in sent] == ["create", "continue", "create"]
+    assert len(json.loads(sent[-1])["messages"]) == 3
     assert refused.status == 404
     assert json.loads(refused.body)["error"]["details"] == {"error_code": "thread_not_found"}
 
 
-def test_the_header_is_short_and_plain() -> None:
+def test_the_header_is_bounded_ascii() -> None:
     names = [Ignored(f"é\r\n{i}" + "x" * 300, "unknown") for i in range(MAX_HEADER_NAMES + 3)]
     value = header_value(names)
     assert value.isascii()

@@ -34,7 +34,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def answered(server: LiveServer, text: str, *tools: dict[str, Any], **more: Any) -> tuple[str | None, list[Any]]:
-    """Content and calls of a model that would say `text` if it may."""
+    """Return content and calls of a model that generates `text` where the grammar allows it."""
     body = {"messages": [{"role": "user", "content": f"[[{text}]]"}], "max_tokens": 200, "tools": tools, **more}
     status, answer = server.post("/v1/chat/completions", body)
     assert status == 200, answer
@@ -43,7 +43,7 @@ def answered(server: LiveServer, text: str, *tools: dict[str, Any], **more: Any)
     return message["content"], calls
 
 
-def test_text_is_free_and_a_right_call_is_made(server: LiveServer) -> None:
+def test_text_is_unconstrained_and_a_valid_call_is_kept(server: LiveServer) -> None:
     assert answered(server, "Any text, <tool or none.", tool("f")) == ("Any text, <tool or none.", [])
     content, calls = answered(server, "Let me look. " + call("f", '{"x": 1}'), tool("f"))
     assert content is not None
@@ -53,7 +53,7 @@ def test_text_is_free_and_a_right_call_is_made(server: LiveServer) -> None:
     assert answered(server, two, tool("f"), tool("g"), parallel_tool_calls=False)[1] == [("f", '{"x": 1}')]
 
 
-def test_a_wrong_call_is_made_right(server: LiveServer) -> None:
+def test_an_invalid_call_is_constrained(server: LiveServer) -> None:
     wrong = call("f", '{"x": 3}')
     assert answered(server, wrong, tool("f", strict=None))[1] == [("f", '{"x": 3}')], "as the model writes it"
     ((name, arguments),) = answered(server, wrong, tool("f"))[1]
@@ -61,16 +61,16 @@ def test_a_wrong_call_is_made_right(server: LiveServer) -> None:
     assert json.loads(arguments) in ({"x": 1}, {"x": 2})
 
 
-def test_other_tools_of_the_request_stay_free(server: LiveServer) -> None:
+def test_other_tools_are_unconstrained(server: LiveServer) -> None:
     assert answered(server, call("g", '{"y": [3]}'), tool("f"), tool("g", strict=False))[1] == [("g", '{"y": [3]}')]
 
 
-def test_thinking_comes_first(server: LiveServer) -> None:
+def test_reasoning_comes_first(server: LiveServer) -> None:
     ((_, arguments),) = answered(server, "<think>\nHm.\n</think>\n" + call("f", '{"x": 3}'), tool("f"))[1]
     assert json.loads(arguments) in ({"x": 1}, {"x": 2})
 
 
-def test_a_schema_that_cannot_be_held_is_refused_by_name(server: LiveServer) -> None:
+def test_an_unsupported_schema_is_refused_by_name(server: LiveServer) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}, "strict": True}}
     status, answer = server.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [bad]}
@@ -79,15 +79,15 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name(server: LiveServer) -> 
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
-def test_which_formats_hold_their_calls(name: str) -> None:
-    held = strict_calls(tool_format(name), [Tool("f", X, strict=True)], parallel=True)
-    assert (held is not None) == (name in HELD)
-    if held is not None:
-        assert "grammars" in guidance_text(held, {})
+def test_formats_that_support_strict_calls(name: str) -> None:
+    grammar = strict_calls(tool_format(name), [Tool("f", X, strict=True)], parallel=True)
+    assert (grammar is not None) == (name in HELD)
+    if grammar is not None:
+        assert "grammars" in guidance_text(grammar, {})
     assert strict_calls(tool_format(name), [Tool("f", X)], parallel=True) is None
 
 
-def test_a_beam_search_cannot_hold_them(server: LiveServer) -> None:
+def test_beam_search_refuses_strict_tools(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool("f")], "use_beam_search": True, "n": 2}
     status, answer = server.post("/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "use_beam_search")
