@@ -124,11 +124,11 @@ def test_a_wrong_file_is_one_line(text: str | None, line: str, tmp_path: Path) -
 def test_the_engines_process_logs_alike(capfd: pytest.CaptureFixture[str]) -> None:
     program = (
         "import logging, os, sys; "
-        "from pagoda.server.core_client import engine_process; from support.fake_engine import build\n"
+        "from pagoda.server.core_client import engine; from support.fake_engine import build\n"
         "def loud(config, usage):\n"
         "    logging.getLogger('pagoda.x').info('hello')\n"
         "    return build(config, usage)\n"
-        "os._exit(engine_process.serve(sys.argv[1], loud))"
+        "os._exit(engine.serve(sys.argv[1], loud))"
     )
     engine = AsyncEngineArgs("fake", log_prefix="[engine] ").create_engine_config()
     client = ProcessClient(engine, (sys.executable, "-c", program))
