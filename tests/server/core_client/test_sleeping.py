@@ -79,8 +79,8 @@ async def test_a_failure_to_wake_up_is_told_and_leaves_the_engine_alive() -> Non
     config = AsyncEngineArgs("fake", **SLEEPY).create_engine_config()
     engines: list[Any] = []
 
-    def remembered(config: Any) -> Any:
-        engines.append(build(config))
+    def remembered(config: Any, usage: str) -> Any:
+        engines.append(build(config, usage))
         return engines[0]
 
     llm = AsyncLLM(config, client=ThreadClient(config, remembered), open_text=lambda _: TEXT)
