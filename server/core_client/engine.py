@@ -53,8 +53,7 @@ from pagoda.server.ipc_messages import (
     encode,
     failure,
 )
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 HEARTBEAT_SECONDS: Final = 1.0
 

@@ -10,8 +10,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 CONFIG = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
 

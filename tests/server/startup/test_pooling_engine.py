@@ -21,8 +21,7 @@ from pagoda.server import ipc_messages
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 LABELS = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}

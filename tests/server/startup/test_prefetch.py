@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.server.startup.executors import Prefetch
+from pagoda.server.startup.parameters import Prefetch
 
 
 def weights(count: int, produced: list[int]) -> Iterator[Weight]:

@@ -22,7 +22,7 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.startup import executors
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine
 
 
 @pytest.fixture(autouse=True)
