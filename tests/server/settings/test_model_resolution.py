@@ -110,6 +110,11 @@ def test_quantization_gguf_wants_a_gguf_file(folder: Path) -> None:
         info(folder, quantization="gguf")
 
 
+def test_an_unsupported_quantization_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--quantization: 'awq' is not supported: .*; use fp8, int8 or int4, or"):
+        EngineArgs("m", quantization="awq").create_engine_config()
+
+
 # --- the hub ---
 
 
