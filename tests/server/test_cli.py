@@ -82,14 +82,14 @@ def test_every_server_flag_reaches_its_field() -> None:
     assert serve.configurations(parsed())[1] == ServerConfig()
 
 
-def test_two_models_are_an_error() -> None:
+def test_model_given_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="--model"):
         serve.configurations(parsed("one", "--model", "two"))
 
 
 @pytest.mark.variable("PAGODA_API_KEY")
 @pytest.mark.parametrize("name", ["PAGODA_API_KEY", "VLLM_API_KEY"])
-def test_the_key_may_come_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "secret")
     assert serve.configurations(parsed())[1].api_key == ("secret",)
     assert serve.configurations(parsed("--api-key", "mine"))[1].api_key == ("mine",)
@@ -114,7 +114,7 @@ def test_bad_server_settings(field: str, value: Any, flag: str) -> None:
     assert error.value.setting == flag
 
 
-def test_a_busy_port_and_a_wrong_host() -> None:
+def test_busy_port_and_invalid_host_are_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -138,14 +138,14 @@ def test_a_unix_socket_and_a_stale_one(tmp_path: Path) -> None:
             serve.bind(ServerConfig(uds=path))
 
 
-def test_wrong_certificates_are_one_line(tmp_path: Path) -> None:
+def test_invalid_certificates_are_one_error_line(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     for path in (str(tmp_path / "x"), str(tmp_path / "nothing")):
         with pytest.raises(ConfigError, match="--ssl-certfile"):
             http_server(FastAPI(), ServerConfig(ssl_keyfile=path, ssl_certfile=path))
 
 
-def test_wrong_chat_template() -> None:
+def test_invalid_chat_template_is_refused() -> None:
     from pagoda.server.http.state import read_chat_template
 
     with pytest.raises(ConfigError, match="--chat-template"):
@@ -164,7 +164,7 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.command("serve")
-def test_a_signal_ends_it_in_good_order() -> None:
+def test_signal_shuts_the_server_down() -> None:
     with served("fake", "--served-model-name", "m") as (process, url):
         wait_ready(process)
         client = ApiClient(f"{url}/v1")
@@ -177,7 +177,7 @@ def test_a_signal_ends_it_in_good_order() -> None:
         assert process.wait(10) == 0
 
 
-def test_a_signal_to_all_of_its_processes_lets_requests_finish() -> None:
+def test_signal_to_the_process_group_lets_requests_finish() -> None:
     """As service managers stop a service."""
     with served("fake:slow", "--served-model-name", "m", "--shutdown-timeout", "20") as (process, url):
         wait_ready(process)
@@ -189,7 +189,7 @@ def test_a_signal_to_all_of_its_processes_lets_requests_finish() -> None:
         assert process.wait(10) == 0
 
 
-def test_an_engine_that_dies_ends_it_with_an_error() -> None:
+def test_server_exits_with_an_error_when_the_engine_dies() -> None:
     with served("fake:exit") as (process, url):
         wait_ready(process)
         with pytest.raises(ApiError, match="exit status 7"):
@@ -202,7 +202,7 @@ def test_an_engine_that_dies_ends_it_with_an_error() -> None:
 @pytest.mark.parametrize(
     ("model", "line", "status"), [("fake:config", "--dtype: not today; use another", 2), ("fake:bug", "KeyError", 1)]
 )
-def test_an_engine_that_does_not_start_ends_it_with_one_line(model: str, line: str, status: int) -> None:
+def test_startup_error_of_the_engine_is_one_error_line(model: str, line: str, status: int) -> None:
     with served(model) as (process, _):
         assert process.stderr is not None
         lines = process.stderr.read().rstrip().splitlines()
@@ -211,7 +211,7 @@ def test_an_engine_that_does_not_start_ends_it_with_one_line(model: str, line: s
     assert line in lines[-1]
 
 
-def test_a_signal_while_it_loads() -> None:
+def test_signal_while_the_engine_loads() -> None:
     with served("fake") as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0

@@ -57,7 +57,7 @@ class Side:
         self.link = CoreClientAsync(self.client, self.heard.append, lambda error: self.deaths.append(str(error)))
 
 
-async def test_each_question_gets_its_own_answer() -> None:
+async def test_replies_are_matched_to_calls_by_ticket() -> None:
     side = Side()
     reset = asyncio.ensure_future(side.link.call(ResetPrefixCache))
     sleep = asyncio.ensure_future(side.link.call(lambda ticket: Sleep(ticket, 1)))
@@ -72,7 +72,7 @@ async def test_each_question_gets_its_own_answer() -> None:
     assert side.heard == [*answers], "the owner knows before those who asked go on"
 
 
-async def test_a_death_is_told_once_to_the_owner_and_to_all_who_wait() -> None:
+async def test_engine_death_is_reported_once_and_fails_all_pending_calls() -> None:
     side = Side()
     waiting = asyncio.ensure_future(side.link.call(ResetPrefixCache))
     await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_a_death_is_told_once_to_the_owner_and_to_all_who_wait() -> None:
     assert len(side.client.sent) == 1
 
 
-async def test_what_cannot_be_sent_is_a_death() -> None:
+async def test_failed_send_marks_the_engine_dead() -> None:
     side = Side()
     side.client.dead = True
     side.link.send_if_alive(Abort(["a"]))
@@ -99,7 +99,7 @@ async def test_what_cannot_be_sent_is_a_death() -> None:
     assert side.deaths == ["nobody there"]
 
 
-async def test_a_question_that_cannot_be_sent_leaves_nobody_waiting() -> None:
+async def test_failed_call_leaves_no_pending_reply() -> None:
     side = Side()
     side.client.dead = True
     failures: list[object] = []

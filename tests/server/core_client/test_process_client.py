@@ -23,7 +23,7 @@ def client_with(messages: list[int], heard: list[int]) -> ProcessClient:
     return client
 
 
-async def test_readers_run_between_messages() -> None:
+async def test_event_loop_runs_between_batches_of_messages() -> None:
     heard: list[int] = []
     at_once = process_client._MAX_MESSAGES
     client = client_with(list(range(3 * at_once - 2)), heard)
@@ -42,7 +42,7 @@ async def test_readers_run_between_messages() -> None:
     assert heard == list(range(5 * at_once))
 
 
-async def test_a_backlog_makes_no_second_one() -> None:
+async def test_a_backlog_schedules_one_resume_only() -> None:
     heard: list[int] = []
     waiting = list(range(3 * process_client._MAX_MESSAGES))
     client = client_with(waiting, heard)
@@ -53,7 +53,7 @@ async def test_a_backlog_makes_no_second_one() -> None:
     assert len(heard) - before == process_client._MAX_MESSAGES
 
 
-async def test_steps_that_wait_are_heard_as_one() -> None:
+async def test_queued_steps_are_delivered_as_one() -> None:
     heard: list[Any] = []
     steps = [StepReply(StepOutputs(outputs=[EngineOutput(request_id="a", new_token_ids=[n])])) for n in range(3)]
     messages: list[Any] = [*steps]

@@ -46,7 +46,7 @@ def test_flags_reach_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, "auto", None])
-def test_max_model_len_auto(value: object) -> None:
+def test_max_model_len_auto_is_unset(value: object) -> None:
     assert EngineArgs(max_model_len=value).create_engine_config().model.max_model_len is None
 
 
@@ -118,6 +118,7 @@ EXAMPLES: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "log_level": "DEBUG",
     "optimization_level": 2,
+    "quantization": "fp8",
     "structured_outputs_config": {"disable_any_whitespace": True},
 }
 """Values of settings that do not take any."""
@@ -184,7 +185,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize("setting", NAMED)
-def test_every_way_to_say_a_setting_says_the_same(
+def test_every_source_of_a_setting_gives_the_same_value(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = example(setting)
@@ -213,7 +214,7 @@ def held(config: EngineConfig, setting: Setting) -> Any:
 # --- one line for what changes nothing ---
 
 
-def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_flag_without_effect_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     parse("--swap-space", "1", "--rope-theta", "5", "--cuda-graph-sizes", "8", "--max-num-seqs", "3")
     told = [record.getMessage().split(" ")[0] for record in caplog.records]
     assert sorted(told) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
@@ -239,7 +240,7 @@ def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture)
         ["--hf-overrides", '{"a": {"b": 1}}', "--hf-overrides", '{"c": ["x", "y", 2]}'],
     ],
 )
-def test_json_in_every_shape(said: list[str]) -> None:
+def test_every_spelling_of_a_json_flag(said: list[str]) -> None:
     assert parse(*said).model.hf_overrides == {"a": {"b": 1}, "c": ["x", "y", 2]}
 
 
@@ -261,7 +262,7 @@ def test_json_in_every_shape(said: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_piece_is_json_or_text(text: str, value: object, joined: bool) -> None:
+def test_dotted_values_are_json_or_text(text: str, value: object, joined: bool) -> None:
     said = [f"--hf-overrides.x_y={text}"] if joined else ["--hf-overrides.x_y", text]
     assert parse(*said).model.hf_overrides == {"x_y": value}
 
@@ -269,7 +270,7 @@ def test_a_piece_is_json_or_text(text: str, value: object, joined: bool) -> None
 @pytest.mark.parametrize(
     "said", [["-O3"], ["-O", "3"], ["-O=3"], ["--optimization-level", "3"], ["-cc", "3"], ["--compilation-config", "3"]]
 )
-def test_levels(said: list[str]) -> None:
+def test_optimization_levels(said: list[str]) -> None:
     assert parse(*said).compilation.optimization_level == 3
 
 
@@ -289,7 +290,7 @@ def test_compilation_settings(said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "None"])
-def test_nothing_said_on_purpose_beats_the_file(said: str, tmp_path: Path) -> None:
+def test_flags_set_to_none_override_the_file(said: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max-num-seqs: 7\nhf-overrides: {a: 1}")
     assert parse("--config", str(path)).scheduler.max_num_seqs == 7
@@ -320,7 +321,7 @@ def test_assigned_attributes_are_checked() -> None:
         args.create_engine_config()
 
 
-def test_scripts_take_arguments_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_args_work_with_dataclasses(caplog: pytest.LogCaptureFixture) -> None:
     args = AsyncEngineArgs("m", max_num_seqs=3, served_model_name=["a", "b"], hf_overrides={"x": 1})
     parts = dataclasses.asdict(args)
     assert parts["max_num_seqs"] == 3

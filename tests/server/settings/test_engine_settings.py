@@ -169,7 +169,7 @@ class Doorkeeper(Scheduler):
 
 
 @pytest.mark.setting("--scheduler-cls", "--additional-config")
-def test_another_scheduler(folder: Path) -> None:
+def test_scheduler_cls(folder: Path) -> None:
     name = f"{__name__}.Doorkeeper"
     with Tiny(folder, scheduler_cls=name, additional_config={"longest": 3}) as tiny:
         assert len(tiny.answer().outputs[0].token_ids) == 3
@@ -181,7 +181,7 @@ def test_another_scheduler(folder: Path) -> None:
 
 
 @pytest.mark.setting("--seed")
-def test_seed_of_requests_that_bring_none(folder: Path) -> None:
+def test_seed_applies_to_requests_without_one(folder: Path) -> None:
     def run(seed: int) -> list[list[int]]:
         with Tiny(folder, seed=seed, load_format="dummy") as tiny:
             return [list(tiny.answer(temperature=5.0, max_tokens=8).outputs[0].token_ids) for _ in range(2)]
@@ -209,7 +209,7 @@ def deltas(**settings: Any) -> Iterator[RequestOutput]:
     ("interval", "texts"),
     [(1, list("bcdefghi")), (3, ["b", "cde", "fgh", "i"]), (100, ["b", "cdefghi"])],
 )
-def test_tokens_per_message(interval: int, texts: list[str]) -> None:
+def test_stream_interval(interval: int, texts: list[str]) -> None:
     outputs = [output.outputs[0] for output in deltas(stream_interval=interval)]
     assert [output.text for output in outputs] == texts
     assert [len(output.token_ids) for output in outputs] == list(map(len, texts))
@@ -218,7 +218,7 @@ def test_tokens_per_message(interval: int, texts: list[str]) -> None:
 
 
 @pytest.mark.setting("--stream-interval")
-def test_an_abort_shows_what_was_kept_back() -> None:
+def test_abort_returns_buffered_tokens() -> None:
     config = EngineArgs("fake", stream_interval=100).create_engine_config()
     engine = LLMEngine(config, build=build_fake, open_text=lambda _: byte_tokenizer())
     kind = RequestOutputKind.DELTA

@@ -130,7 +130,9 @@ ENGINE = [
 
 @pytest.mark.setting("--explain-config")
 @pytest.mark.parametrize(("words", "message"), SERVER + ENGINE, ids=lambda words: words)
-def test_serve(words: str, message: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_serve_raises_what_the_start_would(
+    words: str, message: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     port = [] if "--port" in words else ["--port", "0"]
     flags = [*words.replace("TAKEN", taken).split(), *port, "--disable-frontend-multiprocessing"]
     status, line = both(["serve", str(folder), *flags], capsys)
@@ -154,7 +156,7 @@ def test_serve_with_an_engine_process(
 
 @pytest.mark.parametrize("words", ["--kv-cache-dtype fp8", "--tokenizer /no/such", "--logits-processors no.such"])
 @pytest.mark.parametrize("command", ["bench latency", "bench throughput", "run-batch -i INPUT -o OUTPUT"])
-def test_the_other_commands(
+def test_explain_of_other_commands_raises_what_the_start_would(
     command: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").write_text("")
@@ -257,7 +259,7 @@ def test_jax_tpu(words: str, message: str, folder: Path, capsys: pytest.CaptureF
     assert message in both(["serve", str(folder), *flags, *words.split()], capsys)[1]
 
 
-def test_what_starts_is_explained_and_leaves_nothing(
+def test_explain_leaves_no_files_and_no_core_pinning(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--uds", str(tmp_path / "socket"), "--rpc-base-path", str(tmp_path)]

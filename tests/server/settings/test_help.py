@@ -48,7 +48,7 @@ def test_plain_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "-h, --help" in text
 
 
-def test_plain_help_shows_the_groups_and_how_to_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_help_lists_groups_and_further_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("serve", capsys)
     assert "[MODEL]" in text.splitlines()[0]
     assert "  SchedulerConfig  " in text
@@ -58,7 +58,7 @@ def test_plain_help_shows_the_groups_and_how_to_ask_for_more(capsys: pytest.Capt
     assert len(text.splitlines()) < 50
 
 
-def test_a_command_spells_out_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_help_lists_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("bench latency", capsys)
     assert "--num-iters-warmup" in text
     assert "--max-num-seqs" not in text
@@ -73,7 +73,7 @@ def test_short_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_the_groups(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_listgroup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split()[0] for line in shown(command, capsys, "listgroup").splitlines() if line[2] != " "]
     assert len(names) == len(set(names))
     assert set(names) >= {setting.group for setting in ENGINE_SETTINGS.values()}
@@ -82,7 +82,7 @@ def test_the_groups(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
 @pytest.mark.parametrize("what", ["SchedulerConfig", "schedulerconfig"])
-def test_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(command, capsys, what)
     expected = {each.flag for each in ENGINE_SETTINGS.values() if each.group == "SchedulerConfig"}
     assert text.startswith("SchedulerConfig: ")
@@ -92,14 +92,14 @@ def test_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(("what", "group"), [("VllmConfig", "ExtensionConfig"), ("Frontend", "ServerConfig")])
-def test_groups_under_their_older_names(what: str, group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_group_by_an_alias(what: str, group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown("serve", capsys, what) == shown("serve", capsys, group)
 
 
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
 @pytest.mark.parametrize("what", ["max-num-seqs", "--max-num-seqs", "max_num_seqs", "MAX-NUM-SEQS"])
-def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(command, capsys, what)
     assert text.startswith("--max-num-seqs SEQS\n")
     for part in ("Maximum number of sequences per step", "SchedulerConfig", "an integer", "implemented"):
@@ -125,14 +125,14 @@ def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> 
         ("hf-token", ["--hf-token [TOKEN]"]),
     ],
 )
-def test_what_a_flag_says(what: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_of_a_flag(what: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown("serve", capsys, what).split())
     for part in parts:
         assert part in text
     assert ("LLM(" in text) == (what not in ("config", "port"))
 
 
-def test_a_client_reads_no_file_and_no_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_client_flag_names_no_file_or_variable(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("chat", capsys, "url")
     assert "http://localhost:8000/v1" in text
     assert "PAGODA_" not in text
@@ -140,20 +140,20 @@ def test_a_client_reads_no_file_and_no_variable(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_word_in_a_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = flags_in(shown(command, capsys, "max"))
     named = {each.flag for each in COMMAND_SETTINGS[command].values() if "max" in each.name}
     assert named <= set(found)
     assert all("max" in flag for flag in found[: len(named)])
 
 
-def test_a_word_of_the_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_word_in_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("serve", capsys, "TLS")
     assert {"--ssl-keyfile"} <= set(flags_in(text))
     assert "Flags that mention tls:" in text
 
 
-def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
     found = flags_in(shown("serve", capsys, "all"))
     settings = ENGINE_SETTINGS | SERVER_SETTINGS
     assert len(found) == len(set(found))
@@ -169,7 +169,7 @@ def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
         ("qqqq", "try --help=listgroup"),
     ],
 )
-def test_no_match(what: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_an_unknown_word(what: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", f"--help={what}"]) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -63,7 +63,7 @@ def ask(port: int, method: str, path: str, body: object = None) -> int:
 @pytest.mark.command("serve")
 @pytest.mark.setting("--keep-alive-on-engine-death")
 @pytest.mark.variable("PAGODA_KEEP_ALIVE_ON_ENGINE_DEATH")
-def test_a_server_may_outlive_its_engine() -> None:
+def test_keep_alive_on_engine_death() -> None:
     with served("fake:exit", VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (process, port):
         request = {"model": "fake:exit", "prompt": "a", "max_tokens": 9}
         assert ask(port, "POST", "/v1/completions", request) >= 500
@@ -79,7 +79,7 @@ def test_a_server_may_outlive_its_engine() -> None:
 
 @pytest.mark.setting("--log-stats-interval")
 @pytest.mark.variable("PAGODA_LOG_STATS_INTERVAL")
-def test_statistics_come_as_often_as_asked() -> None:
+def test_log_stats_interval() -> None:
     with served("fake:slow", VLLM_LOG_BATCHSIZE_INTERVAL="0.05") as (process, port):
         assert ask(port, "POST", "/v1/completions", {"model": "fake:slow", "prompt": "a", "max_tokens": 50}) == 200
         assert process.stderr is not None
@@ -88,7 +88,7 @@ def test_statistics_come_as_often_as_asked() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
-def test_an_impossible_interval(seconds: str) -> None:
+def test_invalid_log_stats_interval_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match="--log-stats-interval"):
         EngineArgs(log_stats_interval=float(seconds)).create_engine_config()
 
@@ -124,7 +124,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.setting("--cpu-omp-threads-bind")
 @pytest.mark.variable("PAGODA_CPU_OMP_THREADS_BIND")
-def test_the_step_runs_on_the_cores_it_is_pinned_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_on_the_pinned_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(max(before)))
     args = EngineArgs(folder, load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=16)
@@ -135,7 +135,7 @@ def test_the_step_runs_on_the_cores_it_is_pinned_to(folder: Path, monkeypatch: p
     assert os.sched_getaffinity(0) == before
 
 
-def test_cores_that_are_not_there() -> None:
+def test_unavailable_cores_are_refused() -> None:
     with (
         pytest.raises(ConfigError, match="core 4095 is not available to this process; choose from "),
         pinned(frozenset({4095})),
@@ -156,6 +156,6 @@ def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("setting", "value"), [("rpc_timeout", 1000), ("engine_iteration_timeout_s", 0.0)])
-def test_impossible_patience(setting: str, value: float) -> None:
+def test_invalid_timeouts_are_refused(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match="--" + setting.replace("_", "-")):
         EngineArgs(**{setting: value}).create_engine_config()

@@ -96,7 +96,7 @@ def engine_of(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
-def test_two_hosts_answer_as_one_and_end_together(folder: Path) -> None:
+def test_two_hosts_generate_as_one_and_end_together(folder: Path) -> None:
     alone = LLM(str(folder / "tiny"), backend="reference", dtype="float32", disable_log_stats=True, **SMALL)
     rules = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     want = alone.generate([{"prompt_token_ids": ids} for ids in PROMPTS], rules, use_tqdm=False)
@@ -108,7 +108,7 @@ def test_two_hosts_answer_as_one_and_end_together(folder: Path) -> None:
         assert second.wait(60) == 0
 
 
-def test_host_0_names_the_host_that_vanished(folder: Path) -> None:
+def test_host_0_names_the_host_that_died(folder: Path) -> None:
     with pair(folder) as (first, second, _):
         os.kill(engine_of(second), signal.SIGKILL)
         assert last_line(first).startswith("pagoda: error: host 1 (127.0.0.1) is gone: ")
@@ -116,7 +116,7 @@ def test_host_0_names_the_host_that_vanished(folder: Path) -> None:
         assert (first.returncode, second.returncode) == (1, 1)
 
 
-def test_the_others_end_when_host_0_vanished(folder: Path) -> None:
+def test_other_hosts_end_when_host_0_dies(folder: Path) -> None:
     with pair(folder) as (first, second, _):
         os.kill(engine_of(first), signal.SIGKILL)
         # JAX may be faster: it ends a process whose coordinator is gone
@@ -125,7 +125,7 @@ def test_the_others_end_when_host_0_vanished(folder: Path) -> None:
 
 
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-port", "--headless")
-def test_hosts_that_differ_end_with_one_line(folder: Path) -> None:
+def test_hosts_with_different_settings_are_refused(folder: Path) -> None:
     flags = shared_flags(folder, two_free_ports())
     first_host = served(str(folder / "tiny"), *flags, program=REAL)
     with follower(folder / "tiny", *flags, "--max-num-seqs", "2") as second, first_host as (first, _):
@@ -136,7 +136,7 @@ def test_hosts_that_differ_end_with_one_line(folder: Path) -> None:
     assert (first.returncode, second.returncode) == (2, 2)
 
 
-def test_a_mesh_that_leaves_devices_out() -> None:
+def test_mesh_must_use_all_devices() -> None:
     def host(rank: int, devices: int) -> Host:
         kind = {"devices": str(devices), "devices of kind": "V6E"}
         facts = HostFingerprint(rank=rank, nodes=2, versions={}, model={}, settings={}, environment={}, devices=kind)
@@ -151,7 +151,7 @@ def test_a_mesh_that_leaves_devices_out() -> None:
     )
 
 
-def test_shared_settings_are_settings() -> None:
+def test_shared_settings_exist() -> None:
     assert set(SHARED_SETTINGS) <= set(ENGINE_SETTINGS)
 
 
@@ -173,14 +173,14 @@ def test_shared_settings_are_settings() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line(
+def test_invalid_host_settings_are_one_error_line(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(folder / "tiny"), "--port", "0", *words]) == 2
     assert f"pagoda: error: {message}" in capsys.readouterr().err
 
 
-def test_only_host_0_takes_requests(folder: Path) -> None:
+def test_requests_on_another_host_are_refused(folder: Path) -> None:
     args = EngineArgs(str(folder / "tiny"), nnodes=2, node_rank=1)
     with pytest.raises(ConfigError, match=r"^--node-rank: requests go to host 0; on the others run pagoda serve"):
         LLM(str(folder / "tiny"), nnodes=2, node_rank=1)
