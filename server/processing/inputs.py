@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.engine import EngineConfig
@@ -22,12 +21,12 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking, no_tokenizer, refused
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
-from pagoda.common.weights.hub import pick_gguf, resolve_model
+from pagoda.common.weights.hub import gguf_in, resolve_model
 from pagoda.server.ipc_messages import EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
@@ -540,16 +539,8 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
         download_dir=load.download_dir,
         ignore_patterns=load.ignore_patterns,
     )
-    return load_tokenizer(_lone_gguf(path) or path)
-
-
-def _lone_gguf(folder: Path) -> Path | None:
-    """Return the GGUF model of a folder without tokenizer.json: it has the tokenizer. Raises ModelError for several."""
-    names = [] if (folder / "tokenizer.json").exists() else sorted(path.name for path in folder.glob("*.gguf"))
-    try:
-        return folder / pick_gguf(names) if names else None
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
+    has_own = (path / "tokenizer.json").exists()
+    return load_tokenizer(path if has_own else gguf_in(path) or path)
 
 
 # The grammar that constrains the output, and the reasoning that may precede it.
