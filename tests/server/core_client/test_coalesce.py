@@ -79,7 +79,7 @@ def test_a_single_step_is_unchanged() -> None:
 def read(
     params: SamplingParams, steps: list[list[EngineOutput]], interval: int = 1
 ) -> tuple[str, list[int], list[Any], Any, list[str], int]:
-    """All that a caller reads of steps, and what is to be aborted."""
+    """Return everything a caller reads of the steps, and the requests to abort."""
     processor = OutputProcessor(TEXT, interval)
     child = EngineRequest(request_id="r", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=100)
     processor.add(PreparedRequest("r", Prompt("p", [1]), params, [child], 0.0, 0.0))

@@ -22,11 +22,11 @@ from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 GRACE = 20.0
-"""Seconds until a test gives up; none takes more than a fraction of it."""
+"""Timeout of a test in seconds; none takes more than a fraction of it."""
 
 
 class Started:
-    """Engines made by a test, ended with it."""
+    """Starts engines, which are ended with the test."""
 
     def __init__(self) -> None:
         self.clients: list[ProcessClient] = []
@@ -216,7 +216,7 @@ def test_shutdown_while_starting(started: Started) -> None:
 
 
 def running(program: str) -> subprocess.Popen[str]:
-    """Another Python, which finds what tests find."""
+    """Start another Python with the import path of the tests."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
@@ -224,7 +224,7 @@ def running(program: str) -> subprocess.Popen[str]:
 
 
 def test_engine_ends_when_its_client_is_garbage_collected() -> None:
-    """In a cycle, as garbage is found late: weak references to what is in it have been cleared by then."""
+    """The client is in a reference cycle: it is collected late, when weak references to it are cleared already."""
     forgetful = (
         "import gc, weakref; from support.fake_engine import PROGRAM;"
         "from pagoda.common.config.engine import EngineConfig;"

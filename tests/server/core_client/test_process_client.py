@@ -1,4 +1,4 @@
-"""How messages of the engine's process are handed over: a few at a time, in order, none left behind."""
+"""ProcessClient delivers messages in order and in batches, and loses none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda.server.ipc_messages import StepReply
 
 
 def client_with(messages: list[int], heard: list[int]) -> ProcessClient:
-    """A client without a process, whose socket holds these."""
+    """Return a client without a process, with these messages in its socket."""
     client: Any = ProcessClient.__new__(ProcessClient)
     client._closed = client._resuming = False
     client._loop = asyncio.get_running_loop()

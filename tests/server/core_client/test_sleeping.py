@@ -1,4 +1,4 @@
-"""Sleeping from the outside: AsyncLLM, LLM, the routes. What becomes of the memory is in test_sleep of the backend."""
+"""Sleep mode of AsyncLLM, LLM and the routes. Tests of the memory itself are in test_sleep of the backend."""
 
 import asyncio
 from collections.abc import AsyncIterator

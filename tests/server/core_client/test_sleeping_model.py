@@ -1,4 +1,4 @@
-"""A model of torch_cuda put to sleep from LLM down to its memory, on one rank and on two; CPUs stand for GPUs."""
+"""Sleep mode of torch_cuda from LLM down to its memory, on one rank and on two, with CPU tensors."""
 
 from __future__ import annotations
 

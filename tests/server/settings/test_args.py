@@ -1,4 +1,4 @@
-"""EngineArgs: keywords, flags, a file and the environment say the same, and are heard the same."""
+"""EngineArgs: keywords, flags, a file and the environment give the same configuration and the same errors."""
 
 import dataclasses
 import json
@@ -107,7 +107,7 @@ def test_repr_shows_what_changed_and_hides_the_token() -> None:
     assert shown == "EngineArgs(model='m', hf_token='***', max_num_seqs=3)"
 
 
-# --- four ways to say the same ---
+# --- the sources of a setting ---
 
 EXAMPLES: dict[str, Any] = {
     "attention_backend": "TRITON_ATTN",
@@ -121,11 +121,11 @@ EXAMPLES: dict[str, Any] = {
     "quantization": "fp8",
     "structured_outputs_config": {"disable_any_whitespace": True},
 }
-"""Values of settings that do not take any."""
+"""Valid values of settings that do not accept every value of their type."""
 
 
 def example(setting: Setting) -> Any:
-    """A value that is not the default."""
+    """Return a value other than the default."""
     if setting.name in EXAMPLES:
         return EXAMPLES[setting.name]
     if setting.is_switch:
@@ -176,7 +176,7 @@ def by_variable(setting: Setting, value: Any, path: Path, monkeypatch: pytest.Mo
 Way = Callable[[Setting, Any, Path, pytest.MonkeyPatch], EngineConfig]
 WAYS: tuple[Way, ...] = (by_keyword, by_attribute, by_flag, by_file, by_variable)
 NOT_ALONE = {"reasoning_parser_plugin"}
-"""Settings that are refused without another."""
+"""Settings that are refused unless another is set."""
 NAMED = [
     pytest.param(each, id=each.name)
     for each in ENGINE_SETTINGS.values()
@@ -211,7 +211,7 @@ def held(config: EngineConfig, setting: Setting) -> Any:
     return getattr(group, setting.field)
 
 
-# --- one line for what changes nothing ---
+# --- warnings of settings without effect ---
 
 
 def test_each_flag_without_effect_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +225,7 @@ def test_each_flag_without_effect_is_warned_about_once(caplog: pytest.LogCapture
     assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["--swap-space"]
 
 
-# --- flags in every shape ---
+# --- spellings of flags ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Flags of older releases become what replaced them, and say so in one line."""
+"""Deprecated flags set their replacements and log one warning."""
 
 from typing import Any
 

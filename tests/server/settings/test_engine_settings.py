@@ -1,4 +1,4 @@
-"""Settings of the engine: what one changes in the answers of a tiny random model, or of a fake one."""
+"""Settings of the engine change the outputs of a tiny random model, or of a fake one."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tiny:
-    """An engine over the tiny model."""
+    """An engine with the tiny model."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         usual = {"load_format": "dummy", "skip_tokenizer_init": True, "num_gpu_blocks_override": 16, "max_logprobs": -1}
@@ -48,7 +48,7 @@ class Tiny:
         self.engine.shutdown()
 
     def answer(self, **params: Any) -> RequestOutput:
-        """The whole answer to PROMPT, greedy unless said otherwise."""
+        """Return the output of PROMPT, greedy by default."""
         usual = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
         self.engine.add_request("r", PROMPT, SamplingParams(**usual | params))
         last = None
@@ -67,7 +67,7 @@ def values(position: Any) -> dict[int, float]:
 
 
 def array(position: Any) -> np.ndarray:
-    """float64 [V]: a position that has the whole vocabulary."""
+    """Return the logprobs of a position, float64 [V]."""
     found = values(position)
     return np.array([found[token] for token in range(VOCAB)])
 
@@ -111,7 +111,7 @@ def test_prompt_logprobs_as_logits(folder: Path) -> None:
 
 
 class Only:
-    """Allows one token: --additional-config's, or the request's own."""
+    """Allows one token: that of --additional-config, or of the request's extra_args."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.token = config.extension.additional_config["token"]
@@ -125,7 +125,7 @@ class Only:
 
 
 class Then:
-    """After `Only`: the last allowed token gives way to the next one."""
+    """Runs after `Only`: replaces the allowed token by the next one."""
 
     def __init__(self, config: EngineConfig) -> None:
         pass
@@ -160,7 +160,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 
 
 class Doorkeeper(Scheduler):
-    """Takes no prompt longer than --additional-config says."""
+    """Refuses prompts longer than --additional-config allows."""
 
     def add(self, asked: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         if len(asked.prompt_token_ids) > self.settings["longest"]:

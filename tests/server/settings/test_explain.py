@@ -1,4 +1,4 @@
-"""`--explain-config`: every setting, what it comes to, where that came from and why; and it starts nothing."""
+"""`--explain-config`: the value, source and reason of every setting, without starting anything."""
 
 import re
 import sys
@@ -14,12 +14,12 @@ from pagoda.server.cli import main
 
 @pytest.fixture(autouse=True)
 def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A taken port is refused, and 8000 may be."""
+    """Use a free port: a port in use is refused."""
     monkeypatch.setenv("PAGODA_PORT", "0")
 
 
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[str, ...]]:
-    """Setting -> value, source and why."""
+    """Return setting -> value, source and reason."""
     assert main.main([*words, "--explain-config"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     rows = [re.split(r"  +", line.strip()) for line in lines]

@@ -36,7 +36,7 @@ def taken() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts is a failure, not a test without end."""
+    """Fail if a server starts, instead of running for ever."""
 
     async def fail(self: ServerState) -> None:
         raise AssertionError("the server started")
@@ -45,7 +45,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status, and the line that says why."""
+    """Return the exit status and the error line."""
     capsys.readouterr()
     status = main.main(words)
     said = capsys.readouterr()
@@ -55,7 +55,7 @@ def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def both(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """What a command line ends with, which is the same with --explain-config."""
+    """Return how a command line ends, which must be the same with --explain-config."""
     explained, ran = line_of([*words, "--explain-config"], capsys), line_of(words, capsys)
     assert explained == ran
     return ran
@@ -125,7 +125,7 @@ ENGINE = [
     ("--runner generate --convert embed", "--convert: embed needs --runner pooling"),
     ('--runner pooling --pooler-config {"dimensions":5}', "--pooler-config: dimensions is 5"),
 ]
-"""What every command with an engine refuses; some of them end in status 1, being about the model."""
+"""Refused by every command with an engine; errors of the model have exit status 1."""
 
 
 @pytest.mark.setting("--explain-config")
@@ -235,7 +235,7 @@ def test_torch_cuda(
 
 
 class Processor:
-    """A logits processor that does nothing."""
+    """A logits processor without effect."""
 
     def __init__(self, config: object) -> None:
         pass

@@ -31,7 +31,7 @@ def shown(command: str, capsys: pytest.CaptureFixture[str], what: str = "") -> s
 
 
 def flags_in(text: str) -> list[str]:
-    """The flags that a listing has entries for, in its order."""
+    """Return the flags of a listing, in its order."""
     found = []
     for line in text.splitlines():
         word = line.strip().split(" ")[0].rstrip(",")

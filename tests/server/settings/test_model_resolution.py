@@ -1,4 +1,4 @@
-"""Settings that decide which model is served and how it is read: each seen in a running engine."""
+"""Settings that select the model and how it is read, each tested on a running engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_served_model_names(folder: Path) -> None:
 
 @pytest.fixture
 def quants(folder: Path, tmp_path: Path) -> Path:
-    """Two GGUF files told apart by their context."""
+    """Write two GGUF files that differ in their context."""
     other = write_model(tmp_path / "other", max_position_embeddings=64)
     gguf = tmp_path / "gguf"
     gguf.mkdir()
@@ -219,7 +219,7 @@ def test_overrides_reach_the_model(folder: Path) -> None:
 
 @pytest.mark.parametrize("source", ["flag", "dotted flag", "file"])
 def test_unknown_config_key_names_the_override(folder: Path, tmp_path: Path, source: str) -> None:
-    """The words of the error, given to the command line as they stand there, make the model load."""
+    """The flags that the error suggests, given as they are, make the model load."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     plain = write_model(tmp_path / "plain", rope_parameters=rope)
     wobbly = write_model(tmp_path / "wobbly", rope_parameters={**rope, "wobble": 3}, swirl=1)
@@ -236,7 +236,7 @@ def test_unknown_config_key_names_the_override(folder: Path, tmp_path: Path, sou
 
 
 def overrides(flags: list[str], source: str, folder: Path) -> Any:
-    """What these flags say, given as flags, as dotted flags or as a configuration file."""
+    """Return the overrides of these flags, given as flags, as dotted flags or in a configuration file."""
     if source == "dotted flag":
         dotted = {"rope_parameters": "--hf-overrides.rope_parameters.wobble", "swirl": "--hf-overrides.swirl"}
         flags = [word for said in flags[1::2] for word in (dotted[next(iter(json.loads(said)))], "null")]
@@ -449,7 +449,7 @@ def test_unsupported_load_formats_name_the_remedy(format_: str, words: str) -> N
         args("m", load_format=format_).create_engine_config()
 
 
-# --- foreign code ---
+# --- code of repositories ---
 
 TRAP = "import pathlib; pathlib.Path({marker!r}).touch(); raise SystemExit('sprung')\n"
 

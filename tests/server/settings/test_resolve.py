@@ -1,4 +1,4 @@
-"""What holds, where it came from and why: the rows of `--explain-config`, which an engine starts with too."""
+"""resolve: values, sources and reasons of all settings, which --explain-config shows and the engine uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of `serve`: each test sees what one changes."""
+"""The effect of each setting of `serve`."""
 
 import asyncio
 import json
@@ -28,18 +28,18 @@ PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% e
 
 
 def state_of(**config: Any) -> ServerState:
-    """The state of a server without an engine."""
+    """Return the state of a server without an engine."""
     return ServerState(cast(AsyncLLM, None), ServerConfig(**config), Metrics("m"))
 
 
 def prompt_of(server: LiveServer, **more: Any) -> str:
-    """The text that a chat became, as ids of the byte tokenizer."""
+    """Return the rendered text of a chat, as ids of the byte tokenizer."""
     status, answer = server.post("/v1/chat/completions", CHAT | {"return_token_ids": True} | more)
     assert status == 200, answer
     return bytes(answer["prompt_token_ids"]).decode()
 
 
-# --- where it listens ---
+# --- address and docs pages ---
 
 
 @pytest.mark.setting("--host", "--port")
@@ -66,7 +66,7 @@ def test_disable_fastapi_docs() -> None:
             assert (shown.get(path)[0], hidden.get(path)[0]) == (200, 404)
 
 
-# --- whom it lets in ---
+# --- cross-origin rules and middleware ---
 
 
 @pytest.mark.setting("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials")
@@ -110,7 +110,7 @@ def headers_of(server: LiveServer, path: str, body: Any = None, **headers: str) 
 
 
 class Stamp:
-    """ASGI middleware, named by tests."""
+    """ASGI middleware, for --middleware."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -146,7 +146,7 @@ def test_invalid_middleware_is_refused(name: str) -> None:
         create_app(state_of(middleware=(name,)))
 
 
-# --- what it says about itself ---
+# --- information in responses ---
 
 
 @pytest.mark.setting("--enable-server-load-tracking")
@@ -264,7 +264,7 @@ def test_default_template_variables() -> None:
         state_of(default_chat_template_kwargs={"messages": []})
 
 
-# --- what it logs ---
+# --- logs ---
 
 
 @pytest.mark.setting("--enable-log-requests", "--max-log-len")
@@ -344,7 +344,7 @@ def test_statistics_in_the_log(caplog: pytest.LogCaptureFixture, quiet: bool) ->
     assert ("Avg generation throughput" in caplog.text) is not quiet
 
 
-# --- how much it takes on ---
+# --- limits and shutdown ---
 
 
 @pytest.mark.setting("--api-key")

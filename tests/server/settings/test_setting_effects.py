@@ -1,4 +1,4 @@
-"""Engine settings, said as flags, change what the engine does: over a fake backend, or a tiny model at random."""
+"""The effect of engine flags, on a fake backend or a tiny random model."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def config(*flags: str) -> EngineConfig:
 
 
 def fake(*flags: str) -> tuple[LLM, FakeBackend]:
-    """An engine with blocks of 4 tokens and a context of 64, and what it asks of its device."""
+    """Return an engine with blocks of 4 tokens and a context of 64, and its backend, which records the plans."""
     engine = LLMEngine(config("--model", "fake", *flags), build=build, open_text=lambda _: TEXT)
     backend = engine._built.backend
     assert isinstance(backend, FakeBackend)
@@ -62,7 +62,7 @@ def run(engine: LLMEngine, prompt: list[int], **params: object) -> RequestOutput
     return outputs[-1]
 
 
-# --- how work is handed out ---
+# --- scheduling ---
 
 
 @pytest.mark.setting("--max-num-seqs")

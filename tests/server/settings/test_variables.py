@@ -1,4 +1,4 @@
-"""Settings of the process, most often said as variables: what the server and the engine do about them."""
+"""The effect of process settings, given as environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def served(model: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`pagoda serve` over a fake engine, when it is ready, and its port."""
+    """Start `pagoda serve` with a fake engine; yield the process and its port when it is ready."""
     path = os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])
     words = [sys.executable, str(TESTS / "support" / "fake_serve.py"), model, "--port", "0"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: two processes of one CPU device each, which share a model and end together."""
+"""Two hosts on one machine: processes of one CPU device each, which share a model and end together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FLAGS = tuple(word for name, value in SMALL.items() for word in ("--" + name.rep
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the model in it, and the programs that the first pair of hosts compiles."""
+    """Return a folder with the model, and with the programs that the first pair of hosts compiles."""
     path = tmp_path_factory.mktemp("hosts")
     write_model(path / "tiny")
     return path
@@ -66,7 +66,7 @@ def follower(model: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def pair(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], str]]:
-    """Host 0, host 1 and host 0's address, warm."""
+    """Return host 0, host 1 and the address of host 0, once both are warm."""
     flags, model = shared_flags(folder, two_free_ports()), folder / "tiny"
     first_host = served(str(model), *flags, "--served-model-name", "m", program=REAL)
     with follower(model, *flags) as second, first_host as (first, url):
@@ -75,7 +75,7 @@ def pair(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen
 
 
 def tokens(url: str, prompt: list[int]) -> list[int]:
-    """The greedy answer, six tokens."""
+    """Return the greedy output, six tokens."""
     asked = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     body = json.dumps(asked | {"return_token_ids": True}).encode()
     request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
@@ -84,13 +84,13 @@ def tokens(url: str, prompt: list[int]) -> list[int]:
 
 
 def last_line(process: subprocess.Popen[str]) -> str:
-    """What it ended with."""
+    """Return the last error line on stderr."""
     _, log = process.communicate(timeout=60)
     return [line for line in log.splitlines() if line.startswith("pagoda: error: ")][-1]
 
 
 def engine_of(process: subprocess.Popen[str]) -> int:
-    """The process id of its engine."""
+    """Return the process id of its engine."""
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(child)
 

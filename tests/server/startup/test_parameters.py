@@ -1,4 +1,4 @@
-"""Random weights: complete, repeatable, and of a size that keeps a model finite."""
+"""Dummy weights are complete, reproducible and small enough for finite outputs."""
 
 from __future__ import annotations
 

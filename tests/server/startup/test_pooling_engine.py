@@ -1,4 +1,4 @@
-"""From a folder to vectors: which models pool, what the engine says of them, and what the settings about them do."""
+"""Pooling engines: which models pool, their EngineInfo, and the effect of their settings."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def args(folder: Path, **more: Any) -> EngineArgs:
 
 
 def offered(folder: Path, **more: Any) -> ipc_messages.PoolingInfo | None:
-    """What the model supports, without building it; None: it generates."""
+    """Return what the model offers, without building it; None: it generates."""
     return resolve(args(folder, **more).create_engine_config(), "llm").pooling
 
 
 class Engine:
-    """A built engine, asked one text at a time."""
+    """A built engine for one text at a time."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         config = args(folder, **more).create_engine_config()
@@ -53,7 +53,7 @@ class Engine:
         self.built.backend.close()
 
     def __call__(self, *texts: str, task: PoolingTask = "embed", **rules: Any) -> np.ndarray:
-        """The answer to a text, or to a pair of them."""
+        """Return the output of a text, or of a pair."""
         assert self.tokenizer is not None
         assert self.info.pooling is not None
         ids, second = self.tokenizer.encode_within(self.info.limits.max_model_len, *texts)
@@ -158,7 +158,7 @@ def test_pooling_follows_sentence_transformers_modules(tmp_path: Path) -> None:
 
 
 def test_dense_modules_are_applied(tmp_path: Path) -> None:
-    """From files of their own, one after the other, after pooling and before normalising."""
+    """They have their own files and run in order, after pooling and before normalising."""
     folder = write_modules(write_encoder(tmp_path), "mean_tokens", "Dense", "Dense", "Normalize")
     noise = np.random.default_rng(1)
     weights = {"2_Dense": noise.normal(size=(24, 16)), "3_Dense": noise.normal(size=(5, 24))}

@@ -1,4 +1,4 @@
-"""Compiled programs of models that pool: bundles, the compile cache and devices, from the settings to the answers."""
+"""Compiled programs of pooling models: bundles, the compile cache and sharding."""
 
 from __future__ import annotations
 

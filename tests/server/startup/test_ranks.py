@@ -1,4 +1,4 @@
-"""Ranks as processes: they start, follow rank 0, and end with it, however that comes. No framework is imported."""
+"""Ranks as processes start, follow rank 0 and end with it, however it ends. No framework is imported."""
 
 from __future__ import annotations
 
