@@ -1,5 +1,6 @@
 """`--help` and `--help=WHAT`, on every command that starts an engine or reaches one."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.settings.flags import FlagParser
 
@@ -204,3 +206,15 @@ def test_help_of_a_server_imports_nothing_heavy() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_help_names_the_choices_that_are_always_refused() -> None:
+    refused = []
+    for setting in ENGINE_SETTINGS.values():
+        for choice in setting.choices or () if setting.option.status == "implemented" else ():
+            try:
+                setting.config(**{setting.field: choice})
+            except ConfigError:
+                assert re.search(rf"\b{choice}\b.* refused", setting.option.help), (setting.flag, choice)
+                refused.append(choice)
+    assert {"draft", "external_launcher", "mistral"} <= set(refused)
