@@ -167,10 +167,10 @@ async def test_reset_prefix_cache(llm: AsyncLLM) -> None:
 
 
 async def test_on_step_is_called_for_every_step(llm: AsyncLLM) -> None:
-    heard: list[int] = []
-    llm.on_step = lambda step: heard.append(len(step.outputs))
+    counts: list[int] = []
+    llm.on_step = lambda step: counts.append(len(step.outputs))
     await text_of(llm, "r", "abc", max_tokens=5)
-    assert sum(heard) == 5
+    assert sum(counts) == 5
 
 
 async def test_an_engine_that_dies_fails_every_request() -> None:

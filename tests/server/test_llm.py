@@ -32,9 +32,9 @@ def make(**args: Any) -> LLM:
 
 
 def backend(llm: LLM) -> FakeBackend:
-    found = llm.llm_engine._built.backend
-    assert isinstance(found, FakeBackend)
-    return found
+    backend = llm.llm_engine._built.backend
+    assert isinstance(backend, FakeBackend)
+    return backend
 
 
 @pytest.fixture
@@ -269,9 +269,11 @@ def test_repetition_detection_aborts_in_the_engine(llm: LLM) -> None:
     backend(llm).next_token = lambda history: ord("ab"[len(history) % 2])
     params = SamplingParams(max_tokens=30, repetition_detection=RepetitionDetectionParams(2, 1, 3))
     late = SamplingParams(max_tokens=30, min_tokens=9, repetition_detection=RepetitionDetectionParams(2, 1, 3))
-    found = [output.outputs[0] for output in llm.generate(["x", "x"], [params, late], use_tqdm=False)]
-    assert [(each.finish_reason, each.stop_reason) for each in found] == [("repetition", "repetition_detected")] * 2
-    assert [each.text for each in found] == ["bababa", "babababab"]
+    completions = [output.outputs[0] for output in llm.generate(["x", "x"], [params, late], use_tqdm=False)]
+    assert [(each.finish_reason, each.stop_reason) for each in completions] == [
+        ("repetition", "repetition_detected")
+    ] * 2
+    assert [each.text for each in completions] == ["bababa", "babababab"]
     assert llm.llm_engine.stats.running == 0
 
 

@@ -215,9 +215,9 @@ def test_progress_bar_counts_prompts() -> None:
 async def test_async_encode() -> None:
     llm = make_async("embed")
     try:
-        found = [each async for each in llm.encode("abc", PoolingParams(), "r")]
-        assert [each.request_id for each in found] == ["r"]
-        assert found[0].outputs.data.tolist() == pytest.approx(vector("abc"))
+        outputs = [each async for each in llm.encode("abc", PoolingParams(), "r")]
+        assert [each.request_id for each in outputs] == ["r"]
+        assert outputs[0].outputs.data.tolist() == pytest.approx(vector("abc"))
         options = {"truncate_prompt_tokens": 2}
         (cut,) = [each async for each in llm.encode("abc", PoolingParams(), "r", tokenization_kwargs=options)]
         assert cut.prompt_token_ids == [97, 256]

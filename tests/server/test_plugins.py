@@ -1,4 +1,4 @@
-"""Code that is not ours: found by name or entry point, run where it is asked for, told from ours when it fails."""
+"""Plugins are loaded by name or entry point, run in each process, and named when they fail."""
 
 import os
 import subprocess
@@ -63,13 +63,13 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
-    """Entry points `group__name="attribute of this module"`."""
-    made = []
+    """Install entry points, given as `group__name="attribute of this module"`."""
+    entries = []
     for key, value in points.items():
         group, name = key.split("__")
         target = value if "." in value else f"{__name__}:{value}"
-        made.append(EntryPoint(name, target.replace("..", ""), f"pagoda.{group}"))
-    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(made).select(group=group))
+        entries.append(EntryPoint(name, target.replace("..", ""), f"pagoda.{group}"))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(entries).select(group=group))
 
 
 @pytest.mark.setting("--additional-config", "--plugins")
@@ -155,10 +155,10 @@ def test_load_by_name_and_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("slow", f"{__name__}.Slow", f"{__name__}:Slow"):
         assert plugins.scheduler_of(config(scheduler_cls=name)).func is Slow  # type: ignore[attr-defined]
     assert plugins.scheduler_of(config()) is Scheduler
-    made = plugins.sampler_options(
+    options = plugins.sampler_options(
         config(logits_processors=["favour", f"{__name__}.Favour"], additional_config={"favour": 7})
     )
-    assert [each.token for each in made.processors] == [7, 7]  # type: ignore[attr-defined]
+    assert [each.token for each in options.processors] == [7, 7]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

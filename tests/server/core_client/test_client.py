@@ -37,7 +37,7 @@ class Client:
 
     def send(self, command: ToEngine) -> None:
         if self.dead:
-            raise EngineDeadError("nobody there")
+            raise EngineDeadError("the engine is gone")
         self.sent.append(command)
 
     def check(self) -> None:
@@ -92,11 +92,11 @@ async def test_failed_send_marks_the_engine_dead() -> None:
     fixture = Fixture()
     fixture.client.dead = True
     fixture.core.send_if_alive(Abort(["a"]))
-    assert fixture.deaths == ["nobody there"]
+    assert fixture.deaths == ["the engine is gone"]
     fixture.core.send_if_alive(Abort(["b"]))
-    with pytest.raises(EngineDeadError, match="nobody there"):
+    with pytest.raises(EngineDeadError, match="the engine is gone"):
         fixture.core.send(Abort(["c"]))
-    assert fixture.deaths == ["nobody there"]
+    assert fixture.deaths == ["the engine is gone"]
 
 
 async def test_failed_call_leaves_no_pending_reply() -> None:
@@ -104,7 +104,7 @@ async def test_failed_call_leaves_no_pending_reply() -> None:
     fixture.client.dead = True
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
-    with pytest.raises(EngineDeadError, match="nobody there"):
+    with pytest.raises(EngineDeadError, match="the engine is gone"):
         await fixture.core.call(ResetPrefixCache)
     await asyncio.sleep(0)
-    assert (fixture.deaths, failures) == (["nobody there"], [])
+    assert (fixture.deaths, failures) == (["the engine is gone"], [])

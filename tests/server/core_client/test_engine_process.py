@@ -234,11 +234,11 @@ def test_engine_ends_when_its_client_is_garbage_collected() -> None:
     )
     process = running(forgetful)
     try:
-        told, _ = process.communicate(timeout=GRACE)
+        printed, _ = process.communicate(timeout=GRACE)
     finally:
         process.kill()
         process.wait()
-    engine, left = told.split()
+    engine, left = printed.split()
     assert left == "None"
     assert gone(int(engine))
 

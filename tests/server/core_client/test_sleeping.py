@@ -70,8 +70,8 @@ async def test_sleep_aborts_or_waits_for_running_requests() -> None:
     while not llm.stats.running and not running.done():
         await asyncio.sleep(0)
     await llm.sleep(1, mode="wait")
-    found = (await running).outputs[0]
-    assert (found.finish_reason, len(found.token_ids)) == ("length", 20)
+    completion = (await running).outputs[0]
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 20)
     llm.shutdown()
 
 

@@ -198,11 +198,11 @@ def test_every_source_of_a_setting_gives_the_same_value(
                 continue
             config = way(setting, value, tmp_path / "c.yaml", patch)
         if setting.option.deprecated is None and setting.group != "DeprecatedConfig":
-            assert held(config, setting) == value, way.__name__
+            assert value_in(config, setting) == value, way.__name__
             assert config != EngineConfig()
 
 
-def held(config: EngineConfig, setting: Setting) -> Any:
+def value_in(config: EngineConfig, setting: Setting) -> Any:
     group = next(
         each
         for each in (getattr(config, name) for name in EngineConfig.__dataclass_fields__)
@@ -216,8 +216,8 @@ def held(config: EngineConfig, setting: Setting) -> Any:
 
 def test_each_flag_without_effect_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     parse("--swap-space", "1", "--rope-theta", "5", "--cuda-graph-sizes", "8", "--max-num-seqs", "3")
-    told = [record.getMessage().split(" ")[0] for record in caplog.records]
-    assert sorted(told) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
+    warned = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert sorted(warned) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
     caplog.clear()
     args = EngineArgs(swap_space=1, max_num_seqs=3)
     args.seed = 5

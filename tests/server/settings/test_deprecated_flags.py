@@ -11,7 +11,7 @@ from pagoda.server.cli.serve import add_arguments
 from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_settings
 
 
-def settled(*flags: str) -> ResolvedSettings:
+def resolved(*flags: str) -> ResolvedSettings:
     parser = FlagParser()
     add_arguments(parser)
     return resolve_settings(parser.parse_args(flags), COMMAND_SETTINGS["serve"])
@@ -58,22 +58,22 @@ def settled(*flags: str) -> ResolvedSettings:
 )
 def test_deprecated_flag_sets_its_replacement(words: str, becomes: dict[str, Any]) -> None:
     flag, *value = words.split(" ")
-    found = settled(flag, *value)
-    assert {name: found.values[name] for name in becomes} == becomes
+    settings = resolved(flag, *value)
+    assert {name: settings.values[name] for name in becomes} == becomes
     name = flag.removeprefix("--no-").removeprefix("--").lower()
-    about = [note for note in found.notes if note.startswith(f"--{name} ")]
-    assert len(about) == (name != "tokens-only"), found.notes
+    about = [note for note in settings.notes if note.startswith(f"--{name} ")]
+    assert len(about) == (name != "tokens-only"), settings.notes
     assert all("is deprecated; use --" in note for note in about)
 
 
 def test_deprecated_flags_of_one_json_setting_are_merged() -> None:
-    found = settled("--rope-theta", "5e5", "--hf-overrides.max_position_embeddings", "64")
-    assert found.values["hf_overrides"] == {"rope_theta": 500000.0, "max_position_embeddings": 64}
+    settings = resolved("--rope-theta", "5e5", "--hf-overrides.max_position_embeddings", "64")
+    assert settings.values["hf_overrides"] == {"rope_theta": 500000.0, "max_position_embeddings": 64}
 
 
 def test_deprecated_flag_that_contradicts_its_replacement_is_refused() -> None:
     with pytest.raises(ConfigError, match="--rope-theta: contradicts --hf-overrides; drop --rope-theta"):
-        settled("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
+        resolved("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_deprecated_flag_that_contradicts_its_replacement_is_refused() -> None:
 )
 def test_no_other_task_makes_an_embedder_of_the_model(flag: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: {message}"):
-        settled(flag, value)
+        resolved(flag, value)
     with pytest.raises(ConfigError, match=f"^{flag}: {message}"):
         EngineArgs("m", **{flag.removeprefix("--"): value})
 

@@ -68,8 +68,8 @@ def values(position: Any) -> dict[int, float]:
 
 def array(position: Any) -> np.ndarray:
     """Return the logprobs of a position, float64 [V]."""
-    found = values(position)
-    return np.array([found[token] for token in range(VOCAB)])
+    by_token = values(position)
+    return np.array([by_token[token] for token in range(VOCAB)])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

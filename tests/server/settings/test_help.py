@@ -34,12 +34,12 @@ def shown(command: str, capsys: pytest.CaptureFixture[str], what: str = "") -> s
 
 def flags_in(text: str) -> list[str]:
     """Return the flags of a listing, in its order."""
-    found = []
+    flags = []
     for line in text.splitlines():
         word = line.strip().split(" ")[0].rstrip(",")
         if line.startswith("  -") and not line.startswith("   "):
-            found.append(word.replace("[no-]", ""))
-    return found
+            flags.append(word.replace("[no-]", ""))
+    return flags
 
 
 @pytest.mark.setting("--help")
@@ -143,10 +143,10 @@ def test_help_of_a_client_flag_names_no_file_or_variable(capsys: pytest.CaptureF
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
 def test_help_of_a_word_in_a_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = flags_in(shown(command, capsys, "max"))
+    flags = flags_in(shown(command, capsys, "max"))
     named = {each.flag for each in COMMAND_SETTINGS[command].values() if "max" in each.name}
-    assert named <= set(found)
-    assert all("max" in flag for flag in found[: len(named)])
+    assert named <= set(flags)
+    assert all("max" in flag for flag in flags[: len(named)])
 
 
 def test_help_of_a_word_in_a_description(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,11 +156,11 @@ def test_help_of_a_word_in_a_description(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
-    found = flags_in(shown("serve", capsys, "all"))
+    flags = flags_in(shown("serve", capsys, "all"))
     settings = ENGINE_SETTINGS | SERVER_SETTINGS
-    assert len(found) == len(set(found))
+    assert len(flags) == len(set(flags))
     shortest = {min(each.flags, key=len) for each in settings.values()}
-    assert shortest <= set(found)
+    assert shortest <= set(flags)
 
 
 @pytest.mark.parametrize(

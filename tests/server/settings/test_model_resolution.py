@@ -156,10 +156,10 @@ def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> N
 
 
 def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> None:
-    found = resolve(args("org/tiny").create_engine_config(), "server")
-    (row,) = (row for row in found.rows if row.name == "revision")
+    resolved = resolve(args("org/tiny").create_engine_config(), "server")
+    (row,) = (row for row in resolved.rows if row.name == "revision")
     assert (row.value, row.reason) == (None, "the repository's default branch")
-    assert found.limits.max_model_len == 128
+    assert resolved.limits.max_model_len == 128
     assert "model.safetensors" not in hub.fetched
 
 

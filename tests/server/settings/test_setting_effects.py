@@ -226,11 +226,11 @@ def test_skip_tokenizer_init(folder: Path) -> None:
 def test_attention_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: bool) -> None:
     from pagoda.backends.torch_cuda.attention_backends import torch_varlen, triton_attn
 
-    found = []
+    created = []
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
-    monkeypatch.setattr(torch_varlen, "create", lambda needs: found.append(needs) or triton_attn.create(needs))
+    monkeypatch.setattr(torch_varlen, "create", lambda needs: created.append(needs) or triton_attn.create(needs))
     run(tiny(folder, "--backend", "torch_cuda", "--kv-cache-memory-bytes", "1M", *flags), [3, 4, 5])
-    assert bool(found) == asked
+    assert bool(created) == asked
 
 
 @pytest.mark.parametrize(
@@ -316,5 +316,5 @@ def test_graph_settings_of_other_backends_log_a_warning(folder: Path, caplog: py
 @pytest.mark.setting("--enable-prompt-embeds")
 def test_prompt_embeds_is_a_backend_option(folder: Path) -> None:
     words = ("--model", str(folder), "--load-format", "dummy", "--enable-prompt-embeds", "--backend")
-    told = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
-    assert [options.prompt_embeds for options in told.values()] == [True, True]
+    options = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
+    assert [each.prompt_embeds for each in options.values()] == [True, True]

@@ -42,9 +42,9 @@ def served(model: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], 
             line = process.stderr.readline()
             assert line, f"it ended: {said}"
             said += line
-        found = re.search(r"listening on http://[\d.]+:(\d+)", said)
-        assert found is not None
-        yield process, int(found[1])
+        port = re.search(r"listening on http://[\d.]+:(\d+)", said)
+        assert port is not None
+        yield process, int(port[1])
     finally:
         watchdog.cancel()
         process.kill()
@@ -106,7 +106,7 @@ def test_development_mode() -> None:
             hits.append(server.llm.stats.prefix_hits)
         assert hits[0] == 0
         assert hits[1] > 0
-        assert hits[2] == hits[1]  # nothing was found again
+        assert hits[2] == hits[1]  # no further hit
     with live_server() as server:
         assert server.post("/reset_prefix_cache", {})[0] == 404
 

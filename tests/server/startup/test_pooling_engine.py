@@ -169,8 +169,8 @@ def test_dense_modules_are_applied(tmp_path: Path) -> None:
         config = {"out_features": len(weight), "bias": first, "activation_function": f"torch.nn.modules.{kind}"}
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-        held = {"linear.weight": weight.astype(np.float32)} | ({"linear.bias": bias} if first else {})
-        save_file(held, folder / name / "model.safetensors")
+        tensors = {"linear.weight": weight.astype(np.float32)} | ({"linear.bias": bias} if first else {})
+        save_file(tensors, folder / name / "model.safetensors")
     with Engine(folder) as engine:
         assert engine.info.pooling is not None
         assert (engine.info.pooling.embedding_size, engine.info.pooling.use_activation) == (5, True)

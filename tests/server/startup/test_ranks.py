@@ -39,11 +39,11 @@ def young() -> Children:
 
 def answers(core: EngineCore) -> list[int]:
     core.add_request(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], rules=SamplingRules(), max_tokens=9))
-    found: list[int] = []
+    tokens: list[int] = []
     while core.has_work:
         for output in core.step().outputs:
-            found += output.new_token_ids
-    return found
+            tokens += output.new_token_ids
+    return tokens
 
 
 def answers_for_ever(core: EngineCore) -> None:
@@ -72,12 +72,12 @@ def test_ranks_follow_rank_0_and_end_with_it(capfd: pytest.CaptureFixture[str], 
 
 def test_killed_rank_is_named_at_once_and_the_others_end(young: Children) -> None:
     built = lead("fake")
-    heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
+    deaths: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
     assert built.hosts is not None
-    built.hosts.watch(heard.put)
+    built.hosts.watch(deaths.put)
     first, _ = young()
     os.kill(first, signal.SIGKILL)
-    assert str(heard.get(timeout=10)) == "rank 1 (GPU 1) was killed by SIGKILL: out of memory?"
+    assert str(deaths.get(timeout=10)) == "rank 1 (GPU 1) was killed by SIGKILL: out of memory?"
     with pytest.raises(EngineDeadError, match=r"^rank 1 \(GPU 1\) was killed by SIGKILL"):
         answers(core_of(built))
     built.backend.close()
@@ -168,9 +168,9 @@ def test_ranks_end_when_the_engine_is_killed(number: int) -> None:
 
 
 def test_ranks_outlive_the_thread_that_started_them() -> None:
-    made: list[BuiltEngine] = []
-    thread = threading.Thread(target=lambda: made.append(lead("fake", 2)))
+    engines: list[BuiltEngine] = []
+    thread = threading.Thread(target=lambda: engines.append(lead("fake", 2)))
     thread.start()
     thread.join()
-    assert len(answers(core_of(made[0]))) == 9
-    made[0].backend.close()
+    assert len(answers(core_of(engines[0]))) == 9
+    engines[0].backend.close()

@@ -67,18 +67,18 @@ def test_server_on_two_devices_answers_as_on_one(model: str, alone: list[list[in
 def test_layers_are_sharded_across_devices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagoda.backends.jax_tpu import backend as module
 
-    made: list[module.JaxBackend] = []
+    backends: list[module.JaxBackend] = []
     create = module.create
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        made.append(create(*args, **kwargs))
+        backends.append(create(*args, **kwargs))
         raise ConfigError("enough", "seen")
 
     monkeypatch.setattr(module, "create", stop)
     with pytest.raises(ConfigError, match="enough: seen"):
         LLM(model, backend="jax_tpu", tensor_parallel_size=2, **SMALL)
-    assert made[0].model.mesh.shape == {"data": 1, "model": 2}
-    assert {leaf.sharding.num_devices for leaf in made[0].model.leaves} == {2}
+    assert backends[0].model.mesh.shape == {"data": 1, "model": 2}
+    assert {leaf.sharding.num_devices for leaf in backends[0].model.leaves} == {2}
 
 
 @pytest.mark.setting("--data-parallel-size")
