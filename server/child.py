@@ -13,7 +13,7 @@ def child_env() -> dict[str, str]:
 
 
 def describe_exit(status: int) -> str:
-    """What an exit status, as subprocess gives it, says of a process: `was killed by SIGTERM`."""
+    """Describe an exit status as subprocess gives it: `was killed by SIGTERM`."""
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name

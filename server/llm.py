@@ -39,7 +39,347 @@ from pagoda.server.processing.inputs import (
 from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.settings.flags import EngineArgs
 
-# Offline runs: all requests to their ends, with a progress bar; Ctrl-C ends them.
+Prompts = PromptType | Sequence[PromptType]
+Params = PoolingParams | Sequence[PoolingParams] | None
+Bar = bool | Callable[..., Any]
+T = TypeVar("T")
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model for offline use: `LLM(model="...").generate(["Hello"], SamplingParams(max_tokens=32))`.
+
+    Keywords are those of EngineArgs. Raises ConfigError, ModelError or WeightError when the model cannot be served.
+
+    The methods for pooling models, `encode` to `score`, raise RequestError before any prompt runs. Their
+    `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults; their
+    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    """
+
+    _next_id = 0
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
+        self._start(LLMEngine(EngineArgs(model, **engine_args).create_engine_config()))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model that the arguments describe."""
+        return cls.from_engine(LLMEngine.from_engine_args(engine_args))
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> Self:
+        """Wrap an engine that runs already."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt and return the outputs in order.
+
+        `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
+        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params applies to all prompts, a
+        list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
+        `priority`: smaller runs first, with scheduling_policy="priority".
+
+        Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
+        """
+        _refuse_lora(lora_request)
+        listed = _listed(prompts)
+        params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
+        priorities = _paired("priority", 0 if priority is None else priority, len(listed))
+        if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
+            raise RequestError("priority", "priority needs scheduling_policy='priority'")
+        prepared = [self._prepare(*each) for each in zip(listed, params, priorities)]
+        return self._run(prepared, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or several. Each is a list of {"role": ..., "content": ...}.
+
+        `chat_template`: a jinja template instead of the model's. `continue_final_message`: continue the last message
+        instead of replying to it (add_generation_prompt must then be False). `tools`: functions that the template
+        renders; calls are returned in the text, unparsed. Raises RequestError, as generate does.
+        """
+        checked_tools(tools or ())
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        prompts = [
+            self._render(
+                each,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                must_show_tools=True,
+                **(chat_template_kwargs or {}),
+            )
+            for each in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the `params.beam_width` best beams of each prompt. `concurrency_limit`: prompts searched at once.
+
+        Raises RequestError, as generate does.
+        """
+        _refuse_lora(lora_request)
+        engine = self.llm_engine
+        check_engine(engine.config.model, params, engine.info.vocab_size)
+        listed = _listed(prompts)
+        check_prompts(listed)
+        ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed]
+        size = concurrency_limit or max(1, len(ids))
+        outputs: list[BeamSearchOutput] = []
+        for first in range(0, len(ids), size):
+            outputs += _search(
+                lambda batch, step: self.generate(batch, step, use_tqdm=use_tqdm),
+                ids[first : first + size],
+                params,
+                ends=engine.inputs.end_token_ids,
+                max_model_len=engine.info.limits.max_model_len,
+                tokenizer=engine.tokenizer,
+            )
+        return outputs
+
+    def encode(
+        self,
+        prompts: Prompts,
+        pooling_params: Params = None,
+        *,
+        use_tqdm: Bar = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RawPoolingOutput]:
+        """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
+        return self._encode(prompts, pooling_params, pooling_task, use_tqdm, lora_request, tokenization_kwargs)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return an embedding of each prompt."""
+        outputs = self._encode(prompts, pooling_params, "embed", use_tqdm, lora_request, tokenization_kwargs)
+        return [EmbeddingRequestOutput.from_base(each) for each in outputs]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the labels, for each prompt."""
+        outputs = self._encode(prompts, pooling_params, "classify", use_tqdm, lora_request, tokenization_kwargs)
+        return [ClassificationRequestOutput.from_base(each) for each in outputs]
+
+    def reward(
+        self,
+        prompts: Prompts,
+        /,
+        *,
+        pooling_params: Params = None,
+        use_tqdm: Bar = True,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RawPoolingOutput]:
+        """Return a reward model's scores per token, or per prompt if the model has no token scores."""
+        tasks = self._pooling_inputs(lora_request).pooling.tasks
+        task = "token_classify" if "token_classify" in tasks else "classify"
+        return self._encode(prompts, pooling_params, task, use_tqdm, lora_request, tokenization_kwargs)
+
+    def score(
+        self,
+        data_1: Text | Sequence[Text],
+        data_2: Text | Sequence[Text],
+        /,
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each pair: one text with one, one with each of many, or many with as many.
+
+        A cross-encoder reads each pair as one prompt, rendered by `chat_template` if given (messages of roles query and
+        document); an embedder's score is the cosine of two vectors.
+        """
+        inputs = self._pooling_inputs(lora_request)
+        pairs = Pairs(inputs, texts_of("data_1", data_1), texts_of("data_2", data_2))
+        template = None if chat_template is None else PairTemplate(source=chat_template, keywords={})
+        options = ScoreOptions(text=TextOptions.of(tokenization_kwargs), template=template)
+        prompts = pairs.prompts(options)
+        params = _with_task(pooling_params or PoolingParams(), pairs.task)
+        return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with what generation_config.json sets."""
+        return self.llm_engine.get_default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes. Returns True."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free the device's memory until wake_up(); generate() raises SleepError meanwhile. Needs
+        enable_sleep_mode=True. See LLMEngine.sleep.
+        """
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Restore the memory, or only the named parts of `weights` and `kv_cache`. See LLMEngine.wake_up."""
+        self.llm_engine.wake_up(tags)
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""
+        self.llm_engine.shutdown()
+
+    def _start(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        print(
+            f"{engine.info.backend} on {engine.info.device}, ready in\n{engine.info.startup_table()}", file=sys.stderr
+        )
+
+    def _prepare(self, prompt: PromptType, params: SamplingParams, priority: int) -> PreparedRequest:
+        _check_type("sampling_params", params, SamplingParams)
+        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority)
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
+        tokenizer = self.get_tokenizer()
+        text = templates.render_chat(tokenizer, messages, **options)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _encode(
+        self,
+        prompts: Prompts,
+        pooling_params: Params,
+        task: str | None,
+        use_tqdm: Bar,
+        lora_request: None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[RawPoolingOutput]:
+        inputs = self._pooling_inputs(lora_request)
+        listed = _listed(prompts)
+        params = _paired("pooling_params", pooling_params or PoolingParams(), len(listed))
+        tasked = [_with_task(each, task) for each in params]
+        options = TextOptions.of(tokenization_kwargs)
+        return self._pool([inputs.parse(prompt, options) for prompt in listed], tasked, use_tqdm)
+
+    def _pooling_inputs(self, lora_request: object) -> InputProcessor:
+        _refuse_lora(lora_request)
+        inputs = self.llm_engine.inputs
+        inputs.check_pools()
+        return inputs
+
+    def _pool(
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: Bar
+    ) -> list[RawPoolingOutput]:
+        inputs = self.llm_engine.inputs
+        return self._run([inputs.prepare(self._new_id(), *each) for each in zip(prompts, params)], use_tqdm)
+
+    def _new_id(self) -> str:
+        self._next_id += 1
+        return str(self._next_id - 1)
+
+    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+        """Run requests and return their outputs, in order."""
+        engine = self.llm_engine
+        outputs: dict[str, RequestOutput | RawPoolingOutput] = {}
+        try:
+            for request in prepared:
+                engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
+            total = sum(len(request.children) for request in prepared)
+            with GenerationBar(total, use_tqdm) as bar, InterruptBetweenSteps() as interrupt:
+                while engine.has_unfinished_requests():
+                    interrupt.check()
+                    for output in engine.step():
+                        outputs[output.request_id] = output
+                        bar.update(output)
+        except BaseException:
+            engine.abort_all()
+            raise
+        return [outputs[request.request_id] for request in prepared]
+
+
+# Arguments.
+
+
+def _listed(prompts: Prompts) -> list[PromptType]:
+    """Return one prompt or many as a list."""
+    single = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
+    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
+    """Return one value per prompt: a single value repeated, or the given list. Raises RequestError naming `name`."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(name, f"{name} has {len(value)} entries for {count} prompts")
+    return value
+
+
+def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
+    """Return the params with their task set. Raises RequestError if they name another task."""
+    _check_type("pooling_params", params, PoolingParams)
+    if task is None or params.task == task:
+        return params
+    if params.task is not None:
+        raise RequestError("task", f"pooling_params name task {params.task!r}, but this call needs {task!r}")
+    params = params.clone()
+    params.task = task
+    return params
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(name, f"{name} must be {kind.__name__}, not {type(value).__name__}")
+
+
+def _refuse_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
+
+
+# Runs to the end of all requests: a progress bar, and Ctrl-C between two steps.
 
 
 class InterruptBetweenSteps:
@@ -117,195 +457,7 @@ def _speed(tokens_in: float, tokens_out: float) -> str:
     return f"est. speed input: {tokens_in:.2f} toks/s, output: {tokens_out:.2f} toks/s"
 
 
-class OfflineRuns:
-    """An engine and a counter of request ids."""
-
-    llm_engine: LLMEngine
-    _next_id = 0
-
-    def _new_id(self) -> str:
-        self._next_id += 1
-        return str(self._next_id - 1)
-
-    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
-        """Run requests and return their outputs, in order."""
-        engine = self.llm_engine
-        outputs: dict[str, RequestOutput | RawPoolingOutput] = {}
-        try:
-            for request in prepared:
-                engine.add_prepared(request, RequestOutputKind.FINAL_ONLY)
-            total = sum(len(request.children) for request in prepared)
-            with GenerationBar(total, use_tqdm) as bar, InterruptBetweenSteps() as interrupt:
-                while engine.has_unfinished_requests():
-                    interrupt.check()
-                    for output in engine.step():
-                        outputs[output.request_id] = output
-                        bar.update(output)
-        except BaseException:
-            engine.abort_all()
-            raise
-        return [outputs[request.request_id] for request in prepared]
-
-
-Prompts = PromptType | Sequence[PromptType]
-Params = PoolingParams | Sequence[PoolingParams] | None
-Bar = bool | Callable[..., Any]
-T = TypeVar("T")
-
-
-class PoolingMethods(OfflineRuns):
-    """The methods of LLM for pooling models. Each raises RequestError before any prompt runs.
-
-    `pooling_params`: one for all prompts, a list paired with them, or None for the model's defaults.
-    `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side.
-    """
-
-    def encode(
-        self,
-        prompts: Prompts,
-        pooling_params: Params = None,
-        *,
-        use_tqdm: Bar = True,
-        lora_request: None = None,
-        pooling_task: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RawPoolingOutput]:
-        """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
-        inputs = self._pooling_inputs(lora_request)
-        listed = listed_prompts(prompts)
-        params = [
-            _with_task(each, pooling_task)
-            for each in paired("pooling_params", pooling_params or PoolingParams(), len(listed))
-        ]
-        options = TextOptions.of(tokenization_kwargs)
-        return self._pool([inputs.parse(prompt, options) for prompt in listed], params, use_tqdm)
-
-    def embed(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = True,
-        pooling_params: Params = None,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding of each prompt."""
-        outputs = self.encode(
-            prompts,
-            pooling_params,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            pooling_task="embed",
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        return [EmbeddingRequestOutput.from_base(each) for each in outputs]
-
-    def classify(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = True,
-        pooling_params: Params = None,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of the labels, for each prompt."""
-        outputs = self.encode(
-            prompts,
-            pooling_params,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            pooling_task="classify",
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        return [ClassificationRequestOutput.from_base(each) for each in outputs]
-
-    def reward(
-        self,
-        prompts: Prompts,
-        /,
-        *,
-        pooling_params: Params = None,
-        use_tqdm: Bar = True,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RawPoolingOutput]:
-        """Return a reward model's scores per token, or per prompt if the model has no token scores."""
-        tasks = self._pooling_inputs(lora_request).pooling.tasks
-        return self.encode(
-            prompts,
-            pooling_params,
-            use_tqdm=use_tqdm,
-            pooling_task="token_classify" if "token_classify" in tasks else "classify",
-            tokenization_kwargs=tokenization_kwargs,
-        )
-
-    def score(
-        self,
-        data_1: Text | Sequence[Text],
-        data_2: Text | Sequence[Text],
-        /,
-        *,
-        use_tqdm: Bar = True,
-        pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """Return the score of each pair: one text with one, one with each of many, or many with as many.
-
-        A cross-encoder reads each pair as one prompt, rendered by `chat_template` if given (messages of roles query and
-        document); an embedder's score is the cosine of two vectors.
-        """
-        inputs = self._pooling_inputs(lora_request)
-        pairs = Pairs(inputs, texts_of("data_1", data_1), texts_of("data_2", data_2))
-        template = None if chat_template is None else PairTemplate(source=chat_template, keywords={})
-        options = ScoreOptions(text=TextOptions.of(tokenization_kwargs), template=template)
-        prompts = pairs.prompts(options)
-        params = _with_task(pooling_params or PoolingParams(), pairs.task)
-        return pairs.scores(self._pool(prompts, [params] * len(prompts), use_tqdm))
-
-    def _pooling_inputs(self, lora_request: object) -> InputProcessor:
-        if lora_request is not None:
-            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
-        inputs = self.llm_engine.inputs
-        inputs.check_pools()
-        return inputs
-
-    def _pool(
-        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: Bar
-    ) -> list[RawPoolingOutput]:
-        inputs = self.llm_engine.inputs
-        return self._run([inputs.prepare(self._new_id(), *each) for each in zip(prompts, params)], use_tqdm)
-
-
-def listed_prompts(prompts: Prompts) -> list[PromptType]:
-    """Return one prompt or many as a list."""
-    single = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
-    return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
-
-
-def paired(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
-    """Return one value per prompt: a single value repeated, or the given list. Raises RequestError naming `name`."""
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(name, f"{name} has {len(value)} entries for {count} prompts")
-    return value
-
-
-def _with_task(params: PoolingParams, task: str | None) -> PoolingParams:
-    """Return the params with their task set. Raises RequestError if they name another task."""
-    if not isinstance(params, PoolingParams):
-        raise RequestError("pooling_params", f"pooling_params must be PoolingParams, not {type(params).__name__}")
-    if task is None or params.task == task:
-        return params
-    if params.task is not None:
-        raise RequestError("task", f"pooling_params name task {params.task!r}, but this call needs {task!r}")
-    params = params.clone()
-    params.task = task
-    return params
-
+# Beam search.
 
 Generate = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
 """Generates for token prompts and returns the outputs in order."""
@@ -330,7 +482,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def search(
+def _search(
     generate: Generate,
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
@@ -364,168 +516,3 @@ def _sequence(
         text=None if tokenizer is None else tokenizer.decode(tokens),
         finish_reason="stop" if beam.ended else "length",
     )
-
-
-Message = Mapping[str, Any]
-
-
-class LLM(PoolingMethods):
-    """A model for offline use: `LLM(model="...").generate(["Hello"], SamplingParams(max_tokens=32))`.
-
-    Keywords are those of EngineArgs. Raises ConfigError, ModelError or WeightError when the model cannot be served.
-    """
-
-    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
-        self._start(LLMEngine(EngineArgs(model, **engine_args).create_engine_config()))
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Load the model that the arguments describe."""
-        return cls.from_engine(LLMEngine.from_engine_args(engine_args))
-
-    @classmethod
-    def from_engine(cls, engine: LLMEngine) -> Self:
-        """Wrap an engine that runs already."""
-        llm = cls.__new__(cls)
-        llm._start(engine)
-        return llm
-
-    def _start(self, engine: LLMEngine) -> None:
-        self.llm_engine = engine
-        print(
-            f"{engine.info.backend} on {engine.info.device}, ready in\n{engine.info.startup_table()}", file=sys.stderr
-        )
-
-    def generate(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
-        priority: int | Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
-        """Generate for each prompt and return the outputs in order.
-
-        `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
-        enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}. One set of params applies to all prompts, a
-        list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
-        `priority`: smaller runs first, with scheduling_policy="priority".
-
-        Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
-        """
-        if lora_request is not None:
-            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
-        listed = listed_prompts(prompts)
-        params = paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
-        priorities = paired("priority", 0 if priority is None else priority, len(listed))
-        if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
-            raise RequestError("priority", "priority needs scheduling_policy='priority'")
-        prepared = [self._prepare(*each) for each in zip(listed, params, priorities)]
-        return self._run(prepared, use_tqdm)
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
-        priority: int | Sequence[int] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Generate the next message of one conversation or several. Each is a list of {"role": ..., "content": ...}.
-
-        `chat_template`: a jinja template instead of the model's. `continue_final_message`: continue the last message
-        instead of replying to it (add_generation_prompt must then be False). `tools`: functions that the template
-        renders; calls are returned in the text, unparsed. Raises RequestError, as generate does.
-        """
-        checked_tools(tools or ())
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single else messages
-        prompts = [
-            self._render(
-                each,
-                template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                must_show_tools=True,
-                **(chat_template_kwargs or {}),
-            )
-            for each in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
-
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
-        return self.llm_engine.get_tokenizer()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return SamplingParams with what generation_config.json sets."""
-        return self.llm_engine.get_default_sampling_params()
-
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes. Returns True."""
-        return self.llm_engine.reset_prefix_cache()
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Free the device's memory until wake_up(); generate() raises SleepError meanwhile. Needs
-        enable_sleep_mode=True. See LLMEngine.sleep.
-        """
-        self.llm_engine.sleep(level, mode)
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Restore the memory, or only the named parts of `weights` and `kv_cache`. See LLMEngine.wake_up."""
-        self.llm_engine.wake_up(tags)
-
-    def shutdown(self) -> None:
-        """Release the device. Idempotent."""
-        self.llm_engine.shutdown()
-
-    def beam_search(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        params: BeamSearchParams,
-        lora_request: None = None,
-        use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
-    ) -> list[BeamSearchOutput]:
-        """Return the `params.beam_width` best beams of each prompt. `concurrency_limit`: prompts searched at once.
-
-        Raises RequestError, as generate does.
-        """
-        if lora_request is not None:
-            raise RequestError("lora_request", "lora_request is not supported: adapters are not in this version")
-        engine = self.llm_engine
-        check_engine(engine.config.model, params, engine.info.vocab_size)
-        listed = listed_prompts(prompts)
-        check_prompts(listed)
-        ids = [self._prepare(prompt, step_params(params), 0).prompt.token_ids for prompt in listed]
-        size = concurrency_limit or max(1, len(ids))
-        outputs: list[BeamSearchOutput] = []
-        for first in range(0, len(ids), size):
-            outputs += search(
-                lambda batch, step: self.generate(batch, step, use_tqdm=use_tqdm),
-                ids[first : first + size],
-                params,
-                ends=engine.inputs.end_token_ids,
-                max_model_len=engine.info.limits.max_model_len,
-                tokenizer=engine.tokenizer,
-            )
-        return outputs
-
-    def _prepare(self, prompt: PromptType, params: SamplingParams, priority: int) -> PreparedRequest:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                "sampling_params", f"sampling_params must be SamplingParams, not {type(params).__name__}"
-            )
-        return self.llm_engine.inputs.prepare(self._new_id(), prompt, params, priority)
-
-    def _render(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
-        tokenizer = self.get_tokenizer()
-        text = templates.render_chat(tokenizer, messages, **options)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

@@ -21,8 +21,7 @@ from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.inputs import InputProcessor, PreparedRequest, PromptType, open_tokenizer
 from pagoda.server.processing.output_processor import OutputProcessor
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 
 class LLMEngine:

@@ -35,7 +35,7 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.server.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
-from pagoda.server.settings.flags import default_text
+from pagoda.server.settings.help import default_text
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATUSES: Final = ("implemented", "no effect", "refused")

@@ -107,7 +107,7 @@ TARGETS: Final = (
             "server/parsers/reasoning/formats.py",
             "server/parsers/tool/scanner.py",
             "server/parsers/tool/json_text.py",
-            "server/parsers/tool/formats/elements.py",
+            "server/parsers/tool/formats/xml_calls.py",
         ),
         ("tests/server/parsers",),
     ),

@@ -25,7 +25,7 @@ from pagoda.server.cli import main, serve
 from pagoda.server.core_client import engine
 from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.startup import engine as engine_build
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine
 
 BLOCKS = 100_000
 """Pretended: none of them is allocated."""

@@ -91,7 +91,6 @@ _NO_USAGE_DATA: Final = "no usage data is collected or sent"
 _UNIX_SOCKETS: Final = "processes communicate over Unix sockets"
 _NO_DP_RANKS: Final = "one engine drives all data-parallel replicas; there are no data-parallel ranks"
 _ONE_ENGINE: Final = "one engine drives all data-parallel replicas; use --data-parallel-size"
-_BY_CUDA: Final = "it is read by the CUDA libraries, not by pagoda"
 _ATTENTION_FLAG: Final = "the attention kernel is set by --attention-backend only"
 _NO_COMPILED_DAG: Final = "Ray only starts the ranks; it does not run the steps"
 _ONE_ACTOR_PER_GPU: Final = "ranks under Ray are one actor with one GPU each"
@@ -147,7 +146,7 @@ _DISTRIBUTED: Final = (
     _unused(
         "LOCAL_RANK", "Rank of a process on its node.", "the engine starts its ranks and numbers them", shared=True
     ),
-    _unused("CUDA_VISIBLE_DEVICES", "GPUs visible to the process.", _BY_CUDA, shared=True),
+    EnvVar("CUDA_VISIBLE_DEVICES", "GPUs visible to the process; read by the CUDA libraries.", shared=True),
     _unused("VLLM_PP_LAYER_PARTITION", "Layers per pipeline stage.", "there is no pipeline parallelism"),
     _unused("VLLM_SKIP_P2P_CHECK", "Skip the GPU peer-to-peer check.", "there is no such check"),
     _unused("VLLM_CUDART_SO_PATH", "Path of the CUDA runtime library.", "PyTorch's CUDA runtime is used"),

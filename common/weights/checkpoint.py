@@ -12,7 +12,7 @@ from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
 from pagoda.common.weights.gguf.file import GgufFile
-from pagoda.common.weights.hub import pick_gguf, resolve_model
+from pagoda.common.weights.hub import gguf_in, resolve_model
 from pagoda.common.weights.sharded import ShardedCheckpoint, is_sharded
 
 
@@ -117,8 +117,4 @@ def _gguf_in(folder: Path, load_format: str) -> Path | None:
         return None
     if load_format == "dummy" and (folder / "config.json").is_file():
         return None
-    names = [file.name for file in sorted(folder.glob("*.gguf"))]
-    try:
-        return folder / pick_gguf(names) if names else None
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
+    return gguf_in(folder)

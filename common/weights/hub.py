@@ -246,6 +246,15 @@ def pick_gguf(names: Sequence[str], quant: str = "") -> str:
     return matches[0]
 
 
+def gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF model that lies in a folder, None without one. Raises ModelError for several."""
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    try:
+        return folder / pick_gguf(names) if names else None
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
 def _is_model(name: str) -> bool:
     base = PurePosixPath(name).name.lower()
     return base.endswith(".gguf") and not any(word in base for word in _NO_MODELS)

@@ -1,12 +1,10 @@
-"""The engine's process or thread, and the API process's clients: commands, messages, supervision."""
+"""Starts an engine in its own process or in a thread, with a client for the API process."""
 
 from __future__ import annotations
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.core_client.client import EngineClient
-
-# Starting an engine in its own process or in a thread.
 
 
 def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:

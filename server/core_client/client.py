@@ -1,6 +1,6 @@
-"""The API process's side of an engine: the client protocol and the supervision that both implementations share.
+"""The API process's side of an engine: the client protocol, supervision, and the client of an event loop.
 
-Implementations: process_client (the engine in its own process) and thread_client (in a thread of this one).
+Implementations of the protocol: ProcessClient (process_client) and ThreadClient (engine).
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from pagoda.server.ipc_messages import (
 Listener = Callable[[FromEngine], None]
 """Called in the event loop for every message; the last message of a dead engine is Failed."""
 
+Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp
+"""A command with a reply that has the same ticket."""
+
+Reply: TypeAlias = ResetDone | SleepState
+
 
 class EngineClient(Protocol):
     """One engine. Constructing a client starts it and returns at once."""
@@ -60,22 +65,21 @@ class NoEngine:
     """Implements EngineClient without an engine, for an application that is only built to be checked."""
 
     def wait_ready(self) -> EngineInfo:
-        """See EngineClient."""
-        raise EngineDeadError("no engine was started")
+        raise _no_engine()
 
-    def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
-        """See EngineClient."""
+    def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None: ...
 
     def send(self, command: ToEngine) -> None:
-        """See EngineClient."""
-        raise EngineDeadError("no engine was started")
+        raise _no_engine()
 
     def check(self) -> None:
-        """See EngineClient."""
-        raise EngineDeadError("no engine was started")
+        raise _no_engine()
 
-    def close(self, timeout: float = 2.0) -> None:
-        """See EngineClient."""
+    def close(self, timeout: float = 2.0) -> None: ...
+
+
+def _no_engine() -> EngineDeadError:
+    return EngineDeadError("no engine was started")
 
 
 class Supervisor:
@@ -117,16 +121,8 @@ class Supervisor:
             raise EngineDeadError(f"the engine has been in one step for {now - self._last_progress:.0f} s")
 
 
-# One engine in an event loop: sends commands, matches replies to calls, and reports the engine's death once.
-
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp
-"""A command with a reply that has the same ticket."""
-
-Reply: TypeAlias = ResetDone | SleepState
-
-
 class CoreClientAsync:
-    """Commands to one engine and its messages, in the loop that `attach` was last called in.
+    """Sends one engine's commands and matches replies to calls, in the loop that `attach` was last called in.
 
     `listener` gets every message except Failed. `on_death` is called once, before pending calls fail.
     """

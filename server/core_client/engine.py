@@ -1,4 +1,10 @@
-"""The engine's loop: receive commands, run a step, send its outputs. Independent of sockets and processes."""
+"""Runs an engine: the loop of commands and steps, in a thread of this process or in a process of its own.
+
+    python -m pagoda.server.core_client.engine ADDRESS        (started by process_client, never by hand)
+
+The process reads its configuration as msgpack from stdin, which stays open: EOF means that the parent ended. Commands
+arrive on ADDRESS.in, messages are sent to ADDRESS.out. A failure is sent to the parent before the process ends.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 import zmq
@@ -47,14 +53,14 @@ from pagoda.server.ipc_messages import (
     encode,
     failure,
 )
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
-if TYPE_CHECKING:
-    from pagoda.server.startup.executors import BuiltEngine
+HEARTBEAT_SECONDS: Final = 1.0
 
-
+Build = Callable[[EngineConfig, Usage], BuiltEngine]
 Send = Callable[[FromEngine], None]
+
+# The loop, independent of sockets and processes.
 
 
 class Inbox(Protocol):
@@ -128,17 +134,94 @@ def _add(core: EngineCore, request: EngineRequest, send: Send) -> None:
         send(Refused(request.request_id, error.field, str(error)))
 
 
-# The entry point of an engine process.
-#
-# python -m pagoda.server.core_client.engine ADDRESS        (started by process_client, never by hand)
-#
-# The configuration is read as msgpack from stdin, which stays open: EOF means that the parent ended. Commands arrive on
-# ADDRESS.in, messages are sent to ADDRESS.out. A failure is sent to the parent before the process ends. On several
-# hosts, all but the first execute the steps of the first and take no requests.
+# An engine in a thread.
 
-HEARTBEAT_SECONDS: Final = 1.0
 
-Build = Callable[[EngineConfig, Usage], BuiltEngine]
+class ThreadClient:
+    """Implements EngineClient and Inbox with an engine in a thread: easy to debug, no isolation."""
+
+    def __init__(self, config: EngineConfig, build: Build = build_engine) -> None:
+        self._config = config
+        self._build = build
+        self._supervisor = Supervisor(config.runtime)
+        self._progress = Progress()
+        self._commands: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
+        self._listener_lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: Listener | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> EngineInfo:
+        result = self._started.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
+        with self._listener_lock:
+            self._loop, self._listener = loop, listener
+            if self._supervisor.failed is not None:
+                loop.call_soon_threadsafe(listener, self._supervisor.failed)
+
+    def send(self, command: ToEngine) -> None:
+        if self._supervisor.failed is not None:
+            raise EngineDeadError(self._supervisor.failed.message)
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        self._commands.put(command)
+
+    def check(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        if self._supervisor.failed is None:
+            self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
+        self._supervisor.check()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """End the engine after its current step. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._commands.put(Shutdown())
+            self._thread.join(timeout)
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        commands = [self._commands.get()] if wait else []
+        while not self._commands.empty():
+            commands.append(self._commands.get())
+        return commands
+
+    def _run(self) -> None:
+        try:
+            built = self._build(self._config, "server")
+        except BaseException as error:
+            self._deliver(failure(error))
+            self._started.put(error)
+            return
+        if built.hosts is not None:
+            built.hosts.watch(lambda death: self._deliver(failure(death)))
+        self._deliver(Ready(built.info))
+        self._started.put(built.info)
+        try:
+            run_engine(built.core, self, self._deliver, self._progress, built.sleeper)
+        except BaseException as error:
+            traceback.print_exc()
+            self._deliver(failure(error))
+        else:
+            self._deliver(Failed("EngineDeadError", "the engine was shut down"))
+        finally:
+            built.backend.close()
+
+    def _deliver(self, message: FromEngine) -> None:
+        with self._listener_lock:
+            self._supervisor.note(message)
+            if self._loop is not None and self._listener is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._listener, message)
+
+
+# An engine process. On several hosts, all but the first execute the steps of the first and take no requests.
 
 
 class _SocketInbox:
@@ -196,7 +279,7 @@ def serve(address: str, build: Build = build_engine) -> int:
     return 0
 
 
-def _run(built: BuiltEngine, inbox: _SocketInbox, send: Callable[[FromEngine], None], progress: Progress) -> None:
+def _run(built: BuiltEngine, inbox: _SocketInbox, send: Send, progress: Progress) -> None:
     gc.collect()
     gc.freeze()  # collections between steps then visit requests only
     send(Ready(built.info))
@@ -239,102 +322,3 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads
-
-
-# An engine in a thread of this process: one process to debug, no isolation.
-
-
-class ThreadClient:
-    """Implements client.EngineClient. `build` builds the engine; default: build_engine."""
-
-    def __init__(self, config: EngineConfig, build: Callable[[EngineConfig], BuiltEngine] | None = None) -> None:
-        self._config = config
-        self._build = build
-        self._supervisor = Supervisor(config.runtime)
-        self._progress = Progress()
-        self._commands: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
-        self._listener_lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._listener: Listener | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="pagoda-engine", daemon=True)
-        self._thread.start()
-
-    def wait_ready(self) -> EngineInfo:
-        """Block until the engine is warm. Raises what kept it from starting."""
-        result = self._started.get()
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
-        """Deliver messages to `listener` in `loop` from now on; replaces an earlier listener."""
-        with self._listener_lock:
-            self._loop, self._listener = loop, listener
-            if self._supervisor.failed is not None:
-                loop.call_soon_threadsafe(listener, self._supervisor.failed)
-
-    def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError if the engine is dead."""
-        if self._supervisor.failed is not None:
-            raise EngineDeadError(self._supervisor.failed.message)
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
-        self._commands.put(command)
-
-    def check(self) -> None:
-        """Raise EngineDeadError if the engine is dead or stuck."""
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
-        if self._supervisor.failed is None:
-            self._supervisor.note(Heartbeat(self._progress.steps, self._progress.busy))
-        self._supervisor.check()
-
-    def close(self, timeout: float = 2.0) -> None:
-        """End the engine after its current step. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._commands.put(Shutdown())
-            self._thread.join(timeout)
-
-    def receive(self, wait: bool) -> list[ToEngine]:
-        """Implement engine_loop.Inbox."""
-        commands = [self._commands.get()] if wait else []
-        while not self._commands.empty():
-            commands.append(self._commands.get())
-        return commands
-
-    def _run(self) -> None:
-        try:
-            built = self._build_engine()
-        except BaseException as error:
-            self._deliver(failure(error))
-            self._started.put(error)
-            return
-        if built.hosts is not None:
-            built.hosts.watch(lambda death: self._deliver(failure(death)))
-        self._deliver(Ready(built.info))
-        self._started.put(built.info)
-        try:
-            run_engine(built.core, self, self._deliver, self._progress, built.sleeper)
-        except BaseException as error:
-            traceback.print_exc()
-            self._deliver(failure(error))
-        else:
-            self._deliver(Failed("EngineDeadError", "the engine was shut down"))
-        finally:
-            built.backend.close()
-
-    def _build_engine(self) -> BuiltEngine:
-        if self._build is not None:
-            return self._build(self._config)
-        from pagoda.server.startup.engine import build_engine
-
-        return build_engine(self._config, "server")
-
-    def _deliver(self, message: FromEngine) -> None:
-        with self._listener_lock:
-            self._supervisor.note(message)
-            if self._loop is not None and self._listener is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._listener, message)

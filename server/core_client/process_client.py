@@ -40,59 +40,6 @@ from pagoda.server.ipc_messages import (
     raised,
 )
 
-# Coalescing: queued steps are merged into one, with one output per sequence.
-#
-# If the engine is faster than this process, one event per token takes longer than a step and latency would grow without
-# bound. Merging a backlog costs hardly more than a single step, so the backlog does not grow. A slower engine never has
-# two steps queued, and nothing is merged.
-
-
-def coalesce(messages: Sequence[FromEngine]) -> list[FromEngine]:
-    """Return the messages in order, with consecutive steps merged into one."""
-    merged: list[FromEngine] = []
-    steps: list[StepOutputs] = []
-    for message in messages:
-        if isinstance(message, StepReply) and not any(output.error for output in message.outputs.outputs):
-            steps.append(message.outputs)
-            continue
-        # An error is not merged: it ends a request at once, after the outputs before it.
-        merged += [*_merge_steps(steps), message]
-        steps = []
-    return merged + _merge_steps(steps)
-
-
-def _merge_steps(steps: list[StepOutputs]) -> list[FromEngine]:
-    """Return at most one message with the outputs of all steps."""
-    if len(steps) < 2:
-        return [StepReply(step) for step in steps]
-    by_request: defaultdict[str, list[EngineOutput]] = defaultdict(list)
-    for step in steps:
-        for output in step.outputs:
-            by_request[output.request_id].append(output)
-    outputs = [outputs[0] if len(outputs) == 1 else _merge_outputs(outputs) for outputs in by_request.values()]
-    earlier = tuple(stats for step in steps[:-1] for stats in (*step.earlier, step.stats))
-    return [StepReply(StepOutputs(outputs=outputs, stats=steps[-1].stats, earlier=earlier))]
-
-
-def _merge_outputs(outputs: list[EngineOutput]) -> EngineOutput:
-    """Merge outputs of one sequence: first-only fields, last-only fields, and all tokens."""
-    first, last = outputs[0], outputs[-1]
-    logprobs = None
-    if first.logprobs is not None:
-        logprobs = [position for output in outputs for position in output.logprobs or ()]
-    return EngineOutput(
-        request_id=first.request_id,
-        new_token_ids=[token for output in outputs for token in output.new_token_ids],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=first.num_cached_tokens,
-        scheduled=first.scheduled,
-        num_preemptions=max(output.num_preemptions for output in outputs),
-    )
-
-
 ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.core_client.engine")
 
 _MAX_MESSAGES: Final = 32
@@ -103,7 +50,7 @@ _MAX_SOCKET_PATH: Final = 107
 
 
 class ProcessClient:
-    """Implements client.EngineClient over two Unix sockets."""
+    """Implements EngineClient over two Unix sockets."""
 
     def __init__(self, config: EngineConfig, program: Sequence[str] = ENGINE_PROGRAM) -> None:
         self._supervisor = Supervisor(config.runtime)
@@ -135,7 +82,6 @@ class ProcessClient:
         return self._process.pid
 
     def wait_ready(self) -> EngineInfo:
-        """Block until the engine is warm. Raises what kept it from starting."""
         while True:
             if self._closed:
                 raise EngineDeadError("the engine was shut down while it was starting")
@@ -163,7 +109,6 @@ class ProcessClient:
                 return
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
-        """Deliver messages to `listener` in `loop` from now on; replaces an earlier listener."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._out.FD)
         self._loop, self._listener = loop, listener
@@ -173,13 +118,11 @@ class ProcessClient:
             loop.call_soon(self._deliver_end)
 
     def send(self, command: ToEngine) -> None:
-        """Queue a command. Raises EngineDeadError if the engine is dead."""
         if self._closed or self._supervisor.failed is not None or self._process.poll() is not None:
             raise EngineDeadError((self._supervisor.failed or self._exit_failure()).message)
         self._in.send(encode(command))
 
     def check(self) -> None:
-        """Raise EngineDeadError if the engine is dead, silent or stuck."""
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         self._deliver()
@@ -188,7 +131,6 @@ class ProcessClient:
         self._supervisor.check()
 
     def close(self, timeout: float = 2.0) -> None:
-        """End the engine, by force after `timeout` seconds. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -304,3 +246,56 @@ def _private_folder(base: str | None) -> Path:
     if base is not None:
         raise ConfigError(flag, f"{base}: too long for a socket; use a folder with a shorter path")
     return Path(tempfile.mkdtemp(prefix="pagoda-", dir="/tmp"))
+
+
+# Coalescing: queued steps are merged into one, with one output per sequence.
+#
+# If the engine is faster than this process, one event per token takes longer than a step and latency would grow without
+# bound. Merging a backlog costs hardly more than a single step, so the backlog does not grow. A slower engine never has
+# two steps queued, and nothing is merged.
+
+
+def coalesce(messages: Sequence[FromEngine]) -> list[FromEngine]:
+    """Return the messages in order, with consecutive steps merged into one."""
+    merged: list[FromEngine] = []
+    steps: list[StepOutputs] = []
+    for message in messages:
+        if isinstance(message, StepReply) and not any(output.error for output in message.outputs.outputs):
+            steps.append(message.outputs)
+            continue
+        # An error is not merged: it ends a request at once, after the outputs before it.
+        merged += [*_merge_steps(steps), message]
+        steps = []
+    return merged + _merge_steps(steps)
+
+
+def _merge_steps(steps: list[StepOutputs]) -> list[FromEngine]:
+    """Return at most one message with the outputs of all steps."""
+    if len(steps) < 2:
+        return [StepReply(step) for step in steps]
+    by_request: defaultdict[str, list[EngineOutput]] = defaultdict(list)
+    for step in steps:
+        for output in step.outputs:
+            by_request[output.request_id].append(output)
+    outputs = [outputs[0] if len(outputs) == 1 else _merge_outputs(outputs) for outputs in by_request.values()]
+    earlier = tuple(stats for step in steps[:-1] for stats in (*step.earlier, step.stats))
+    return [StepReply(StepOutputs(outputs=outputs, stats=steps[-1].stats, earlier=earlier))]
+
+
+def _merge_outputs(outputs: list[EngineOutput]) -> EngineOutput:
+    """Merge outputs of one sequence: first-only fields, last-only fields, and all tokens."""
+    first, last = outputs[0], outputs[-1]
+    logprobs = None
+    if first.logprobs is not None:
+        logprobs = [position for output in outputs for position in output.logprobs or ()]
+    return EngineOutput(
+        request_id=first.request_id,
+        new_token_ids=[token for output in outputs for token in output.new_token_ids],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        scheduled=first.scheduled,
+        num_preemptions=max(output.num_preemptions for output in outputs),
+    )

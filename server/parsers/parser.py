@@ -1,4 +1,7 @@
-"""Parser interfaces and events. A parser is fed one output in chunks, whose boundaries never change its events."""
+"""Parsers of outputs: their events, interfaces, blocks of events, and the search for delimiters.
+
+A parser is fed one output in chunks, whose boundaries never change its events.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ class Brackets(Protocol):
         ...
 
 
-# Group parser events into consecutive blocks of reasoning, text and tool calls (Responses items, Messages blocks).
+# Consecutive blocks of reasoning, text and tool calls (Responses items, Messages blocks).
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -242,7 +245,7 @@ class BlockBuilder:
             yield BlockDelta(self._open, text)
 
 
-# Search for delimiters in text that arrives in pieces, buffering what may still become one.
+# Delimiters in text that arrives in pieces, buffering what may still become one.
 
 
 class DelimiterSet:

@@ -1,17 +1,16 @@
 """Input processing: a caller's prompt and params become engine requests, tokenised, truncated and checked.
 
-Every refusal is a RequestError that names the field.
+Prompts and options, the InputProcessor, checks, tokenising, and the constraints on the output, in this order. Every
+refusal is a RequestError that names the field.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.engine import EngineConfig
@@ -22,12 +21,12 @@ from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.engine.step import EMBEDDED
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking, no_tokenizer, refused
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.errors import ModelError, RequestError
+from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
-from pagoda.common.weights.hub import pick_gguf, resolve_model
+from pagoda.common.weights.hub import gguf_in, resolve_model
 from pagoda.server.ipc_messages import EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
@@ -35,94 +34,24 @@ from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 
-# The grammar that constrains a request's output, and the reasoning that may precede it.
+MAX_COPIED: Final = 1 << 24
+"""Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
+
+MAX_COPIED_BYTES: Final = 1 << 28
+"""Maximum bytes of the copies of a request's prompt_embeds, beyond the first."""
+
 
 MAX_CHARS: Final = 1 << 20
 """Maximum characters of a grammar."""
 
+_DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
+_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
+_REFUSED_KEYS = {
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "this version serves text only"),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not in this version"),
+}
 
-def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:
-    """Return the engine's grammar. `special`: text of each special token -> its id. Raises RequestError."""
-    params = replace(
-        params,
-        disable_any_whitespace=params.disable_any_whitespace or config.is_on("disable_any_whitespace"),
-        disable_additional_properties=(
-            params.disable_additional_properties or config.is_on("disable_additional_properties")
-        ),
-    )
-    if config.engine == "xgrammar":
-        from pagoda.common.engine.structured_output.xgrammar import xgrammar_text
-
-        text = xgrammar_text(params)
-    else:
-        text = guidance_text(params, special)
-    if len(text) > MAX_CHARS:
-        raise refused(f"the grammar has {len(text)} characters; at most {MAX_CHARS} are allowed")
-    return Grammar(text, config.engine)
-
-
-class OutputConstraints:
-    """Builds grammars and reasoning constraints for one model. Raises ConfigError for an unknown reasoning parser."""
-
-    def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._format: ReasoningFormat | None = (
-            reasoning_format(config.reasoning_parser, config.reasoning_parser_plugin)
-            if config.reasoning_parser
-            else None
-        )
-
-    def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of the output; None: unconstrained. Raises RequestError."""
-        if params.structured_outputs is None:
-            return None
-        if self._tokenizer is None:
-            raise no_tokenizer()
-        return grammar_of(params.structured_outputs, self._config, self._special)
-
-    def thinking(self, params: SamplingParams, text: str | None, token_ids: list[int]) -> Thinking | None:
-        """Return the reasoning that the engine must track, if any. `text`: the prompt's; None: only its ids are known.
-
-        Raises RequestError for a budget without a reasoning parser.
-        """
-        budget = params.thinking_token_budget
-        if budget is not None and (self._format is None or self._tokenizer is None):
-            raise RequestError(
-                "thinking_token_budget", "thinking_token_budget needs a server with a --reasoning-parser"
-            )
-        if self._format is None or self._tokenizer is None or (budget is None and params.structured_outputs is None):
-            return None
-        prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        is_open = self._format.thinks(prompt)
-        ends = self._sequences(self._format.ends)
-        if not ends or not (is_open or self._may_start(self._format, prompt)):
-            return None
-        return Thinking(
-            ends=ends,
-            open=is_open,
-            starts=() if is_open else self._sequences(self._format.starts),
-            budget=budget,
-            in_grammar=self._config.is_on("enable_in_reasoning"),
-        )
-
-    def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:
-        """Return True if reasoning may still start: the prompt has not ended it."""
-        return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
-
-    def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        assert self._tokenizer is not None
-        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(sequence for sequence in sequences if sequence)
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        assert self._tokenizer is not None
-        tokens = self._tokenizer.backend.get_added_tokens_decoder()
-        return {token.content: number for number, token in tokens.items() if token.special}
-
-
-# Texts and pairs of texts as token ids, truncated. The text is cut, not the special tokens around it.
+# Prompts and options.
 
 Side = Literal["left", "right"]
 SIDES: Final[tuple[str, ...]] = get_args(Side)
@@ -179,16 +108,337 @@ PLAIN: Final = TextOptions()
 """Special tokens as the tokenizer adds them, nothing truncated."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt."""
+
+    text: str | None  # None if the caller gave token ids only, and for pooling
+    token_ids: list[int]  # zeros if `embeds` stand in place of tokens
+    cache_salt: str | None = None
+    embeds: PromptEmbeds | None = None
+    second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Tokens whose text precedes the output: none for embeddings."""
+        return [] if self.embeds is not None else self.token_ids
+
+
+PromptType = str | Sequence[int] | Mapping[str, Any] | Prompt
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
+"cache_salt". A Prompt is tokenised and truncated already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTemplate:
+    """A jinja template for pairs, which are messages of roles `query` and `document`."""
+
+    source: str
+    keywords: Mapping[str, Any]  # further template variables
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A caller's request: its prompt, its params, and one engine request per completion (one for pooling)."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams | PoolingParams
+    children: list[EngineRequest]
+    arrival_time: float  # Unix seconds
+    arrival: float  # monotonic seconds
+
+
+# Requests.
+
+
+class InputProcessor:
+    """Turns prompts and params into engine requests for one model, generating or pooling."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        structured: StructuredOutputsConfig = _DEFAULT_STRUCTURED_OUTPUTS,
+    ) -> None:
+        self._info = info
+        self._constraints = OutputConstraints(structured, tokenizer)
+        self._tokenizer = tokenizer
+        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
+        self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
+        self._reads_extra_args = bool(config.logits_processors)
+        self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
+        self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
+        main = tokenizer.eos_token_id if tokenizer is not None else None
+        if main is None and info.eos_token_ids:
+            main = info.eos_token_ids[0]
+        self._main_eos = frozenset() if main is None else frozenset({main})
+        self._all_eos = self._main_eos | frozenset(info.eos_token_ids)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, unless a request ignores them."""
+        return self._all_eos
+
+    @property
+    def pooling(self) -> PoolingInfo:
+        """What the pooling model offers. Raises RequestError if the model generates."""
+        if self._info.pooling is None:
+            raise RequestError(
+                "model", "this model generates text; for embeddings, labels or scores, start it with --runner pooling"
+            )
+        return self._info.pooling
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises RequestError if it is switched off."""
+        if self._tokenizer is None:
+            raise RequestError("prompt", "the tokenizer is switched off (skip_tokenizer_init); give prompt_token_ids")
+        return self._tokenizer
+
+    def check_pools(self) -> None:
+        """Raise RequestError if the model generates."""
+        _ = self.pooling
+
+    def check_generates(self) -> None:
+        """Raise RequestError if the model was started for pooling."""
+        if self._info.pooling is not None:
+            raise RequestError(
+                "model", "this model was started for pooling and generates no text; start it with --runner generate"
+            )
+
+    def prepare(
+        self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams, priority: int = 0
+    ) -> PreparedRequest:
+        """Return the engine requests of a prompt, its params verified once. Raises RequestError."""
+        arrival_time, arrival = time.time(), time.monotonic()
+        if isinstance(params, PoolingParams):
+            info = self.pooling
+            ready = self.parse(prompt)
+            self._check_prompt(ready)
+            rules = pooling_rules(info, params, ready.second_text)
+            children = [pooling_request(request_id, ready.token_ids, rules, priority=priority, arrival=arrival)]
+        else:
+            self.check_generates()
+            params.verify()
+            ready = self.parse(prompt, TextOptions.of_sampling(params))
+            self._check_prompt(ready)
+            self._check_params(ready, params)
+            children = self._children(request_id, ready, params, priority, arrival)
+        return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
+
+    def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
+        """Tokenise and truncate a prompt of any accepted form. Raises RequestError."""
+        if isinstance(prompt, Prompt):
+            return prompt
+        keep = options.keep(self._info.limits.max_model_len, self._reserved)
+        if isinstance(prompt, str):
+            return self._encoded(prompt, options, keep)
+        if not isinstance(prompt, Mapping):
+            return self._token_prompt("prompt", prompt, options, keep)
+        check_keys(prompt)
+        salt, text = prompt.get("cache_salt"), prompt.get("prompt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise RequestError("cache_salt", "cache_salt must be a non-empty string")
+        if text is not None and not isinstance(text, str):
+            raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
+        if prompt.get("prompt_embeds") is not None:
+            return self._embedded(prompt, options, keep)
+        if (ids := prompt.get("prompt_token_ids")) is not None:
+            ready = self._token_prompt("prompt_token_ids", ids, options, keep)
+            return replace(ready, text=text, cache_salt=salt)
+        if text is None:
+            raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
+        return replace(self._encoded(text, options, keep), cache_salt=salt)
+
+    def pair(
+        self, first: str, second: str, options: TextOptions = PLAIN, template: PairTemplate | None = None
+    ) -> Prompt:
+        """Return two texts as one prompt, as a cross-encoder reads them. Raises RequestError."""
+        keep, tokenizer = options.keep(self._info.limits.max_model_len, self._reserved), self.tokenizer
+        if template is not None:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            text = render_chat(
+                tokenizer, messages, template=template.source, add_generation_prompt=False, **template.keywords
+            )
+            return self._encoded(text, options, keep)
+        if self.pooling.pairs == "concatenated":
+            return self._encoded(first + second, options, keep)
+        ids, second_text = encode_pair(tokenizer, first, second, keep=keep, side=options.truncation_side)
+        return Prompt(None, ids, second_text=second_text)
+
+    def _encoded(self, text: str, options: TextOptions, keep: int | None) -> Prompt:
+        special, side = options.add_special_tokens, options.truncation_side
+        if self._info.pooling is not None:  # special tokens survive truncation
+            return Prompt(None, encode(self.tokenizer, text, special=special, keep=keep, side=side))
+        return Prompt(text, _encode_cut(self.tokenizer, text, special, keep, side))
+
+    def _token_prompt(self, field: str, ids: object, options: TextOptions, keep: int | None) -> Prompt:
+        if keep is None and isinstance(ids, list):
+            self._check_count(len(ids))  # before millions of them are checked
+        token_ids = checked_token_ids(field, ids)
+        return Prompt(None, token_ids if keep is None else cut(token_ids, keep, options.truncation_side))
+
+    def _embedded(self, prompt: Mapping[str, Any], options: TextOptions, keep: int | None) -> Prompt:
+        if self._info.pooling is not None:
+            raise RequestError(EMBEDS, "prompt_embeds are for models that generate; give text or token ids")
+        if prompt.get("prompt_token_ids") is not None:
+            raise RequestError(EMBEDS, "a prompt has prompt_embeds or prompt_token_ids, not both")
+        values = prompt[EMBEDS]
+        embeds = values if isinstance(values, PromptEmbeds) else from_array(values, self._info, keep)
+        if keep is not None and keep < embeds.count:
+            start = embeds.count - keep if options.truncation_side == "left" else 0
+            embeds = embeds.part(slice(start, start + keep))
+        return Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
+
+    def _check_count(self, count: int) -> None:
+        limit, longest = self._info.limits.max_model_len, self._info.limits.max_model_len - self._reserved
+        if count > longest:  # clients recognise the first words and shorten the conversation
+            output = ", and the answer needs at least 1" if self._reserved else ""
+            raise RequestError(
+                "prompt",
+                f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens"
+                f"{output}; shorten it to {longest} or set truncate_prompt_tokens",
+            )
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if not prompt.token_ids:
+            raise RequestError("prompt", "the prompt is empty: it has no tokens")
+        self._check_count(len(prompt.token_ids))
+        check_token_ids("prompt", prompt.token_ids, self._info.vocab_size)
+
+    def _check_params(self, prompt: Prompt, params: SamplingParams) -> None:
+        left, vocab = self._info.limits.max_model_len - len(prompt.token_ids), self._info.vocab_size
+        if params.max_tokens is None and params.min_tokens > left:
+            raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {left} left")
+        if self._max_output is not None and params.min_tokens > self._max_output:
+            raise RequestError(
+                "min_tokens",
+                f"min_tokens {params.min_tokens} is above what the generation config allows, {self._max_output}",
+            )
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and (vocab if count == -1 else count) > self._max_logprobs:
+                shown = "-1 (the whole vocabulary)" if count == -1 else count
+                raise RequestError(
+                    name, f"{name} {shown} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
+                )
+        if prompt.embeds is not None and params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "prompt_logprobs need tokens, which prompt_embeds replace; drop one")
+        if params.extra_args and not self._reads_extra_args:
+            raise RequestError("extra_args", "extra_args have no effect without --logits-processors; drop them")
+        for name, words in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+            if words and self._tokenizer is None:
+                raise RequestError(name, f"{name} needs a tokenizer, which is switched off (skip_tokenizer_init)")
+
+    def _children(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
+    ) -> list[EngineRequest]:
+        max_tokens = self._info.limits.max_model_len - len(prompt.token_ids)
+        max_tokens = max_tokens if self._max_output is None else min(max_tokens, self._max_output)
+        eos = frozenset() if params.ignore_eos else self._all_eos
+        grammar = self._constraints.grammar(params)
+        thinking = self._constraints.thinking(params, prompt.text, prompt.known_ids)
+        rules = params.rules(
+            vocab_size=self._info.vocab_size,
+            eos_token_ids=eos,
+            bad_words_token_ids=bad_words_token_ids(params.bad_words, self.tokenizer) if params.bad_words else (),
+            default_seed=self._seeds.getrandbits(63),
+            verify=False,
+        )
+        ends = eos | frozenset(params.stop_token_ids or ())
+        _check_copies(params.n, prompt, len(ends), rules)
+        embeds = prompt.embeds
+        ids = [request_id] if params.n == 1 else [f"{index}_{request_id}" for index in range(params.n)]
+        return [
+            EngineRequest(
+                request_id=child_id,
+                prompt_token_ids=prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count,
+                rules=params.rules_of(index, rules),
+                max_tokens=max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens),
+                stop_token_ids=ends,
+                eos_token_ids=frozenset() if params.ignore_eos else self._main_eos,
+                priority=priority,
+                arrival=arrival,
+                cache_salt=prompt.cache_salt,
+                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
+                grammar=grammar,
+                thinking=thinking,
+                prompt_embeds=None if embeds is None else embeds.rows,
+            )
+            for index, child_id in enumerate(ids)
+        ]
+
+
+# Checks of prompts and params.
+
+
+def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+    """Return True for a sequence of integers, which is one prompt, not many."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], int)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError naming `field` for ids that are not in the vocabulary."""
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(field, f"token id {bad} is out of range; the vocabulary has {vocab_size} entries")
+
+
+def check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raise RequestError for unknown or unsupported keys of a prompt."""
+    for key, value in prompt.items():
+        if key in _REFUSED_KEYS and value is not None:
+            raise RequestError(key, f"{key} is not supported: {_REFUSED_KEYS[key]}")
+        if key not in _PROMPT_KEYS and key not in _REFUSED_KEYS:
+            raise RequestError(
+                str(key), f"unknown prompt key {key!r}; use 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
+            )
+
+
+def checked_token_ids(field: str, value: object) -> list[int]:
+    """Return a list of integers. Raises RequestError naming the field."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise RequestError(field, f"{field} must be text or a list of token ids, not {type(value).__name__}")
+    ids = list(value)
+    for token in ids:
+        if type(token) is not int:
+            raise RequestError(field, f"{field} must hold integers only, not {type(token).__name__}")
+    return ids
+
+
+def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> None:
+    tokens, size = len(prompt.token_ids) + ends, 0 if prompt.embeds is None else len(prompt.embeds.rows)
+    if (n - 1) * size > MAX_COPIED_BYTES:
+        raise RequestError(
+            "n", f"n {n} answers with {size} bytes of prompt_embeds each are above {MAX_COPIED_BYTES}; lower n"
+        )
+    lists = len(rules.allowed_token_ids or ()) + len(rules.logit_bias) + sum(map(len, rules.bad_words))
+    if n * (tokens + lists) > MAX_COPIED:
+        raise RequestError(
+            "n",
+            f"n {n} answers with {tokens + lists} tokens of prompt and lists each are above {MAX_COPIED}; lower n",
+        )
+
+
+# Tokenising: the text is cut, not the special tokens around it, except by `encode_kept`.
+
+
 def encode_kept(
     tokenizer: Tokenizer, text: str, params: SamplingParams, max_model_len: int, add_special_tokens: bool = True
 ) -> list[int]:
     """Return the token ids of a text, truncated as `params` specify. Raises RequestError."""
     options = TextOptions.of_sampling(params)
     keep = options.keep(max_model_len, reserved=1)
-    if keep is not None:
-        text = tokenizer.pre_truncate(text, keep, options.truncation_side or "right")
-    ids = tokenizer.encode(text, add_special_tokens)
-    return ids if keep is None else cut(ids, keep, options.truncation_side)
+    return _encode_cut(tokenizer, text, add_special_tokens, keep, options.truncation_side)
+
+
+def _encode_cut(tokenizer: Tokenizer, text: str, special: bool, keep: int | None, side: Side | None) -> list[int]:
+    """Return at most `keep` token ids of a text; special tokens are cut like others."""
+    if keep is None:
+        return tokenizer.encode(text, special)
+    return cut(tokenizer.encode(tokenizer.pre_truncate(text, keep, side or "right"), special), keep, side)
 
 
 def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, side: Side | None) -> list[int]:
@@ -261,70 +511,17 @@ def _find(part: Sequence[int], whole: Sequence[int], start: int) -> int:
     raise RequestError("truncate_prompt_tokens", "this model's tokenizer cannot truncate texts; shorten the text")
 
 
-MAX_COPIED: Final = 1 << 24
-"""Maximum tokens of a request's prompt and lists, times n: each completion has its own copy in the engine."""
+def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token ids of each word, at the start of a text and after a space, without duplicates.
 
-MAX_COPIED_BYTES: Final = 1 << 28
-"""Maximum bytes of the copies of a request's prompt_embeds, beyond the first."""
-
-NO_POOLING: Final = "this model generates text; for embeddings, labels or scores, start it with --runner pooling"
-NO_GENERATION: Final = "this model was started for pooling and generates no text; start it with --runner generate"
-
-_DEFAULT_STRUCTURED_OUTPUTS = StructuredOutputsConfig()
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "type"})
-_REFUSED_KEYS = {
-    "multi_modal_data": "this version serves text only",
-    "multi_modal_uuids": "this version serves text only",
-    "mm_processor_kwargs": "this version serves text only",
-    "encoder_prompt": "encoder-decoder models are not in this version",
-    "decoder_prompt": "encoder-decoder models are not in this version",
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """A tokenised prompt."""
-
-    text: str | None  # None if the caller gave token ids only, and for pooling
-    token_ids: list[int]  # zeros if `embeds` stand in place of tokens
-    cache_salt: str | None = None
-    embeds: PromptEmbeds | None = None
-    second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
-
-    @property
-    def known_ids(self) -> list[int]:
-        """Tokens whose text precedes the output: none for embeddings."""
-        return [] if self.embeds is not None else self.token_ids
-
-    def slice(self, kept: slice) -> Prompt:
-        """Return the prompt with only these tokens."""
-        embeds = None if self.embeds is None else self.embeds.part(kept)
-        return dataclasses.replace(self, token_ids=self.token_ids[kept], embeds=embeds)
-
-
-PromptType = str | Sequence[int] | Mapping[str, Any] | Prompt
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": rows}; mappings may carry
-"cache_salt". A Prompt is tokenised and truncated already."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PairTemplate:
-    """A jinja template for pairs, which are messages of roles `query` and `document`."""
-
-    source: str
-    keywords: Mapping[str, Any]  # further template variables
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A caller's request: its prompt, its params, and one engine request per completion (one for pooling)."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams | PoolingParams
-    children: list[EngineRequest]
-    arrival_time: float  # Unix seconds
-    arrival: float  # monotonic seconds
+    Tokenizers encode the two differently. A word without tokens is dropped.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            sequences[ids] = None
+    return [list(ids) for ids in sequences if ids]
 
 
 def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -342,307 +539,89 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
         download_dir=load.download_dir,
         ignore_patterns=load.ignore_patterns,
     )
-    return load_tokenizer(_lone_gguf(path) or path)
+    has_own = (path / "tokenizer.json").exists()
+    return load_tokenizer(path if has_own else gguf_in(path) or path)
 
 
-def _lone_gguf(folder: Path) -> Path | None:
-    """Return the GGUF model of a folder without tokenizer.json: it has the tokenizer. Raises ModelError for several."""
-    names = [] if (folder / "tokenizer.json").exists() else sorted(path.name for path in folder.glob("*.gguf"))
-    try:
-        return folder / pick_gguf(names) if names else None
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
+# The grammar that constrains the output, and the reasoning that may precede it.
 
 
-def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
-    """Return True for a sequence of integers, which is one prompt, not many."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], int)
+class OutputConstraints:
+    """Builds grammars and reasoning constraints for one model. Raises ConfigError for an unknown reasoning parser."""
 
-
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError naming `field` for ids that are not in the vocabulary."""
-    low, high = min(token_ids, default=0), max(token_ids, default=0)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise RequestError(field, f"token id {bad} is out of range; the vocabulary has {vocab_size} entries")
-
-
-def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of each word, at the start of a text and after a space, without duplicates.
-
-    Tokenizers encode the two differently. A word without tokens is dropped.
-    """
-    sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word, " " + word.lstrip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if ids:
-                sequences[ids] = None
-    return [list(ids) for ids in sequences]
-
-
-class InputProcessor:
-    """Turns prompts and params into engine requests for one model, generating or pooling."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        info: EngineInfo,
-        tokenizer: Tokenizer | None,
-        structured: StructuredOutputsConfig = _DEFAULT_STRUCTURED_OUTPUTS,
-    ) -> None:
-        self._info = info
-        self._constraints = OutputConstraints(structured, tokenizer)
+    def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None) -> None:
+        self._config = config
         self._tokenizer = tokenizer
-        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
-        self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
-        self._reads_extra_args = bool(config.logits_processors)
-        self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
-        self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
-        main = tokenizer.eos_token_id if tokenizer is not None else None
-        if main is None and info.eos_token_ids:
-            main = info.eos_token_ids[0]
-        self._main_eos = frozenset() if main is None else frozenset({main})
-        self._all_eos = self._main_eos | frozenset(info.eos_token_ids)
+        self._format: ReasoningFormat | None = (
+            reasoning_format(config.reasoning_parser, config.reasoning_parser_plugin)
+            if config.reasoning_parser
+            else None
+        )
 
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, unless a request ignores them."""
-        return self._all_eos
-
-    @property
-    def pooling(self) -> PoolingInfo:
-        """What the pooling model offers. Raises RequestError if the model generates."""
-        if self._info.pooling is None:
-            raise RequestError("model", NO_POOLING)
-        return self._info.pooling
-
-    def check_pools(self) -> None:
-        """Raise RequestError if the model generates."""
-        _ = self.pooling
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises RequestError if it is switched off."""
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of the output; None: unconstrained. Raises RequestError."""
+        if params.structured_outputs is None:
+            return None
         if self._tokenizer is None:
-            raise RequestError("prompt", "the tokenizer is switched off (skip_tokenizer_init); give prompt_token_ids")
-        return self._tokenizer
+            raise no_tokenizer()
+        return grammar_of(params.structured_outputs, self._config, self._special)
 
-    def check_generates(self) -> None:
-        """Raise RequestError if the model was started for pooling."""
-        if self._info.pooling is not None:
-            raise RequestError("model", NO_GENERATION)
+    def thinking(self, params: SamplingParams, text: str | None, token_ids: list[int]) -> Thinking | None:
+        """Return the reasoning that the engine must track, if any. `text`: the prompt's; None: only its ids are known.
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: SamplingParams | PoolingParams,
-        priority: int = 0,
-    ) -> PreparedRequest:
-        """Return the engine requests of a prompt; a Prompt is tokenised already. Raises RequestError."""
-        arrival_time, arrival = time.time(), time.monotonic()
-        if isinstance(params, PoolingParams):
-            info = self.pooling
-            ready = self.parse(prompt)
-            self._check_prompt(ready)
-            rules = pooling_rules(info, params, ready.second_text)
-            children = [pooling_request(request_id, ready.token_ids, rules, priority=priority, arrival=arrival)]
-        else:
-            self.check_generates()
-            if not isinstance(prompt, Prompt):  # the server creates Prompts with verified params
-                params.verify()
-            ready = self.parse(prompt, TextOptions.of_sampling(params))
-            self._check_prompt(ready)
-            self._check_params(ready, params)
-            children = self._children(request_id, ready, params, priority, arrival)
-        return PreparedRequest(request_id, ready, params, children, arrival_time, arrival)
-
-    def parse(self, prompt: PromptType, options: TextOptions = PLAIN) -> Prompt:
-        """Tokenise and truncate a prompt of any accepted form. Raises RequestError."""
-        if isinstance(prompt, Prompt):
-            return prompt
-        keep = options.keep(self._info.limits.max_model_len, self._reserved)
-        if isinstance(prompt, str):
-            return self._encoded(prompt, options, keep)
-        if not isinstance(prompt, Mapping):
-            return self._token_prompt("prompt", prompt, options, keep)
-        check_keys(prompt)
-        salt, text = prompt.get("cache_salt"), prompt.get("prompt")
-        if salt is not None and not (isinstance(salt, str) and salt):
-            raise RequestError("cache_salt", "cache_salt must be a non-empty string")
-        if text is not None and not isinstance(text, str):
-            raise RequestError("prompt", f"prompt must be a string, not {type(text).__name__}")
-        if prompt.get("prompt_embeds") is not None:
-            return self._embedded(prompt, options, keep)
-        if (ids := prompt.get("prompt_token_ids")) is not None:
-            ready = self._token_prompt("prompt_token_ids", ids, options, keep)
-            return dataclasses.replace(ready, text=text, cache_salt=salt)
-        if text is None:
-            raise RequestError("prompt", "the prompt has neither 'prompt' nor 'prompt_token_ids'")
-        return dataclasses.replace(self._encoded(text, options, keep), cache_salt=salt)
-
-    def pair(
-        self, first: str, second: str, options: TextOptions = PLAIN, template: PairTemplate | None = None
-    ) -> Prompt:
-        """Return two texts as one prompt, as a cross-encoder reads them. Raises RequestError."""
-        keep, tokenizer = options.keep(self._info.limits.max_model_len, self._reserved), self.tokenizer
-        if template is not None:
-            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-            text = render_chat(
-                tokenizer, messages, template=template.source, add_generation_prompt=False, **template.keywords
-            )
-            return self._encoded(text, options, keep)
-        if self.pooling.pairs == "concatenated":
-            return self._encoded(first + second, options, keep)
-        ids, second_text = encode_pair(tokenizer, first, second, keep=keep, side=options.truncation_side)
-        return Prompt(None, ids, second_text=second_text)
-
-    def _encoded(self, text: str, options: TextOptions, keep: int | None) -> Prompt:
-        tokenizer, side = self.tokenizer, options.truncation_side
-        if self._info.pooling is not None:  # special tokens survive truncation
-            return Prompt(None, encode(tokenizer, text, special=options.add_special_tokens, keep=keep, side=side))
-        shortened = text if keep is None else tokenizer.pre_truncate(text, keep, side or "right")
-        return _truncated(Prompt(text, tokenizer.encode(shortened, options.add_special_tokens)), options, keep)
-
-    def _token_prompt(self, field: str, ids: object, options: TextOptions, keep: int | None) -> Prompt:
-        if keep is None and isinstance(ids, list):
-            self._check_count(len(ids))  # before millions of them are checked
-        return _truncated(Prompt(None, checked_token_ids(field, ids)), options, keep)
-
-    def _embedded(self, prompt: Mapping[str, Any], options: TextOptions, keep: int | None) -> Prompt:
-        if self._info.pooling is not None:
-            raise RequestError(EMBEDS, "prompt_embeds are for models that generate; give text or token ids")
-        if prompt.get("prompt_token_ids") is not None:
-            raise RequestError(EMBEDS, "a prompt has prompt_embeds or prompt_token_ids, not both")
-        values = prompt[EMBEDS]
-        embeds = values if isinstance(values, PromptEmbeds) else from_array(values, self._info, keep)
-        ready = Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
-        return _truncated(ready, options, keep)
-
-    def _check_count(self, count: int) -> None:
-        limit, longest = self._info.limits.max_model_len, self._info.limits.max_model_len - self._reserved
-        if count > longest:  # clients recognise the first words and shorten the conversation
-            output = ", and the answer needs at least 1" if self._reserved else ""
+        Raises RequestError for a budget without a reasoning parser.
+        """
+        budget = params.thinking_token_budget
+        if budget is not None and (self._format is None or self._tokenizer is None):
             raise RequestError(
-                "prompt",
-                f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens"
-                f"{output}; shorten it to {longest} or set truncate_prompt_tokens",
+                "thinking_token_budget", "thinking_token_budget needs a server with a --reasoning-parser"
             )
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        if not prompt.token_ids:
-            raise RequestError("prompt", "the prompt is empty: it has no tokens")
-        self._check_count(len(prompt.token_ids))
-        check_token_ids("prompt", prompt.token_ids, self._info.vocab_size)
-
-    def _check_params(self, prompt: Prompt, params: SamplingParams) -> None:
-        left, vocab = self._info.limits.max_model_len - len(prompt.token_ids), self._info.vocab_size
-        if params.max_tokens is None and params.min_tokens > left:
-            raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {left} left")
-        if self._max_output is not None and params.min_tokens > self._max_output:
-            raise RequestError(
-                "min_tokens",
-                f"min_tokens {params.min_tokens} is above what the generation config allows, {self._max_output}",
-            )
-        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if count is not None and (vocab if count == -1 else count) > self._max_logprobs:
-                shown = "-1 (the whole vocabulary)" if count == -1 else count
-                raise RequestError(
-                    name, f"{name} {shown} is above the server's limit of {self._max_logprobs} (--max-logprobs)"
-                )
-        if prompt.embeds is not None and params.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs", "prompt_logprobs need tokens, which prompt_embeds replace; drop one")
-        if params.extra_args and not self._reads_extra_args:
-            raise RequestError("extra_args", "extra_args have no effect without --logits-processors; drop them")
-        if params.stop_strings and self._tokenizer is None:
-            raise RequestError("stop", "stop strings need a tokenizer, which is switched off (skip_tokenizer_init)")
-
-    def _children(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
-    ) -> list[EngineRequest]:
-        max_tokens = self._info.limits.max_model_len - len(prompt.token_ids)
-        max_tokens = max_tokens if self._max_output is None else min(max_tokens, self._max_output)
-        eos = frozenset() if params.ignore_eos else self._all_eos
-        words = self._bad_words(params)
-        grammar = self._constraints.grammar(params)
-        thinking = self._constraints.thinking(params, prompt.text, prompt.known_ids)
-        rules = params.rules(
-            vocab_size=self._info.vocab_size,
-            eos_token_ids=eos,
-            bad_words_token_ids=words,
-            default_seed=self._seeds.getrandbits(63),
-            verify=False,
-        )
-        ends = eos | frozenset(params.stop_token_ids or ())
-        _check_copies(params.n, prompt, len(ends), rules)
-        embeds = prompt.embeds
-        ids = [request_id] if params.n == 1 else [f"{index}_{request_id}" for index in range(params.n)]
-        return [
-            EngineRequest(
-                request_id=child_id,
-                prompt_token_ids=prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count,
-                rules=params.rules_of(index, rules),
-                max_tokens=max_tokens if params.max_tokens is None else min(params.max_tokens, max_tokens),
-                stop_token_ids=ends,
-                eos_token_ids=frozenset() if params.ignore_eos else self._main_eos,
-                priority=priority,
-                arrival=arrival,
-                cache_salt=prompt.cache_salt,
-                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
-                grammar=grammar,
-                thinking=thinking,
-                prompt_embeds=None if embeds is None else embeds.rows,
-            )
-            for index, child_id in enumerate(ids)
-        ]
-
-    def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]]:
-        if not params.bad_words:
-            return ()
-        if self._tokenizer is None:
-            raise RequestError("bad_words", "bad_words need a tokenizer, which is switched off (skip_tokenizer_init)")
-        return bad_words_token_ids(params.bad_words, self._tokenizer)
-
-
-def _truncated(prompt: Prompt, options: TextOptions, keep: int | None) -> Prompt:
-    count = len(prompt.token_ids)
-    if keep is None or count <= keep:
-        return prompt
-    return prompt.slice(slice(count - keep, count) if options.truncation_side == "left" else slice(0, keep))
-
-
-def _check_copies(n: int, prompt: Prompt, ends: int, rules: SamplingRules) -> None:
-    tokens, size = len(prompt.token_ids) + ends, 0 if prompt.embeds is None else len(prompt.embeds.rows)
-    if (n - 1) * size > MAX_COPIED_BYTES:
-        raise RequestError(
-            "n", f"n {n} answers with {size} bytes of prompt_embeds each are above {MAX_COPIED_BYTES}; lower n"
-        )
-    lists = len(rules.allowed_token_ids or ()) + len(rules.logit_bias) + sum(map(len, rules.bad_words))
-    if n * (tokens + lists) > MAX_COPIED:
-        raise RequestError(
-            "n",
-            f"n {n} answers with {tokens + lists} tokens of prompt and lists each are above {MAX_COPIED}; lower n",
+        if self._format is None or self._tokenizer is None or (budget is None and params.structured_outputs is None):
+            return None
+        prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        is_open = self._format.thinks(prompt)
+        ends = self._sequences(self._format.ends)
+        if not ends or not (is_open or self._may_start(self._format, prompt)):
+            return None
+        return Thinking(
+            ends=ends,
+            open=is_open,
+            starts=() if is_open else self._sequences(self._format.starts),
+            budget=budget,
+            in_grammar=self._config.is_on("enable_in_reasoning"),
         )
 
+    def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:
+        """Return True if reasoning may still start: the prompt has not ended it."""
+        return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
 
-def check_keys(prompt: Mapping[str, Any]) -> None:
-    """Raise RequestError for unknown or unsupported keys of a prompt."""
-    for key, value in prompt.items():
-        if key in _REFUSED_KEYS and value is not None:
-            raise RequestError(key, f"{key} is not supported: {_REFUSED_KEYS[key]}")
-        if key not in _PROMPT_KEYS and key not in _REFUSED_KEYS:
-            raise RequestError(
-                str(key), f"unknown prompt key {key!r}; use 'prompt', 'prompt_token_ids' or 'prompt_embeds'"
-            )
+    def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        assert self._tokenizer is not None
+        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(sequence for sequence in sequences if sequence)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        assert self._tokenizer is not None
+        tokens = self._tokenizer.backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in tokens.items() if token.special}
 
 
-def checked_token_ids(field: str, value: object) -> list[int]:
-    """Return a list of integers. Raises RequestError naming the field."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError(field, f"{field} must be text or a list of token ids, not {type(value).__name__}")
-    ids = list(value)
-    for token in ids:
-        if type(token) is not int:
-            raise RequestError(field, f"{field} must hold integers only, not {type(token).__name__}")
-    return ids
+def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:
+    """Return the engine's grammar. `special`: text of each special token -> its id. Raises RequestError."""
+    params = replace(
+        params,
+        disable_any_whitespace=params.disable_any_whitespace or config.is_on("disable_any_whitespace"),
+        disable_additional_properties=(
+            params.disable_additional_properties or config.is_on("disable_additional_properties")
+        ),
+    )
+    if config.engine == "xgrammar":
+        from pagoda.common.engine.structured_output.xgrammar import xgrammar_text
+
+        text = xgrammar_text(params)
+    else:
+        text = guidance_text(params, special)
+    if len(text) > MAX_CHARS:
+        raise refused(f"the grammar has {len(text)} characters; at most {MAX_CHARS} are allowed")
+    return Grammar(text, config.engine)

@@ -36,6 +36,158 @@ from pagoda.server.processing.inputs import PreparedRequest
 
 _DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
+OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
+
+
+class OutputProcessor:
+    """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
+        self._tokenizer = tokenizer
+        self._interval = stream_interval
+        self._requests: dict[str, RunningRequest] = {}
+        self._sequences: dict[str, SequenceState] = {}  # by engine request id
+        self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._pooling
+
+    def __len__(self) -> int:
+        return len(self._requests) + len(self._pooling)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of unfinished sequences: n for a request with n completions."""
+        return len(self._sequences) + len(self._pooling)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of all unfinished requests."""
+        return [*self._requests, *self._pooling]
+
+    def add(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
+        """Track a request; `kind` overrides its params' output kind. Raises RequestError if its id is in use."""
+        ids = [child.request_id for child in prepared.children]
+        if prepared.request_id in self or any(each in self._sequences for each in ids):
+            raise RequestError("request_id", f"request_id {prepared.request_id!r} is in use")
+        params = prepared.params
+        if isinstance(params, PoolingParams):
+            self._pooling[prepared.request_id] = prepared
+            return
+        request = RunningRequest(prepared, params, kind or params.output_kind, self._tokenizer)
+        self._requests[prepared.request_id] = request
+        self._sequences.update(zip(ids, request.sequences))
+
+    def process(self, outputs: Iterable[EngineOutput]) -> tuple[list[RequestOutput | RawPoolingOutput], list[str]]:
+        """Return what callers read after a step, and the engine requests to abort because a stop string ended them.
+
+        Outputs of unknown requests are dropped.
+        """
+        now = time.monotonic()
+        ready: list[RequestOutput | RawPoolingOutput] = []
+        stopped: list[str] = []
+        for output in outputs:
+            sequence = self._sequences.get(output.request_id)
+            if sequence is None:
+                if output.pooled is not None and output.request_id in self._pooling:
+                    ready.append(_pooling_output(self._pooling.pop(output.request_id), output, output.pooled, now))
+                continue
+            request = sequence.request
+            known = len(sequence.token_ids)
+            if not known:
+                self._take_first(sequence, output)
+            if sequence.take(output):
+                stopped.append(output.request_id)
+            if output.num_preemptions:
+                sequence.metrics.num_preemptions = output.num_preemptions
+            _count_tokens(request.metrics, sequence.metrics, len(sequence.token_ids) - known, now)
+            if sequence.finish_reason is not None:
+                sequence.metrics.is_complete = True
+                self._finish(output.request_id, request)
+            if request.kind is not _FINAL_ONLY:
+                interval = sequence.interval or self._interval
+                if interval > 1 and not sequence.is_due(interval):
+                    continue
+                ready.append(request.output([sequence.output(request.kind)]))
+            elif not request.running:
+                ready.append(request.output([each.output(request.kind) for each in request.sequences]))
+        return ready, stopped
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
+        """End requests. Return their last outputs (finish_reason "abort"; none for pooling) and the engine requests to
+        abort. Unknown ids are skipped.
+        """
+        ended: list[RequestOutput] = []
+        children: list[str] = []
+        for request_id in request_ids:
+            if self._pooling.pop(request_id, None) is not None:
+                children.append(request_id)
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+            for sequence in unfinished:
+                sequence.abort()
+                child_id = request.prepared.children[sequence.index].request_id
+                self._finish(child_id, request)
+                children.append(child_id)
+            shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
+            ended.append(request.output([each.output(request.kind) for each in shown]))
+        return ended, children
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that the engine refused."""
+        self._pooling.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            for child in request.prepared.children:
+                self._sequences.pop(child.request_id, None)
+
+    def parent_of(self, child_id: str) -> str | None:
+        """Return the id of the caller's request that an engine request belongs to; None if it is unknown."""
+        if child_id in self._pooling:
+            return child_id
+        sequence = self._sequences.get(child_id)
+        return sequence.request.prepared.request_id if sequence is not None else None
+
+    def _take_first(self, sequence: SequenceState, output: EngineOutput) -> None:
+        """Note what comes with a sequence's first output only."""
+        sequence.metrics.scheduled_ts = output.scheduled
+        sequence.metrics.num_cached_tokens = output.num_cached_tokens
+        request = sequence.request
+        if request.num_cached_tokens is not None:
+            return  # another sequence was first
+        request.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            position = request.sequences[0].position
+            request.prompt_logprobs = [None, *(position(entry) for entry in output.prompt_logprobs)]
+
+    def _finish(self, child_id: str, request: RunningRequest) -> None:
+        del self._sequences[child_id]
+        request.running -= 1
+        if not request.running:
+            del self._requests[request.prepared.request_id]
+
+
+def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Pooled, now: float) -> RawPoolingOutput:
+    return RawPoolingOutput(
+        prepared.request_id,
+        PoolingOutput(pooled.array),
+        prepared.prompt.token_ids,
+        output.num_cached_tokens,
+        scheduled_ts=output.scheduled,
+        finished_ts=now,
+    )
+
+
+def _count_tokens(total: RequestMetrics, metrics: AnswerMetrics, new_tokens: int, now: float) -> None:
+    if not new_tokens:
+        return
+    metrics.num_generation_tokens += new_tokens
+    metrics.last_token_ts = now
+    metrics.first_token_ts = metrics.first_token_ts or now
+    total.first_token_ts = total.first_token_ts or now
+
 
 class RunningRequest:
     """A caller's generation request and its n sequences."""
@@ -238,163 +390,8 @@ def _split_tokens(output: EngineOutput) -> Iterator[EngineOutput]:
     yield msgspec.structs.replace(output, new_token_ids=[last], logprobs=logprobs[-1])
 
 
-class OutputProcessor:
-    """The unfinished requests of one engine. `stream_interval`: tokens between two outputs of a sequence."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
-        self._tokenizer = tokenizer
-        self._interval = stream_interval
-        self._requests: dict[str, RunningRequest] = {}
-        self._sequences: dict[str, SequenceState] = {}  # by engine request id
-        self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests or request_id in self._pooling
-
-    def __len__(self) -> int:
-        return len(self._requests) + len(self._pooling)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of unfinished sequences: n for a request with n completions."""
-        return len(self._sequences) + len(self._pooling)
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Ids of all unfinished requests."""
-        return [*self._requests, *self._pooling]
-
-    def add(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
-        """Track a request; `kind` overrides its params' output kind. Raises RequestError if its id is in use."""
-        ids = [child.request_id for child in prepared.children]
-        if prepared.request_id in self or any(each in self._sequences for each in ids):
-            raise RequestError("request_id", f"request_id {prepared.request_id!r} is in use")
-        params = prepared.params
-        if isinstance(params, PoolingParams):
-            self._pooling[prepared.request_id] = prepared
-            return
-        request = RunningRequest(prepared, params, kind or params.output_kind, self._tokenizer)
-        self._requests[prepared.request_id] = request
-        self._sequences.update(zip(ids, request.sequences))
-
-    def process(self, outputs: Iterable[EngineOutput]) -> tuple[list[RequestOutput | RawPoolingOutput], list[str]]:
-        """Return what callers read after a step, and the engine requests to abort because a stop string ended them.
-
-        Outputs of unknown requests are dropped.
-        """
-        now = time.monotonic()
-        ready: list[RequestOutput | RawPoolingOutput] = []
-        stopped: list[str] = []
-        for output in outputs:
-            sequence = self._sequences.get(output.request_id)
-            if sequence is None:
-                if output.pooled is not None and output.request_id in self._pooling:
-                    ready.append(_pooling_output(self._pooling.pop(output.request_id), output, output.pooled, now))
-                continue
-            request = sequence.request
-            known = len(sequence.token_ids)
-            if not known:
-                self._take_first(sequence, output)
-            if sequence.take(output):
-                stopped.append(output.request_id)
-            if output.num_preemptions:
-                sequence.metrics.num_preemptions = output.num_preemptions
-            _count_tokens(request.metrics, sequence.metrics, len(sequence.token_ids) - known, now)
-            if sequence.finish_reason is not None:
-                sequence.metrics.is_complete = True
-                self._finish(output.request_id, request)
-            if request.kind is not _FINAL_ONLY:
-                interval = sequence.interval or self._interval
-                if interval > 1 and not sequence.is_due(interval):
-                    continue
-                ready.append(request.output([sequence.output(request.kind)]))
-            elif not request.running:
-                ready.append(request.output([each.output(request.kind) for each in request.sequences]))
-        return ready, stopped
-
-    def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
-        """End requests. Return their last outputs (finish_reason "abort"; none for pooling) and the engine requests to
-        abort. Unknown ids are skipped.
-        """
-        ended: list[RequestOutput] = []
-        children: list[str] = []
-        for request_id in request_ids:
-            if self._pooling.pop(request_id, None) is not None:
-                children.append(request_id)
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
-            for sequence in unfinished:
-                sequence.abort()
-                child_id = request.prepared.children[sequence.index].request_id
-                self._finish(child_id, request)
-                children.append(child_id)
-            shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
-            ended.append(request.output([each.output(request.kind) for each in shown]))
-        return ended, children
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request that the engine refused."""
-        self._pooling.pop(request_id, None)
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            for child in request.prepared.children:
-                self._sequences.pop(child.request_id, None)
-
-    def parent_of(self, child_id: str) -> str | None:
-        """Return the id of the caller's request that an engine request belongs to; None if it is unknown."""
-        if child_id in self._pooling:
-            return child_id
-        sequence = self._sequences.get(child_id)
-        return sequence.request.prepared.request_id if sequence is not None else None
-
-    def _take_first(self, sequence: SequenceState, output: EngineOutput) -> None:
-        """Note what comes with a sequence's first output only."""
-        sequence.metrics.scheduled_ts = output.scheduled
-        sequence.metrics.num_cached_tokens = output.num_cached_tokens
-        request = sequence.request
-        if request.num_cached_tokens is not None:
-            return  # another sequence was first
-        request.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            position = request.sequences[0].position
-            request.prompt_logprobs = [None, *(position(entry) for entry in output.prompt_logprobs)]
-
-    def _finish(self, child_id: str, request: RunningRequest) -> None:
-        del self._sequences[child_id]
-        request.running -= 1
-        if not request.running:
-            del self._requests[request.prepared.request_id]
-
-
-def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Pooled, now: float) -> RawPoolingOutput:
-    return RawPoolingOutput(
-        prepared.request_id,
-        PoolingOutput(pooled.array),
-        prepared.prompt.token_ids,
-        output.num_cached_tokens,
-        scheduled_ts=output.scheduled,
-        finished_ts=now,
-    )
-
-
-def _count_tokens(total: RequestMetrics, metrics: AnswerMetrics, new_tokens: int, now: float) -> None:
-    if not new_tokens:
-        return
-    metrics.num_generation_tokens += new_tokens
-    metrics.last_token_ts = now
-    metrics.first_token_ts = metrics.first_token_ts or now
-    total.first_token_ts = total.first_token_ts or now
-
-
-# The outputs of one request on their way to a reader, which may be slower than the engine.
-
-OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
-
-
 class RequestStream(Generic[OutputT]):
-    """One request's outputs. A reader that falls behind gets them merged into one."""
+    """One request's outputs on their way to a reader. A reader that falls behind gets them merged into one."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._aggregates = kind is RequestOutputKind.DELTA

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from pagoda.common.config.defaults import Usage
+from pagoda.common.config.defaults import ResolvedRow, Usage
 from pagoda.common.config.deprecated import DeprecatedConfig
 from pagoda.common.config.settings import ENGINE_GROUPS, ResolvedSettings, Setting, build
 from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.help import status_text
-from pagoda.server.settings.resolve import Resolved, ResolvedRow, resolve
+from pagoda.server.settings.resolve import Resolved, resolve
 
 _MAX_WIDTH: Final = 36
 """Maximum width of an aligned column, in characters."""

@@ -1,4 +1,4 @@
-"""Command-line flags of the settings, and an argument parser that suggests the nearest flag for an unknown one.
+"""Command-line flags: EngineArgs, the argument parser, and the rewriting of vLLM's spellings for argparse.
 
 The parser only collects words; common/config/settings.py converts them, so that flags, YAML keys and environment
 variables have the same values and errors.
@@ -34,7 +34,16 @@ from pagoda.common.config.settings import (
     merge_layers,
 )
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.help import Flag, Group, Page, default_text, describe, help_text, metavar, overview
+from pagoda.server.settings.help import Flag, Group, Page, describe, help_text, metavar, overview
+
+logger = logging.getLogger(__name__)
+
+_ALL_NAMES: Final = frozenset(name for settings in COMMAND_SETTINGS.values() for name in settings)
+
+ArgsT = TypeVar("ArgsT")
+
+_ONCE: Final = frozenset({"model"})
+"""Settings that may not be given twice with different values; of other settings the last value counts."""
 
 _DOTTED: Final = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=\s]+?)(\+?)(?:=(.*))?", re.DOTALL)
 """--flag.key.key+=value"""
@@ -44,96 +53,151 @@ _COMPILATION: Final = "--compilation-config"
 _COMPILATION_SPELLINGS: Final = (_COMPILATION, "-cc", "-O")
 
 
-def normalize(words: Sequence[str], json_flags: Mapping[str, str]) -> list[str]:
-    """Rewrite the words of a command line for argparse: dashes, -O3 and dotted JSON flags. Raise ConfigError.
+def _with_fields(args: type[ArgsT]) -> type[ArgsT]:
+    """Make a dataclass with one field per setting, for scripts that use `dataclasses.asdict`."""
+    args.__annotations__ = {name: setting.hint for name, setting in ENGINE_SETTINGS.items()}
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(args)
 
-    `json_flags`: alias of a JSON flag -> its name.
+
+@_with_fields
+class EngineArgs:
+    """Every engine setting under vLLM's name: `EngineArgs(model="...", max_model_len=4096)`.
+
+    One attribute per entry of ENGINE_SETTINGS; settings that are not given come from the environment, then from the
+    defaults. Raise ConfigError for an invalid value, TypeError naming the nearest match for an unknown keyword.
     """
-    return _merge_dotted(_optimization_levels([_dashed(word) for word in words]), json_flags)
+
+    model: str
+    _logged: Mapping[str, None] = {}
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        for name in settings:
+            if name not in ENGINE_SETTINGS:
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}{did_you_mean(name, ENGINE_SETTINGS)}")
+        keywords = from_keywords(ENGINE_SETTINGS, {**settings, "model": model})
+        self._apply(merge_layers(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
+
+    def _apply(self, resolved: ResolvedSettings) -> None:
+        self._config = EngineConfig(
+            **{name: build(each, resolved.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
+        )
+        notes = dict.fromkeys((*env.notes(settings=_ALL_NAMES), *resolved.notes))
+        for note in (note for note in notes if note not in self._logged):
+            logger.warning("%s", note)
+        self._logged = notes
+        self._resolved = {name: resolved.values[name] for name in ENGINE_SETTINGS}
+        self._sources = {name: source for name, source in resolved.sources.items() if name in ENGINE_SETTINGS}
+        vars(self).update(self._resolved)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Setting -> its source, for settings that are set."""
+        return self._sources
+
+    def create_engine_config(self) -> EngineConfig:
+        """Return the frozen configuration. Raise ConfigError naming the flag."""
+        self._apply_assignments()
+        return self._config
+
+    def _apply_assignments(self) -> None:
+        """Validate attributes assigned after construction like keywords."""
+        assigned = {name: value for name, value in self._values().items() if value != self._resolved[name]}
+        if not assigned:
+            return
+        layer = {name: Sourced(self._resolved[name], source) for name, source in self._sources.items()}
+        for name, value in assigned.items():
+            layer[name] = Sourced(ENGINE_SETTINGS[name].convert(value), "keyword")
+        self._apply(merge_layers(ENGINE_SETTINGS, layer))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add every engine flag to a parser, in one help section per group, and --config."""
+        add_settings(parser, ENGINE_SETTINGS.values())
+        add_config_file(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Take the engine settings from parsed arguments. Raise ConfigError."""
+        return cls.from_resolved(resolve_settings(args, ENGINE_SETTINGS))
+
+    @classmethod
+    def from_resolved(cls, resolved: ResolvedSettings) -> Self:
+        """Take the engine settings from merged flags, file and environment. Raise ConfigError."""
+        self = cls.__new__(cls)
+        self._apply(resolved)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._values() == other._values()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        changed = {n: v for n, v in self._values().items() if v != ENGINE_SETTINGS[n].default or n == "model"}
+        changed |= {n: "***" for n, v in changed.items() if v and ENGINE_SETTINGS[n].is_secret}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ENGINE_SETTINGS}
 
 
-def _dashed(word: str) -> str:
-    """Replace underscores by dashes in the flag's name, not in keys after a dot."""
-    if not word.startswith("--") or len(word) == 2:
-        return word
-    name = re.match(r"[^=.]*", word)
-    assert name is not None
-    return name[0].replace("_", "-") + word[name.end() :]
+class AsyncEngineArgs(EngineArgs):
+    """The settings of AsyncLLM; the same as EngineArgs."""
 
 
-def _optimization_levels(words: Sequence[str]) -> list[str]:
-    """Rewrite -O3, -O=3 and -O 3 to --optimization-level, -O.key and -O JSON to --compilation-config."""
-    result: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        level = _LEVEL.fullmatch(word)
-        if level is not None:
-            result += ["--optimization-level", level[1]]
-        elif word in _COMPILATION_SPELLINGS:
-            result += _level_or_settings(word, next(remaining, None))
-        elif word == "-O=":
-            result += _level_or_settings("-O", None)
-        elif word.startswith(("-O.", "-O=")):
-            result.append(_COMPILATION + word[2:])
-        else:
-            result.append(word)
-    return result
-
-
-def _level_or_settings(flag: str, value: str | None) -> list[str]:
-    if value is None:
-        raise ConfigError(flag, "needs a level from 0 to 3, or a JSON object")
-    return ["--optimization-level" if value.isdecimal() else _COMPILATION, value]
-
-
-def _merge_dotted(words: Sequence[str], json_flags: Mapping[str, str]) -> list[str]:
-    """Merge dotted flags: --flag.a.b 1 --flag.c+ x,y is --flag={"a": {"b": 1}, "c": ["x", "y"]}.
-
-    A value is parsed as JSON, else taken as text. Dotted flags override --flag JSON, in any order.
-    """
-    kept: list[str] = []
-    merged: dict[str, dict[str, Any]] = {}
-    remaining = iter(words)
-    for word in remaining:
-        match = _DOTTED.fullmatch(word)
-        if match is None or match[1] not in json_flags:
-            kept.append(word)
-            continue
-        value = match[4] if match[4] is not None else _next_value(word, remaining)
-        _set_key(merged.setdefault(json_flags[match[1]], {}), match, value)
-    return kept + [f"{flag}={json.dumps(settings)}" for flag, settings in merged.items()]
-
-
-def _next_value(flag: str, remaining: Iterator[str]) -> str:
-    value = next(remaining, None)
-    if value is None or value.startswith("--"):
-        raise ConfigError(flag, "needs a value")
-    return value
-
-
-def _set_key(target: dict[str, Any], match: re.Match[str], value: str) -> None:
-    flag = f"{match[1]}.{match[2]}{match[3]}"
-    *outer, key = match[2].split(".")
-    if not all((*outer, key)):
-        raise ConfigError(flag, "has an empty key between dots")
-    for part in outer:
-        target = target.setdefault(part, {})
-        if not isinstance(target, dict):
-            raise ConfigError(flag, f"{part} is already set to a value that is not an object; drop one of them")
-    if not match[3]:
-        target[key] = json_or_text(value)
+def add_config_file(parser: argparse.ArgumentParser, *, explains: bool = True) -> None:
+    """Add `--config FILE.yaml` and, with `explains`, `--explain-config`."""
+    parser.add_argument(
+        "--config",
+        action=Once,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML file of settings; keys are flags without the leading dashes. Precedence: flags, file, environment, "
+        "defaults.",
+    )
+    if not explains:
         return
-    items = target.setdefault(key, [])
-    if not isinstance(items, list):
-        raise ConfigError(flag, f"{key} is already set to a value that is not a list; drop one of them")
-    parsed = json_or_text(value)
-    items.extend(parsed if isinstance(parsed, list) else map(json_or_text, value.split(",")))
+    parser.add_argument(
+        "--explain-config",
+        action="store_true",
+        help="Print the resolved value, source and reason of every setting, without starting the engine.",
+    )
 
 
-__all__ = ["FlagParser", "Once", "add_settings", "default_text", "describe", "given"]
+def resolve_settings(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> ResolvedSettings:
+    """Merge flags, the file of `--config` and the environment. Raise ConfigError."""
+    known = {name: setting for table in tables for name, setting in table.items()}
+    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), known.values()).items()}
+    path = getattr(args, "config", None)
+    file = from_file(path, known) if path is not None else {}
+    return merge_layers(known, flags, file, from_environment(tables))
 
-_ONCE: Final = frozenset({"model"})
-"""Settings that may not be given twice with different values; of other settings the last value counts."""
+
+def name_model(args: argparse.Namespace) -> argparse.Namespace:
+    """Return arguments with the positional MODEL as --model. Raise ConfigError if both are given and differ."""
+    tag = getattr(args, "model_tag", None)
+    if tag is None:
+        return args
+    model = getattr(args, "model", tag)
+    if model != tag:
+        raise ConfigError("--model", f"{model} differs from the positional MODEL {tag}; give one of them")
+    return argparse.Namespace(**{**vars(args), "model": tag})
+
+
+def resolve_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the value of every setting of a client command, from flags only. Raise ConfigError.
+
+    The environment is not read: its settings, above all the API key, are for a server on this machine.
+    """
+    flags = {name: Sourced(value, "flag") for name, value in given(args, settings.values()).items()}
+    resolved = merge_layers(settings, flags)
+    for note in resolved.notes:
+        logger.warning("%s", note)
+    return resolved.values
+
+
+# The argument parser: it suggests the nearest flag for an unknown one.
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -307,154 +371,90 @@ def _converted(setting: Setting, value: Any) -> Any:
     return setting.convert_text(value) if isinstance(value, str | list) else value
 
 
-# EngineArgs: every engine setting as a keyword and as a flag, derived from the dataclasses in common/config.
-
-_ALL_NAMES: Final = frozenset(name for settings in COMMAND_SETTINGS.values() for name in settings)
-
-logger = logging.getLogger(__name__)
-
-ArgsT = TypeVar("ArgsT")
+# Words before argparse reads them: underscores, -O3, dotted JSON flags.
 
 
-def _with_fields(args: type[ArgsT]) -> type[ArgsT]:
-    """Make a dataclass with one field per setting, for scripts that use `dataclasses.asdict`."""
-    args.__annotations__ = {name: setting.hint for name, setting in ENGINE_SETTINGS.items()}
-    return dataclasses.dataclass(init=False, repr=False, eq=False)(args)
+def normalize(words: Sequence[str], json_flags: Mapping[str, str]) -> list[str]:
+    """Rewrite the words of a command line for argparse: dashes, -O3 and dotted JSON flags. Raise ConfigError.
 
-
-@_with_fields
-class EngineArgs:
-    """Every engine setting under vLLM's name: `EngineArgs(model="...", max_model_len=4096)`.
-
-    One attribute per entry of ENGINE_SETTINGS; settings that are not given come from the environment, then from the
-    defaults. Raise ConfigError for an invalid value, TypeError naming the nearest match for an unknown keyword.
+    `json_flags`: alias of a JSON flag -> its name.
     """
-
-    model: str
-    _logged: Mapping[str, None] = {}
-
-    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
-        for name in settings:
-            if name not in ENGINE_SETTINGS:
-                raise TypeError(f"{type(self).__name__} has no setting {name!r}{did_you_mean(name, ENGINE_SETTINGS)}")
-        keywords = from_keywords(ENGINE_SETTINGS, {**settings, "model": model})
-        self._apply(merge_layers(ENGINE_SETTINGS, keywords, from_environment([ENGINE_SETTINGS])))
-
-    def _apply(self, resolved: ResolvedSettings) -> None:
-        self._config = EngineConfig(
-            **{name: build(each, resolved.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
-        )
-        notes = dict.fromkeys((*env.notes(settings=_ALL_NAMES), *resolved.notes))
-        for note in (note for note in notes if note not in self._logged):
-            logger.warning("%s", note)
-        self._logged = notes
-        self._resolved = {name: resolved.values[name] for name in ENGINE_SETTINGS}
-        self._sources = {name: source for name, source in resolved.sources.items() if name in ENGINE_SETTINGS}
-        vars(self).update(self._resolved)
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        """Setting -> its source, for settings that are set."""
-        return self._sources
-
-    def create_engine_config(self) -> EngineConfig:
-        """Return the frozen configuration. Raise ConfigError naming the flag."""
-        self._apply_assignments()
-        return self._config
-
-    def _apply_assignments(self) -> None:
-        """Validate attributes assigned after construction like keywords."""
-        assigned = {name: value for name, value in self._values().items() if value != self._resolved[name]}
-        if not assigned:
-            return
-        layer = {name: Sourced(self._resolved[name], source) for name, source in self._sources.items()}
-        for name, value in assigned.items():
-            layer[name] = Sourced(ENGINE_SETTINGS[name].convert(value), "keyword")
-        self._apply(merge_layers(ENGINE_SETTINGS, layer))
-
-    @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add every engine flag to a parser, in one help section per group, and --config."""
-        add_settings(parser, ENGINE_SETTINGS.values())
-        add_config_file(parser)
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Take the engine settings from parsed arguments. Raise ConfigError."""
-        return cls.from_resolved(resolve_settings(args, ENGINE_SETTINGS))
-
-    @classmethod
-    def from_resolved(cls, resolved: ResolvedSettings) -> Self:
-        """Take the engine settings from merged flags, file and environment. Raise ConfigError."""
-        self = cls.__new__(cls)
-        self._apply(resolved)
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._values() == other._values()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        changed = {n: v for n, v in self._values().items() if v != ENGINE_SETTINGS[n].default or n == "model"}
-        changed |= {n: "***" for n, v in changed.items() if v and ENGINE_SETTINGS[n].is_secret}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
-
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ENGINE_SETTINGS}
+    return _merge_dotted(_optimization_levels([_dashed(word) for word in words]), json_flags)
 
 
-class AsyncEngineArgs(EngineArgs):
-    """The settings of AsyncLLM; the same as EngineArgs."""
+def _dashed(word: str) -> str:
+    """Replace underscores by dashes in the flag's name, not in keys after a dot."""
+    if not word.startswith("--") or len(word) == 2:
+        return word
+    name = re.match(r"[^=.]*", word)
+    assert name is not None
+    return name[0].replace("_", "-") + word[name.end() :]
 
 
-def add_config_file(parser: argparse.ArgumentParser, *, explains: bool = True) -> None:
-    """Add `--config FILE.yaml` and, with `explains`, `--explain-config`."""
-    parser.add_argument(
-        "--config",
-        action=Once,
-        default=argparse.SUPPRESS,
-        metavar="FILE",
-        help="YAML file of settings; keys are flags without the leading dashes. Precedence: flags, file, environment, "
-        "defaults.",
-    )
-    if not explains:
+def _optimization_levels(words: Sequence[str]) -> list[str]:
+    """Rewrite -O3, -O=3 and -O 3 to --optimization-level, -O.key and -O JSON to --compilation-config."""
+    result: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        level = _LEVEL.fullmatch(word)
+        if level is not None:
+            result += ["--optimization-level", level[1]]
+        elif word in _COMPILATION_SPELLINGS:
+            result += _level_or_settings(word, next(remaining, None))
+        elif word == "-O=":
+            result += _level_or_settings("-O", None)
+        elif word.startswith(("-O.", "-O=")):
+            result.append(_COMPILATION + word[2:])
+        else:
+            result.append(word)
+    return result
+
+
+def _level_or_settings(flag: str, value: str | None) -> list[str]:
+    if value is None:
+        raise ConfigError(flag, "needs a level from 0 to 3, or a JSON object")
+    return ["--optimization-level" if value.isdecimal() else _COMPILATION, value]
+
+
+def _merge_dotted(words: Sequence[str], json_flags: Mapping[str, str]) -> list[str]:
+    """Merge dotted flags: --flag.a.b 1 --flag.c+ x,y is --flag={"a": {"b": 1}, "c": ["x", "y"]}.
+
+    A value is parsed as JSON, else taken as text. Dotted flags override --flag JSON, in any order.
+    """
+    kept: list[str] = []
+    merged: dict[str, dict[str, Any]] = {}
+    remaining = iter(words)
+    for word in remaining:
+        match = _DOTTED.fullmatch(word)
+        if match is None or match[1] not in json_flags:
+            kept.append(word)
+            continue
+        value = match[4] if match[4] is not None else _next_value(word, remaining)
+        _set_key(merged.setdefault(json_flags[match[1]], {}), match, value)
+    return kept + [f"{flag}={json.dumps(settings)}" for flag, settings in merged.items()]
+
+
+def _next_value(flag: str, remaining: Iterator[str]) -> str:
+    value = next(remaining, None)
+    if value is None or value.startswith("--"):
+        raise ConfigError(flag, "needs a value")
+    return value
+
+
+def _set_key(target: dict[str, Any], match: re.Match[str], value: str) -> None:
+    flag = f"{match[1]}.{match[2]}{match[3]}"
+    *outer, key = match[2].split(".")
+    if not all((*outer, key)):
+        raise ConfigError(flag, "has an empty key between dots")
+    for part in outer:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise ConfigError(flag, f"{part} is already set to a value that is not an object; drop one of them")
+    if not match[3]:
+        target[key] = json_or_text(value)
         return
-    parser.add_argument(
-        "--explain-config",
-        action="store_true",
-        help="Print the resolved value, source and reason of every setting, without starting the engine.",
-    )
-
-
-def resolve_settings(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> ResolvedSettings:
-    """Merge flags, the file of `--config` and the environment. Raise ConfigError."""
-    known = {name: setting for table in tables for name, setting in table.items()}
-    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), known.values()).items()}
-    path = getattr(args, "config", None)
-    file = from_file(path, known) if path is not None else {}
-    return merge_layers(known, flags, file, from_environment(tables))
-
-
-def name_model(args: argparse.Namespace) -> argparse.Namespace:
-    """Return arguments with the positional MODEL as --model. Raise ConfigError if both are given and differ."""
-    tag = getattr(args, "model_tag", None)
-    if tag is None:
-        return args
-    model = getattr(args, "model", tag)
-    if model != tag:
-        raise ConfigError("--model", f"{model} differs from the positional MODEL {tag}; give one of them")
-    return argparse.Namespace(**{**vars(args), "model": tag})
-
-
-def resolve_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the value of every setting of a client command, from flags only. Raise ConfigError.
-
-    The environment is not read: its settings, above all the API key, are for a server on this machine.
-    """
-    flags = {name: Sourced(value, "flag") for name, value in given(args, settings.values()).items()}
-    resolved = merge_layers(settings, flags)
-    for note in resolved.notes:
-        logger.warning("%s", note)
-    return resolved.values
+    items = target.setdefault(key, [])
+    if not isinstance(items, list):
+        raise ConfigError(flag, f"{key} is already set to a value that is not a list; drop one of them")
+    parsed = json_or_text(value)
+    items.extend(parsed if isinstance(parsed, list) else map(json_or_text, value.split(",")))

@@ -31,7 +31,6 @@ from pagoda.common.config.defaults import (
     resolve_limits,
 )
 from pagoda.common.config.engine import EngineConfig, Limits
-from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, StateCache, cache_spec, kv_layout
 from pagoda.common.engine.structured_output.grammar import is_installed, not_installed
 from pagoda.common.errors import ConfigError, ModelError
@@ -48,110 +47,16 @@ from pagoda.server.settings.runner import PoolingRunner, check_pooling, pooling_
 if TYPE_CHECKING:
     from pagoda.common.config.settings import Setting
 
+logger = logging.getLogger(__name__)
 
-# Rows of `--explain-config` for engine settings: resolved value, source and reason.
-
+_DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
+_SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
 _RESOLVED_LATER: Final = {
     "num_gpu_blocks_override": "computed after the weights are loaded",
     "kv_cache_memory_bytes": "computed from the memory left by the weights",
     "download_dir": "the Hub client's cache",
 }
 """Settings that are resolved after this stage if unset -> how."""
-
-
-def engine_rows(
-    config: EngineConfig, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]
-) -> Iterator[ResolvedRow]:
-    """Yield one row per engine setting, in the order of the documentation.
-
-    `sources`: setting -> source. `derived`: setting -> its resolved row.
-    """
-    from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
-
-    for attribute, group in ENGINE_GROUPS.items():
-        for setting in settings_of(group):
-            yield _row(setting, getattr(getattr(config, attribute), setting.field), sources, derived)
-
-
-def _row(setting: Setting, value: Any, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]) -> ResolvedRow:
-    source = sources.get(setting.name) or ("default" if value == setting.default else "keyword")
-    row = derived.get(setting.name)
-    if setting.name == "hf_token" and value is not None:
-        return ResolvedRow(setting.name, "***", source, "hidden")
-    if row is None:
-        return ResolvedRow(setting.name, value, source, _RESOLVED_LATER.get(setting.name, "") if value is None else "")
-    if source == "default":
-        return row
-    return ResolvedRow(setting.name, row.value, source, row.reason if row.value != value else "")
-
-
-def runner_rows(runner: PoolingRunner | None) -> Iterator[ResolvedRow]:
-    """Yield the rows of --runner and --convert. `runner`: None for a generative model."""
-    if runner is None:
-        yield ResolvedRow("runner", "generate", "model", "the model has a language modeling head")
-        yield ResolvedRow("convert", "none", "model", "the model generates")
-    else:
-        yield ResolvedRow("runner", "pooling", "model", runner.reason)
-        yield ResolvedRow("convert", runner.use.removeprefix("token_"), "model", runner.reason)
-
-
-def executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
-    """Return the row of --distributed-executor-backend."""
-    name = "distributed_executor_backend"
-    executor = config.parallel.distributed_executor_backend
-    if not runs_ranks(backend, config.parallel):
-        if executor == "ray":
-            logger.warning("--distributed-executor-backend: ray has no effect with --tensor-parallel-size 1")
-        return ResolvedRow(name, "uni", "default", "one process drives all devices")
-    return ResolvedRow(name, executor or "mp", "default", "one process per GPU")
-
-
-def model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: GenerationDefaults) -> Iterator[ResolvedRow]:
-    """Yield the rows of settings derived from the checkpoint and its generation config."""
-    model = config.model
-    yield ResolvedRow("served_model_name", model.names, "model", "the value of --model")
-    yield ResolvedRow("tokenizer", model.tokenizer or model.model, "model", "the model's tokenizer")
-    if model.revision is not None and model.tokenizer in (None, model.model):
-        revision = model.tokenizer_revision or model.revision
-        yield ResolvedRow("tokenizer_revision", revision, "model", "the model's revision")
-    if not is_local(model.model):
-        yield ResolvedRow("revision", model.revision, "default", "the repository's default branch")
-    defaults = ", ".join(f"{key} {value}" for key, value in generation.sampling.items())
-    yield ResolvedRow("generation_config", model.generation_config, "default", f"sets {defaults or 'no defaults'}")
-    if checkpoint.gguf_metadata is not None:
-        yield ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
-        yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
-    if isinstance(checkpoint, ShardedCheckpoint):
-        yield ResolvedRow("load_format", "sharded_state", "model", "the model was written by `pagoda convert`")
-
-
-# Checks that need no model: the backend, its devices and the libraries that settings name are available.
-#
-# They run before a model's files are read and import no framework, because the engine process waits for them.
-
-_STRUCTURED_OUTPUTS: Final = "--structured-outputs-config"
-
-
-def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
-    """Return the backend and how it distributes a model. Raise ConfigError for what this machine lacks."""
-    backend = choose_backend(config.model.backend)
-    sizes = parallel_sizes(backend, config.parallel)
-    check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
-    _check_grammar_library(config.structured_outputs)
-    return backend, sizes
-
-
-def _check_grammar_library(config: StructuredOutputsConfig) -> None:
-    if config.is_engine_explicit and not is_installed(config.engine):
-        raise ConfigError(_STRUCTURED_OUTPUTS, f"backend {config.engine}: {not_installed(config.engine)}")
-
-
-__all__ = ["Resolved", "ResolvedRow", "open_model", "resolve"]
-
-_DTYPE_ALIASES: Final = {"float": "float32", "half": "float16"}
-_SERVED_DTYPES: Final = ("float32", "bfloat16", "float16")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +147,22 @@ def resolve(
     )
 
 
+def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
+    """Return the backend and how it distributes a model. Raise ConfigError for what this machine lacks.
+
+    Needs no model and imports no framework: it runs before the model's files are read.
+    """
+    backend = choose_backend(config.model.backend)
+    sizes = parallel_sizes(backend, config.parallel)
+    check_moves(backend, sleep_mode=config.model.enable_sleep_mode, cpu_offload_gb=config.cache.cpu_offload_gb)
+    structured = config.structured_outputs
+    if structured.is_engine_explicit and not is_installed(structured.engine):
+        raise ConfigError(
+            "--structured-outputs-config", f"backend {structured.engine}: {not_installed(structured.engine)}"
+        )
+    return backend, sizes
+
+
 def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
     """Open the checkpoint of --model."""
     model, load = config.model, config.load
@@ -326,3 +247,72 @@ def _dtype(configured: str, hf_config: Mapping[str, Any], default: str) -> tuple
     if checkpoint_dtype:
         return default, f"the checkpoint's dtype is {checkpoint_dtype}, which is not supported"
     return default, "the checkpoint names no dtype"
+
+
+# Rows of `--explain-config` for engine settings: resolved value, source and reason.
+
+
+def engine_rows(
+    config: EngineConfig, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]
+) -> Iterator[ResolvedRow]:
+    """Yield one row per engine setting, in the order of the documentation.
+
+    `sources`: setting -> source. `derived`: setting -> its resolved row.
+    """
+    from pagoda.common.config.settings import ENGINE_GROUPS, settings_of
+
+    for attribute, group in ENGINE_GROUPS.items():
+        for setting in settings_of(group):
+            yield _row(setting, getattr(getattr(config, attribute), setting.field), sources, derived)
+
+
+def _row(setting: Setting, value: Any, sources: Mapping[str, str], derived: Mapping[str, ResolvedRow]) -> ResolvedRow:
+    source = sources.get(setting.name) or ("default" if value == setting.default else "keyword")
+    row = derived.get(setting.name)
+    if setting.name == "hf_token" and value is not None:
+        return ResolvedRow(setting.name, "***", source, "hidden")
+    if row is None:
+        return ResolvedRow(setting.name, value, source, _RESOLVED_LATER.get(setting.name, "") if value is None else "")
+    if source == "default":
+        return row
+    return ResolvedRow(setting.name, row.value, source, row.reason if row.value != value else "")
+
+
+def runner_rows(runner: PoolingRunner | None) -> Iterator[ResolvedRow]:
+    """Yield the rows of --runner and --convert. `runner`: None for a generative model."""
+    if runner is None:
+        yield ResolvedRow("runner", "generate", "model", "the model has a language modeling head")
+        yield ResolvedRow("convert", "none", "model", "the model generates")
+    else:
+        yield ResolvedRow("runner", "pooling", "model", runner.reason)
+        yield ResolvedRow("convert", runner.use.removeprefix("token_"), "model", runner.reason)
+
+
+def executor_row(config: EngineConfig, backend: str) -> ResolvedRow:
+    """Return the row of --distributed-executor-backend."""
+    name = "distributed_executor_backend"
+    executor = config.parallel.distributed_executor_backend
+    if not runs_ranks(backend, config.parallel):
+        if executor == "ray":
+            logger.warning("--distributed-executor-backend: ray has no effect with --tensor-parallel-size 1")
+        return ResolvedRow(name, "uni", "default", "one process drives all devices")
+    return ResolvedRow(name, executor or "mp", "default", "one process per GPU")
+
+
+def model_rows(config: EngineConfig, checkpoint: Checkpoint, generation: GenerationDefaults) -> Iterator[ResolvedRow]:
+    """Yield the rows of settings derived from the checkpoint and its generation config."""
+    model = config.model
+    yield ResolvedRow("served_model_name", model.names, "model", "the value of --model")
+    yield ResolvedRow("tokenizer", model.tokenizer or model.model, "model", "the model's tokenizer")
+    if model.revision is not None and model.tokenizer in (None, model.model):
+        revision = model.tokenizer_revision or model.revision
+        yield ResolvedRow("tokenizer_revision", revision, "model", "the model's revision")
+    if not is_local(model.model):
+        yield ResolvedRow("revision", model.revision, "default", "the repository's default branch")
+    defaults = ", ".join(f"{key} {value}" for key, value in generation.sampling.items())
+    yield ResolvedRow("generation_config", model.generation_config, "default", f"sets {defaults or 'no defaults'}")
+    if checkpoint.gguf_metadata is not None:
+        yield ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
+        yield ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
+    if isinstance(checkpoint, ShardedCheckpoint):
+        yield ResolvedRow("load_format", "sharded_state", "model", "the model was written by `pagoda convert`")

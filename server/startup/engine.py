@@ -3,7 +3,8 @@
     resolve (checkpoint, model spec, limits, KV layout) -> meet the other hosts or start the other ranks, if any
     -> backend -> weights -> memory plan -> KV cache -> warm-up
 
-The backend's framework is imported in a thread while the checkpoint is opened and its weights are prefetched.
+The backend's framework is imported in a thread while the checkpoint is opened and its weights are prefetched. A pooling
+model has no KV cache; everything else is the same for both kinds of model.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from pagoda.backends.modules import BackendModule
 from pagoda.backends.registry import choose_backend, load_backend, load_pooling, runs_ranks
@@ -27,6 +29,7 @@ from pagoda.common.backend import (
     PoolingBackend,
     PoolingOptions,
     ProgramOptions,
+    RankLink,
     ShardedBackend,
     SleepingBackend,
     Weight,
@@ -36,6 +39,7 @@ from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.distributed.follower import FollowingBackend
+from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import FullCache, KvLayout, LatentCache
@@ -51,16 +55,136 @@ from pagoda.server.plugins import load_general_plugins, sampler_options, schedul
 from pagoda.server.processing.grammar_check import structured_of
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
-from pagoda.server.startup.executors import BuiltEngine, Phases, Prefetch, WorkerGroup
 from pagoda.server.startup.hosts import check_hosts, meeting
-from pagoda.server.startup.parameters import read_weights
+from pagoda.server.startup.parameters import Prefetch, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
 
-# From resolved settings to a warm engine: backend -> weights -> memory plan and KV cache -> warm-up.
-#
-# A pooling model has no KV cache; everything else is the same for both kinds of model.
-
 logger = logging.getLogger(__name__)
+
+READ_AHEAD_BYTES: Final = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A warm engine. The caller closes `backend`."""
+
+    core: EngineCore
+    backend: Backend | PoolingBackend
+    info: EngineInfo
+    hosts: LeadingBackend | FollowingBackend | None = None  # the backend again, if other hosts or ranks take part
+    sleeper: Sleeper | None = None  # with --enable-sleep-mode
+    structured: Structured | None = None  # compiles grammars; None without a tokenizer
+
+
+class WorkerGroup(Protocol):
+    """Other hosts, or other ranks on this host, that execute the engine's steps."""
+
+    def arrive(self, checkpoint: Checkpoint) -> RankLink | None:
+        """Connect, once weights are on disk and the backend is imported. Return the rank for `create`, if any.
+
+        Raises ConfigError or EngineDeadError.
+        """
+        ...
+
+    def joined(self, backend: Backend) -> LeadingBackend | FollowingBackend:
+        """Return this process's backend, in step with the others."""
+        ...
+
+
+class Phases:
+    """Start-up phases and their seconds, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[str, float]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the time in this context, unless it fails."""
+        begin = time.perf_counter()
+        yield
+        self.seconds.append((name, time.perf_counter() - begin))
+
+
+Gather = Callable[[Resolved, Usage], AbstractContextManager[WorkerGroup | None]]
+
+
+def connect_workers(resolved: Resolved, usage: Usage) -> AbstractContextManager[WorkerGroup | None]:
+    """Return the context in which the other ranks or hosts are connected, while the engine is built."""
+    if runs_ranks(resolved.backend, resolved.config.parallel):
+        return leading(resolved, usage)
+    return meeting(resolved)
+
+
+def build_engine(config: EngineConfig, usage: Usage, gather: Gather = connect_workers) -> BuiltEngine:
+    """Load the model and warm it up. Raises ConfigError, ModelError or WeightError, with cause and remedy."""
+    with pinned(config.runtime.cores):
+        return _build(config, usage, gather)
+
+
+def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:
+    phases = Phases()
+    load_general_plugins(config)
+    importing = import_backend(choose_backend(config.model.backend))
+    with phases("open checkpoint"):
+        resolved = _resolved(config, usage)
+    with gather(resolved, usage) as workers:
+        return _load(importing, resolved, workers, phases)
+
+
+def check_engine(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
+    """Return what `build_engine` would load. Raises what it raises before it reads weights or meets other hosts.
+
+    `sources`: setting -> where it was set. Opens the tokenizer too.
+    """
+    with pinned(config.runtime.cores):
+        load_general_plugins(config)
+        resolved = _resolved(config, usage, sources)
+        if runs_ranks(resolved.backend, config.parallel):
+            check_ranks(resolved)
+        check_hosts(resolved)
+        check_assembly(resolved, load_backend(resolved.backend))
+    open_tokenizer(config)
+    return resolved
+
+
+def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
+    """Resolve the settings; weights of a hub's model are fetched later, once everything else is checked."""
+    return resolve(config, usage, sources, weights=is_local(config.model.model))
+
+
+def _load(
+    importing: Future[BackendModule], resolved: Resolved, workers: WorkerGroup | None, phases: Phases
+) -> BuiltEngine:
+    """Prefetch the weights while the backend is imported, then assemble the engine."""
+    config = resolved.config
+    checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
+    if not fetched:  # downloaded only now that the model is known to be supported
+        with phases("fetch weights"):
+            checkpoint = open_model(config, weights=True)
+    weights = Prefetch(read_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
+    try:
+        with phases(f"import {resolved.backend}"):
+            module = importing.result()
+        return assemble(resolved, module, checkpoint, weights, workers, phases)
+    finally:
+        weights.close()
+
+
+def import_backend(name: str) -> Future[BackendModule]:
+    """Import a backend in a daemon thread, which does not delay an error of the model."""
+    importing: Future[BackendModule] = Future()
+
+    def run() -> None:
+        try:
+            importing.set_result(load_backend(name))
+        except BaseException as error:
+            importing.set_exception(error)
+
+    threading.Thread(target=run, name="pagoda-import", daemon=True).start()
+    return importing
+
+
+# The backend with its weights, memory plan and KV cache.
 
 
 def assemble(
@@ -287,7 +411,7 @@ def _sleeper(config: EngineConfig, backend: Backend, core: EngineCore, resolved:
     return Sleeper(cast(SleepingBackend, backend), core, weights)
 
 
-FLAG: Final = "--cpu-omp-threads-bind"
+# Pinning to cores.
 
 
 @contextmanager
@@ -300,11 +424,13 @@ def pinned(cores: frozenset[int] | None) -> Iterator[None]:
         yield
         return
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(FLAG, "this system cannot pin threads to cores; use auto")
+        raise ConfigError("--cpu-omp-threads-bind", "this system cannot pin threads to cores; use auto")
     before = os.sched_getaffinity(0)
     if not cores <= before:
         missing = ", ".join(map(str, sorted(cores - before)))
-        raise ConfigError(FLAG, f"core {missing} is not available to this process; choose from {ranges(before)}")
+        raise ConfigError(
+            "--cpu-omp-threads-bind", f"core {missing} is not available to this process; choose from {ranges(before)}"
+        )
     os.sched_setaffinity(0, cores)
     try:
         yield
@@ -321,84 +447,3 @@ def ranges(numbers: set[int]) -> str:
         else:
             spans.append([number])
     return ",".join("-".join(map(str, span)) for span in spans)
-
-
-READ_AHEAD_BYTES: Final = 512 << 20
-
-Gather = Callable[[Resolved, Usage], AbstractContextManager[WorkerGroup | None]]
-
-
-def connect_workers(resolved: Resolved, usage: Usage) -> AbstractContextManager[WorkerGroup | None]:
-    """Return the context in which the other ranks or hosts are connected, while the engine is built."""
-    if runs_ranks(resolved.backend, resolved.config.parallel):
-        return leading(resolved, usage)
-    return meeting(resolved)
-
-
-def build_engine(config: EngineConfig, usage: Usage, gather: Gather = connect_workers) -> BuiltEngine:
-    """Load the model and warm it up. Raises ConfigError, ModelError or WeightError, with cause and remedy."""
-    with pinned(config.runtime.cores):
-        return _build(config, usage, gather)
-
-
-def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:
-    phases = Phases()
-    load_general_plugins(config)
-    importing = import_backend(choose_backend(config.model.backend))
-    with phases("open checkpoint"):
-        resolved = _resolved(config, usage)
-    with gather(resolved, usage) as workers:
-        return _load(importing, resolved, workers, phases)
-
-
-def check_engine(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
-    """Return what `build_engine` would load. Raises what it raises before it reads weights or meets other hosts.
-
-    `sources`: setting -> where it was set. Opens the tokenizer too.
-    """
-    with pinned(config.runtime.cores):
-        load_general_plugins(config)
-        resolved = _resolved(config, usage, sources)
-        if runs_ranks(resolved.backend, config.parallel):
-            check_ranks(resolved)
-        check_hosts(resolved)
-        check_assembly(resolved, load_backend(resolved.backend))
-    open_tokenizer(config)
-    return resolved
-
-
-def _resolved(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:
-    """Resolve the settings; weights of a hub's model are fetched later, once everything else is checked."""
-    return resolve(config, usage, sources, weights=is_local(config.model.model))
-
-
-def _load(
-    importing: Future[BackendModule], resolved: Resolved, workers: WorkerGroup | None, phases: Phases
-) -> BuiltEngine:
-    """Prefetch the weights while the backend is imported, then assemble the engine."""
-    config = resolved.config
-    checkpoint, fetched = resolved.checkpoint, is_local(config.model.model)
-    if not fetched:  # downloaded only now that the model is known to be supported
-        with phases("fetch weights"):
-            checkpoint = open_model(config, weights=True)
-    weights = Prefetch(read_weights(config, checkpoint, resolved), READ_AHEAD_BYTES)
-    try:
-        with phases(f"import {resolved.backend}"):
-            module = importing.result()
-        return assemble(resolved, module, checkpoint, weights, workers, phases)
-    finally:
-        weights.close()
-
-
-def import_backend(name: str) -> Future[BackendModule]:
-    """Import a backend in a daemon thread, which does not delay an error of the model."""
-    importing: Future[BackendModule] = Future()
-
-    def run() -> None:
-        try:
-            importing.set_result(load_backend(name))
-        except BaseException as error:
-            importing.set_exception(error)
-
-    threading.Thread(target=run, name="pagoda-import", daemon=True).start()
-    return importing

@@ -1,7 +1,4 @@
-"""Several hosts for one engine:
-
-the fingerprint that each sends before it loads, and the backend that keeps them in step.
-"""
+"""Several hosts for one engine: their fingerprints, compared before they load, and backends that stay in step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The parameters of a model, from its checkpoint (with a progress bar) or random."""
+"""The parameters of a model: from its checkpoint (with a progress bar) or random, read ahead in a thread."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -80,3 +82,54 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     family = resolved.family
     tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
     return apply_rules(family.rules, shapes, tensors, family.ignored)
+
+
+class Prefetch:
+    """Iterates over `weights`, read in a thread at most `max_bytes` ahead. Re-raises the source's exception.
+
+    Weights are read and dequantised while the main thread imports the backend or packs the last tensor.
+    """
+
+    def __init__(self, weights: Iterable[Weight], max_bytes: int) -> None:
+        self._source = weights
+        self._max_bytes = max_bytes
+        self._ready: deque[Weight] = deque()
+        self._bytes = 0
+        self._ended = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._read, name="pagoda-weights", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Weight]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._ended)
+                if not self._ready:
+                    break
+                weight = self._ready.popleft()
+                self._bytes -= weight[1].nbytes
+                self._changed.notify_all()
+            yield weight
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Stop reading."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        try:
+            for weight in self._source:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._bytes < self._max_bytes or self._ended)
+                    if self._ended:
+                        return
+                    self._ready.append(weight)
+                    self._bytes += weight[1].nbytes
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.close()

@@ -30,8 +30,8 @@ from pagoda.common.distributed.messages import Peer
 from pagoda.common.errors import PagodaError
 from pagoda.common.observe.logs import configure
 from pagoda.server.settings.resolve import Resolved
-from pagoda.server.startup.engine import Gather, build_engine, import_backend
-from pagoda.server.startup.executors import BuiltEngine, Job, receive_job
+from pagoda.server.startup.engine import BuiltEngine, Gather, build_engine, import_backend
+from pagoda.server.startup.executors import Job, receive_job
 from pagoda.server.startup.ranks import FollowingRank
 
 Build = Callable[[EngineConfig, Usage, Gather], BuiltEngine]

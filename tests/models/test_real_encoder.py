@@ -19,8 +19,7 @@ from pagoda.common.engine.pooling import PoolingRules
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 pytestmark = pytest.mark.model
 

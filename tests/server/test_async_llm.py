@@ -60,14 +60,14 @@ async def idle(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_stream_of_deltas_adds_up(llm: AsyncLLM) -> None:
+async def test_deltas_concatenate_to_the_text(llm: AsyncLLM) -> None:
     outputs = [o async for o in llm.generate("abc", SamplingParams(max_tokens=6, output_kind=DELTA), "r")]
     assert "".join(o.outputs[0].text for o in outputs) == "defghi"
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     assert llm.num_unfinished == 0
 
 
-async def test_cumulative_and_final_only(llm: AsyncLLM) -> None:
+async def test_cumulative_and_final_only_outputs(llm: AsyncLLM) -> None:
     seen = [o.outputs[0].text async for o in llm.generate("abc", SamplingParams(max_tokens=6), "r")]
     assert seen[-1] == "defghi"
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
@@ -75,7 +75,7 @@ async def test_cumulative_and_final_only(llm: AsyncLLM) -> None:
     assert len([o async for o in llm.generate("abc", SamplingParams(output_kind=final), "r")]) == 1
 
 
-async def test_many_at_once(llm: AsyncLLM) -> None:
+async def test_concurrent_requests(llm: AsyncLLM) -> None:
     prompts = [chr(97 + i % 20) for i in range(40)]
     texts = await asyncio.gather(*(text_of(llm, str(i), p, max_tokens=3) for i, p in enumerate(prompts)))
     assert texts == ["".join(chr(ord(p) + k) for k in (1, 2, 3)) for p in prompts]
@@ -110,13 +110,13 @@ async def test_abort_finishes_the_stream(slow: AsyncLLM) -> None:
     await idle(slow)
 
 
-async def test_a_stop_string_frees_the_engine(slow: AsyncLLM) -> None:
+async def test_stop_string_aborts_in_the_engine(slow: AsyncLLM) -> None:
     whole = await text_of(slow, "a", "abc", max_tokens=30)
     assert await text_of(slow, "b", "abc", max_tokens=60, stop=[whole[3:5]]) == whole[:3]
     await idle(slow)
 
 
-async def test_bad_requests_leave_no_trace(llm: AsyncLLM) -> None:
+async def test_refused_requests_are_not_tracked(llm: AsyncLLM) -> None:
     for prompt in ("", "x" * 100, {"prompt_token_ids": [999]}):
         with pytest.raises(RequestError) as caught:
             await anext(llm.generate(prompt, SamplingParams(), "r"))
@@ -135,7 +135,7 @@ async def test_an_id_in_use_is_refused(slow: AsyncLLM) -> None:
     await stream.aclose()
 
 
-async def test_what_only_the_engine_can_refuse() -> None:
+async def test_refusal_by_the_engine_fails_the_stream() -> None:
     llm = make(num_gpu_blocks_override=4)
     with pytest.raises(RequestError) as caught:
         await text_of(llm, "r", "a" * 30, n=2, temperature=1.0)
@@ -151,7 +151,7 @@ async def test_priority_needs_its_policy(llm: AsyncLLM) -> None:
     assert caught.value.field == "priority"
 
 
-async def test_a_long_prompt_is_tokenised_aside(llm: AsyncLLM) -> None:
+async def test_too_long_prompt_is_refused_after_tokenising_in_a_thread(llm: AsyncLLM) -> None:
     with pytest.raises(RequestError, match="20000 tokens"):
         await anext(llm.generate("x" * 20_000, SamplingParams(), "r"))
 
@@ -166,11 +166,11 @@ async def test_reset_prefix_cache(llm: AsyncLLM) -> None:
     assert await cached() == 0
 
 
-async def test_steps_are_heard(llm: AsyncLLM) -> None:
-    heard: list[int] = []
-    llm.on_step = lambda step: heard.append(len(step.outputs))
+async def test_on_step_is_called_for_every_step(llm: AsyncLLM) -> None:
+    counts: list[int] = []
+    llm.on_step = lambda step: counts.append(len(step.outputs))
     await text_of(llm, "r", "abc", max_tokens=5)
-    assert sum(heard) == 5
+    assert sum(counts) == 5
 
 
 async def test_an_engine_that_dies_fails_every_request() -> None:
@@ -188,12 +188,12 @@ async def test_an_engine_that_dies_fails_every_request() -> None:
 
 
 @pytest.mark.parametrize(("model", "error"), [("fake:config", ConfigError), ("fake:bug", KeyError)])
-def test_an_engine_that_does_not_start(model: str, error: type[Exception]) -> None:
+def test_constructor_raises_the_startup_error(model: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         make(model)
 
 
-async def test_starting_without_waiting() -> None:
+async def test_start_without_waiting() -> None:
     llm = make(wait=False)
     assert not llm.is_running
     info = await llm.wait_until_ready()
@@ -211,7 +211,7 @@ def test_one_engine_in_two_event_loops() -> None:
     llm.shutdown()
 
 
-async def test_shutdown_fails_what_runs(slow: AsyncLLM) -> None:
+async def test_shutdown_fails_running_requests(slow: AsyncLLM) -> None:
     task = asyncio.create_task(text_of(slow, "r", "abc", max_tokens=60))
     while not slow.stats.running:
         await asyncio.sleep(0.005)
@@ -244,7 +244,7 @@ async def test_pending_output_comes_before_an_error() -> None:
         await stream.get()
 
 
-async def test_a_reset_that_nobody_waits_for_any_more_stops_nothing(llm: AsyncLLM) -> None:
+async def test_cancelled_reset_does_not_affect_the_engine(llm: AsyncLLM) -> None:
     resetting = asyncio.ensure_future(llm.reset_prefix_cache())
     await asyncio.sleep(0)
     resetting.cancel()
@@ -255,7 +255,7 @@ async def test_a_reset_that_nobody_waits_for_any_more_stops_nothing(llm: AsyncLL
     assert failures == []
 
 
-async def test_a_dying_engine_tells_all_who_wait(llm: AsyncLLM) -> None:
+async def test_engine_death_fails_pending_resets(llm: AsyncLLM) -> None:
     left, waiting = (asyncio.ensure_future(llm.reset_prefix_cache()) for _ in range(2))
     await asyncio.sleep(0)
     left.cancel()
@@ -264,7 +264,7 @@ async def test_a_dying_engine_tells_all_who_wait(llm: AsyncLLM) -> None:
         await waiting
 
 
-async def test_a_pause_holds_what_is_being_tokenised(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pause_holds_requests_that_are_being_tokenised(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = llm._prepare
 
     async def prepare_while_pausing(*args: Any) -> Any:
@@ -281,7 +281,7 @@ async def test_a_pause_holds_what_is_being_tokenised(llm: AsyncLLM, monkeypatch:
     assert await answering == "bc"
 
 
-async def test_a_prompt_may_be_embeddings() -> None:
+async def test_prompt_embeds() -> None:
     llm = make(enable_prompt_embeds=True)
     rows = np.repeat(np.array([list(b"abc")]).T, WIDTH, axis=1).astype(np.float16)
     assert await text_of(llm, "rows", {"prompt_embeds": rows}, max_tokens=3) == "def"
@@ -290,7 +290,7 @@ async def test_a_prompt_may_be_embeddings() -> None:
     llm.shutdown()
 
 
-async def test_no_text_is_a_token_beyond_the_vocabulary() -> None:
+async def test_text_is_never_encoded_beyond_the_vocabulary() -> None:
     config = AsyncEngineArgs("fake").create_engine_config()
     vocab = make().info.vocab_size
     backend = tokenizers.Tokenizer.from_str(TEXT.backend.to_str())

@@ -109,7 +109,7 @@ WORDS = [
 
 @pytest.mark.command("serve")
 @pytest.mark.parametrize(("words", "message"), CONTRADICTIONS + RANGES + WORDS)
-def test_serve(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_bad_input_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(["serve", *words.split(" ")], capsys)
 
 
@@ -124,7 +124,9 @@ def test_serve(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> 
         ("--model a --model b", "--model: is given twice"),
     ],
 )
-def test_the_other_commands(command: str, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_report_bad_input_in_one_line(
+    command: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in refused([*command.split(), *words.split()], capsys)
 
 
@@ -142,7 +144,9 @@ def test_the_other_commands(command: str, words: str, message: str, capsys: pyte
         ("hf-overrides: 5", "--hf-overrides: "),
     ],
 )
-def test_files(command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_files_are_one_error_line(
+    command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     assert message in refused([*command.split(), "--config", str(path)], capsys)
@@ -156,7 +160,7 @@ def test_files(command: str, text: str, message: str, tmp_path: Path, capsys: py
         ("PAGODA_ENFORCE_EAGER", "perhaps", "PAGODA_ENFORCE_EAGER: --enforce-eager: 'perhaps' is not true or false"),
     ],
 )
-def test_variables(
+def test_invalid_variables_are_one_error_line(
     name: str, value: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -166,7 +170,7 @@ def test_variables(
 @pytest.mark.setting("--log-error-stack")
 @pytest.mark.parametrize("flag", ["--log-error-stack", "--log_error_stack"])
 @pytest.mark.parametrize("command", ["serve", "run-batch -i a -o b", "bench latency", "chat"])
-def test_the_stack_is_shown_when_asked_for(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_shown_on_request(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--max-tokens", "0"] if command == "chat" else ["--max-num-seqs", "0"]
     assert main.main([*command.split(), *words, flag]) == 2
     said = capsys.readouterr().err
@@ -174,7 +178,7 @@ def test_the_stack_is_shown_when_asked_for(command: str, flag: str, capsys: pyte
     assert f"{words[0]}: 0 is not positive; use 1 or more" in said.splitlines()[-1]
 
 
-def test_a_whole_process(tmp_path: Path) -> None:
+def test_process_prints_one_error_line(tmp_path: Path) -> None:
     """As a shell sees it: the status, one line, nothing on the standard output."""
     (tmp_path / "c.yaml").write_text("max-num-seqs: 0")
     done = subprocess.run(

@@ -32,9 +32,9 @@ def make(**args: Any) -> LLM:
 
 
 def backend(llm: LLM) -> FakeBackend:
-    found = llm.llm_engine._built.backend
-    assert isinstance(found, FakeBackend)
-    return found
+    backend = llm.llm_engine._built.backend
+    assert isinstance(backend, FakeBackend)
+    return backend
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_bad_prompt_raises_before_anything_runs(llm: LLM) -> None:
     assert llm.generate("abc", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].text == "de"
 
 
-def test_a_prompt_that_the_engine_refuses_leaves_nothing_behind() -> None:
+def test_prompt_refused_by_the_engine_is_not_tracked() -> None:
     llm = make(num_gpu_blocks_override=4)
     with pytest.raises(RequestError) as caught:
         llm.generate(["abc", "a" * 20], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -110,7 +110,7 @@ def test_a_prompt_that_the_engine_refuses_leaves_nothing_behind() -> None:
     assert llm.generate("abc", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].text == "de"
 
 
-def test_ctrl_c_ends_all_and_leaves_the_engine_clean(llm: LLM) -> None:
+def test_ctrl_c_aborts_all_requests(llm: LLM) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 
     def interrupting(history: list[int]) -> int:
@@ -153,7 +153,7 @@ def test_a_stop_token_is_the_reason(llm: LLM) -> None:
 
 @pytest.mark.field("SamplingParams.include_stop_str_in_output|output_kind")
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_a_stop_token_is_said_when_asked_for(llm: LLM, kind: RequestOutputKind) -> None:
+def test_stop_token_is_part_of_the_text_on_request(llm: LLM, kind: RequestOutputKind) -> None:
     params = SamplingParams(stop_token_ids=[ord("f")], include_stop_str_in_output=True, output_kind=kind)
     assert llm.generate("abc", params, use_tqdm=False)[0].outputs[0].text.endswith("f")
 
@@ -171,7 +171,7 @@ def test_logprobs(llm: LLM) -> None:
 
 
 @pytest.mark.field("SamplingParams.detokenize")
-def test_without_detokenizing_there_are_ids_only(llm: LLM) -> None:
+def test_detokenize_false_returns_token_ids_only(llm: LLM) -> None:
     answer = llm.generate("abc", SamplingParams(max_tokens=2, detokenize=False, logprobs=0), use_tqdm=False)[0]
     assert (answer.outputs[0].text, answer.outputs[0].token_ids) == ("", list(b"de"))
     assert answer.outputs[0].logprobs[0][ord("d")].decoded_token is None
@@ -193,7 +193,7 @@ def test_priority_needs_its_policy(llm: LLM) -> None:
     assert outputs[1].metrics.first_token_ts < outputs[0].metrics.first_token_ts
 
 
-def test_the_bar_counts_answers_and_tokens(llm: LLM) -> None:
+def test_progress_bar_counts_completions_and_tokens(llm: LLM) -> None:
     class Bar:
         def __init__(self, **keywords: Any) -> None:
             self.total, self.n, self.postfix, self.closed = keywords["total"], 0, keywords["postfix"], False
@@ -252,7 +252,7 @@ def test_engine_steps_by_hand() -> None:
 
 
 @pytest.mark.field("SamplingParams.stream_interval")
-def test_a_request_that_is_heard_of_less_often() -> None:
+def test_stream_interval_of_a_request() -> None:
     llm = engine()
     kind = RequestOutputKind.DELTA
     llm.add_request("a", "abc", SamplingParams(max_tokens=9, stream_interval=4, output_kind=kind))
@@ -265,13 +265,15 @@ def test_a_request_that_is_heard_of_less_often() -> None:
 
 
 @pytest.mark.field("SamplingParams.repetition_detection")
-def test_an_answer_that_repeats_itself_ends_in_the_engine(llm: LLM) -> None:
+def test_repetition_detection_aborts_in_the_engine(llm: LLM) -> None:
     backend(llm).next_token = lambda history: ord("ab"[len(history) % 2])
     params = SamplingParams(max_tokens=30, repetition_detection=RepetitionDetectionParams(2, 1, 3))
     late = SamplingParams(max_tokens=30, min_tokens=9, repetition_detection=RepetitionDetectionParams(2, 1, 3))
-    found = [output.outputs[0] for output in llm.generate(["x", "x"], [params, late], use_tqdm=False)]
-    assert [(each.finish_reason, each.stop_reason) for each in found] == [("repetition", "repetition_detected")] * 2
-    assert [each.text for each in found] == ["bababa", "babababab"]
+    completions = [output.outputs[0] for output in llm.generate(["x", "x"], [params, late], use_tqdm=False)]
+    assert [(each.finish_reason, each.stop_reason) for each in completions] == [
+        ("repetition", "repetition_detected")
+    ] * 2
+    assert [each.text for each in completions] == ["bababa", "babababab"]
     assert llm.llm_engine.stats.running == 0
 
 
@@ -333,7 +335,7 @@ def test_deltas_of_logprobs_and_of_n() -> None:
     assert flags == [False, False, False, True]
 
 
-def test_public_names_cost_no_framework() -> None:
+def test_public_names_import_no_framework() -> None:
     code = (
         "import sys, pagoda; from pagoda import AsyncLLM, AsyncEngineArgs, EngineArgs, LLM, LLMEngine, SamplingParams,"
         " RequestOutput, CompletionOutput; sys.exit(','.join({'torch','jax','transformers'} & set(sys.modules)) or 0)"

@@ -86,7 +86,7 @@ def test_encode_and_its_params() -> None:
         ("dimensions", True),
     ],
 )
-def test_params_that_are_refused(field: str, value: Any) -> None:
+def test_invalid_pooling_params_are_refused(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         PoolingParams(**{field: value})
     assert caught.value.field == field
@@ -139,13 +139,13 @@ def test_a_template_makes_the_pair() -> None:
     assert caught.value.field == "chat_template"
 
 
-def test_vectors_of_no_direction_score_nothing() -> None:
+def test_zero_vectors_score_zero() -> None:
     params = PoolingParams(use_activation=False)
     (output,) = make("embed").score([""], ["a"], pooling_params=params, use_tqdm=False)
     assert output.outputs.score == pytest.approx(np.dot(vector(""), vector("a")))
 
 
-def test_what_a_model_does_not_do() -> None:
+def test_unsupported_tasks_are_refused() -> None:
     embed, classify = make("embed"), make("classify")
     plain = LLM.from_engine(LLMEngine(EngineArgs("fake").create_engine_config(), build=build, open_text=lambda _: TEXT))
     calls: list[tuple[Any, str, str]] = [
@@ -189,7 +189,7 @@ def test_an_engine_by_steps() -> None:
     assert engine.step() == []
 
 
-def test_a_bar_counts_prompts() -> None:
+def test_progress_bar_counts_prompts() -> None:
     seen: list[int] = []
 
     class Bar:
@@ -215,9 +215,9 @@ def test_a_bar_counts_prompts() -> None:
 async def test_async_encode() -> None:
     llm = make_async("embed")
     try:
-        found = [each async for each in llm.encode("abc", PoolingParams(), "r")]
-        assert [each.request_id for each in found] == ["r"]
-        assert found[0].outputs.data.tolist() == pytest.approx(vector("abc"))
+        outputs = [each async for each in llm.encode("abc", PoolingParams(), "r")]
+        assert [each.request_id for each in outputs] == ["r"]
+        assert outputs[0].outputs.data.tolist() == pytest.approx(vector("abc"))
         options = {"truncate_prompt_tokens": 2}
         (cut,) = [each async for each in llm.encode("abc", PoolingParams(), "r", tokenization_kwargs=options)]
         assert cut.prompt_token_ids == [97, 256]
@@ -253,7 +253,7 @@ async def test_leaving_cancelling_and_aborting_end_the_request() -> None:
         llm.shutdown()
 
 
-async def test_a_dead_engine_fails_all() -> None:
+async def test_engine_death_fails_pooling_requests() -> None:
     llm = make_async("crash")
     try:
         prompt = llm.pooling_inputs.parse("a")
@@ -266,7 +266,7 @@ async def test_a_dead_engine_fails_all() -> None:
         llm.shutdown()
 
 
-async def test_a_paused_engine_holds_pooling_requests_back() -> None:
+async def test_pause_holds_pooling_requests() -> None:
     llm = make_async("embed")
     try:
         await llm.pause_generation()
@@ -281,7 +281,7 @@ async def test_a_paused_engine_holds_pooling_requests_back() -> None:
         llm.shutdown()
 
 
-def test_what_engines_are_asked() -> None:
+def test_prepared_pooling_requests_carry_their_rules() -> None:
     llm = make("embed", scheduling_policy="priority")
     inputs = llm.llm_engine.inputs
     prepared = inputs.prepare("r", "ab", PoolingParams(dimensions=3), 5)

@@ -1,4 +1,4 @@
-"""Code that is not ours: found by name or entry point, run where it is asked for, told from ours when it fails."""
+"""Plugins are loaded by name or entry point, run in each process, and named when they fail."""
 
 import os
 import subprocess
@@ -63,13 +63,13 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
-    """Entry points `group__name="attribute of this module"`."""
-    made = []
+    """Install entry points, given as `group__name="attribute of this module"`."""
+    entries = []
     for key, value in points.items():
         group, name = key.split("__")
         target = value if "." in value else f"{__name__}:{value}"
-        made.append(EntryPoint(name, target.replace("..", ""), f"pagoda.{group}"))
-    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(made).select(group=group))
+        entries.append(EntryPoint(name, target.replace("..", ""), f"pagoda.{group}"))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(entries).select(group=group))
 
 
 @pytest.mark.setting("--additional-config", "--plugins")
@@ -86,7 +86,7 @@ def test_general_plugins_get_the_configuration(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.variable("PAGODA_PLUGINS")
-def test_the_environment_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_are_selected_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, general_plugins__one="note", general_plugins__two="note_too")
     monkeypatch.setenv("PAGODA_PLUGINS", "two")
     plugins.load_general_plugins(config())
@@ -150,15 +150,15 @@ def test_a_plugin_runs_in_the_api_process_and_in_the_engine_process(tmp_path: Pa
     assert len({pid for pid, _ in lines}) == 2
 
 
-def test_names_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_by_name_and_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, schedulers__slow="Slow", logits_processors__favour="Favour")
     for name in ("slow", f"{__name__}.Slow", f"{__name__}:Slow"):
         assert plugins.scheduler_of(config(scheduler_cls=name)).func is Slow  # type: ignore[attr-defined]
     assert plugins.scheduler_of(config()) is Scheduler
-    made = plugins.sampler_options(
+    options = plugins.sampler_options(
         config(logits_processors=["favour", f"{__name__}.Favour"], additional_config={"favour": 7})
     )
-    assert [each.token for each in made.processors] == [7, 7]  # type: ignore[attr-defined]
+    assert [each.token for each in options.processors] == [7, 7]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_names_and_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"logits_processors": [f"{__name__}.NoProcessor"]}, "NoProcessor has no method apply"),
     ],
 )
-def test_what_does_not_fit_is_named(settings: dict[str, Any], line: str) -> None:
+def test_unsuitable_plugins_are_refused(settings: dict[str, Any], line: str) -> None:
     make = plugins.scheduler_of if "scheduler_cls" in settings else plugins.sampler_options
     with pytest.raises(ConfigError) as error:
         make(config(**settings))

@@ -27,7 +27,7 @@ from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ConfigError
 from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine
 
 MAX_LEN = 64
 

@@ -28,8 +28,7 @@ from pagoda.common.engine.core import generation_core
 from pagoda.common.errors import WeightError
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.startup import executors
-from pagoda.server.startup.engine import Gather
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, Gather
 from pagoda.server.startup.ranks import leading
 
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)

@@ -25,7 +25,9 @@ class ModelConfig:
         "Model: a local directory, a .gguf file, a Hugging Face Hub id, or id:QUANT for a GGUF repository.",
     )
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
-        "auto", "Model runner: generate or pooling; auto: from the architecture and the model's files."
+        "auto",
+        "Model runner: generate or pooling; auto: from the architecture and the model's files. draft is refused: "
+        "speculative decoding is not in this version.",
     )
     convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
         "auto",
@@ -65,11 +67,9 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Quantization method. fp8, int8 and int4 quantise the weights while loading (torch_cuda and jax_tpu).",
+        "Quantization method: gguf (the only pre-quantised format, detected by itself), or, to quantise the weights "
+        f"while loading (torch_cuda and jax_tpu), {', '.join(RUNTIME_QUANTIZATIONS)}.",
         aliases=("-q",),
-        refused="pre-quantised checkpoints are supported as GGUF only; use fp8, int8 or int4, or serve a GGUF file or "
-        "unquantised weights of the model",
-        accepts=("gguf", *RUNTIME_QUANTIZATIONS),
     )
     max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
@@ -151,6 +151,12 @@ class ModelConfig:
             raise ConfigError(
                 "--runner", "draft models need speculative decoding, which is not in this version; drop it"
             )
+        if self.quantization not in (None, "gguf", *RUNTIME_QUANTIZATIONS):
+            raise ConfigError(
+                "--quantization",
+                f"{self.quantization!r} is not supported: pre-quantised checkpoints are supported as GGUF only; use "
+                "fp8, int8 or int4, or serve a GGUF file or unquantised weights of the model",
+            )
         if self.max_logprobs < -1:
             raise ConfigError("--max-logprobs", f"{self.max_logprobs} is below -1; use -1 for the vocabulary size")
         if self.max_model_len is not None and self.max_model_len < 1:
@@ -187,7 +193,7 @@ class LoadConfig:
     load_format: str = option(
         "auto",
         "Format of the model weights: auto detects it, sharded_state is the output of `pagoda convert`, dummy uses "
-        "random weights.",
+        f"random weights. {', '.join(_UNSUPPORTED_FORMATS)} are refused, naming the format to use instead.",
         choices=(*LOAD_FORMATS, *_UNSUPPORTED_FORMATS),
     )
     download_dir: str | None = option(None, "Directory for Hub downloads; default: the Hub client's cache.")

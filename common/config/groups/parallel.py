@@ -25,7 +25,8 @@ class ParallelConfig:
     distributed_executor_backend: Literal["mp", "ray", "uni", "external_launcher"] | None = option(
         None,
         "How torch_cuda starts its tensor-parallel ranks: mp (processes on this machine, the default), ray (actors of "
-        "a Ray cluster) or uni (one rank, in the engine's process). Other backends drive all devices from one process.",
+        "a Ray cluster) or uni (one rank, in the engine's process); external_launcher is refused. Other backends drive "
+        "all devices from one process.",
     )
     tensor_parallel_size: int = option(
         1, "Tensor-parallel size: number of devices each layer is sharded across.", aliases=("-tp",)

@@ -13,8 +13,6 @@ from typing import Final
 
 from pagoda.server.parsers.parser import Content, DelimiterSet, Event, Parser, Reasoning
 
-# Reasoning between a start and an end tag at the beginning of the output: the common case.
-
 MAX_SPACE: Final = 256
 """Maximum number of white-space characters stripped around a tag; bounds how much text is buffered."""
 

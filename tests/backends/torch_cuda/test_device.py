@@ -38,6 +38,7 @@ def test_no_cuda_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         find_device()
 
 
+@pytest.mark.variable("CUDA_VISIBLE_DEVICES")
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"no GPU or no NVIDIA driver found; install the driver, or use --backend"):

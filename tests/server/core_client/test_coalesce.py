@@ -1,4 +1,4 @@
-"""Steps that waited are handed on as one, and what callers read is what they would have read step by step."""
+"""coalesce: queued steps are merged into one, and callers read what they would have read step by step."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ def step(*outputs: EngineOutput, number: int = 0) -> StepReply:
     return StepReply(StepOutputs(outputs=list(outputs), stats=EngineStats(steps=number, last_step_tokens=len(outputs))))
 
 
-def test_one_output_per_sequence() -> None:
+def test_merged_steps_have_one_output_per_sequence() -> None:
     first = step(output("a", 1, num_cached_tokens=7), output("b", 2), number=1)
     second = step(output("c", 3), output("a", 4), number=2)
     third = step(output("a", 5, finish_reason="stop", stop_reason=5), number=3)
-    (found,) = coalesce([first, second, third])
-    assert isinstance(found, StepReply)
-    assert found.outputs.outputs == [
+    (merged,) = coalesce([first, second, third])
+    assert isinstance(merged, StepReply)
+    assert merged.outputs.outputs == [
         output("a", 1, 4, 5, num_cached_tokens=7, finish_reason="stop", stop_reason=5),
         output("b", 2),
         output("c", 3),
     ]
-    assert found.outputs.stats.steps == 3
-    assert [stats.last_step_tokens for stats in found.outputs.earlier] == [2, 2]
+    assert merged.outputs.stats.steps == 3
+    assert [stats.last_step_tokens for stats in merged.outputs.earlier] == [2, 2]
 
 
-def test_the_start_and_all_preemptions_are_kept() -> None:
-    (found,) = coalesce(
+def test_merging_keeps_schedule_time_and_preemptions() -> None:
+    (merged,) = coalesce(
         [
             step(output("a", 1, scheduled=2.5)),
             step(output("a", 2, num_preemptions=1)),
             step(output("a", 3), output("b", 4)),
         ]
     )
-    assert isinstance(found, StepReply)
-    assert found.outputs.outputs == [output("a", 1, 2, 3, scheduled=2.5, num_preemptions=1), output("b", 4)]
+    assert isinstance(merged, StepReply)
+    assert merged.outputs.outputs == [output("a", 1, 2, 3, scheduled=2.5, num_preemptions=1), output("b", 4)]
 
 
-def test_logprobs_stay_with_their_tokens() -> None:
+def test_merging_keeps_logprobs_in_token_order() -> None:
     one, two, prompt = (PositionLogprobs(token_ids=[n], logprobs=[-n / 2], rank=n) for n in (1, 2, 3))
-    (found,) = coalesce(
+    (merged,) = coalesce(
         [step(output("a", 1, logprobs=[one], prompt_logprobs=[prompt])), step(output("a", 2, logprobs=[two]))]
     )
-    assert isinstance(found, StepReply)
-    assert found.outputs.outputs == [output("a", 1, 2, logprobs=[one, two], prompt_logprobs=[prompt])]
+    assert isinstance(merged, StepReply)
+    assert merged.outputs.outputs == [output("a", 1, 2, logprobs=[one, two], prompt_logprobs=[prompt])]
 
 
-def test_order_and_other_messages_stay() -> None:
+def test_other_messages_and_errors_keep_their_order() -> None:
     beat, failed = Heartbeat(1, True), step(output("a", finish_reason="error", error=("stop", "no")))
     messages: list[FromEngine] = [step(output("a", 1)), beat, step(output("a", 2)), failed, step(output("b", 3))]
-    assert coalesce(messages) == messages, "an error is heard after what came before it"
+    assert coalesce(messages) == messages, "an error comes after the messages before it"
     assert coalesce([]) == []
 
 
-def test_a_lone_step_is_left_as_it_is() -> None:
+def test_a_single_step_is_unchanged() -> None:
     lone = step(output("a", 1))
     assert coalesce([lone]) == [lone]
     assert coalesce([Heartbeat(1, True), lone]) == [Heartbeat(1, True), lone]
@@ -79,7 +79,7 @@ def test_a_lone_step_is_left_as_it_is() -> None:
 def read(
     params: SamplingParams, steps: list[list[EngineOutput]], interval: int = 1
 ) -> tuple[str, list[int], list[Any], Any, list[str], int]:
-    """All that a caller reads of steps, and what is to be aborted."""
+    """Return everything a caller reads of the steps, and the requests to abort."""
     processor = OutputProcessor(TEXT, interval)
     child = EngineRequest(request_id="r", prompt_token_ids=[1], rules=SamplingRules(), max_tokens=100)
     processor.add(PreparedRequest("r", Prompt("p", [1]), params, [child], 0.0, 0.0))
@@ -111,7 +111,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_callers_read_the_same(asked: str) -> None:
+def test_callers_read_the_same_with_and_without_merging(asked: str) -> None:
     chance = random.Random(asked)
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, max_tokens=100, **ASKED[asked])
     ended_by_text = 0

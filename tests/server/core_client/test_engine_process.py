@@ -22,11 +22,11 @@ from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()
 GRACE = 20.0
-"""Seconds until a test gives up; none takes more than a fraction of it."""
+"""Timeout of a test in seconds; none takes more than a fraction of it."""
 
 
 class Started:
-    """Engines made by a test, ended with it."""
+    """Starts engines, which are ended with the test."""
 
     def __init__(self) -> None:
         self.clients: list[ProcessClient] = []
@@ -55,7 +55,7 @@ async def text_of(llm: AsyncLLM, request_id: str, prompt: str, **params: Any) ->
         return text
 
 
-async def test_requests_through_a_process(started: Started) -> None:
+async def test_requests_run_in_an_engine_process(started: Started) -> None:
     llm = started.llm()
     texts = await asyncio.gather(*(text_of(llm, str(i), chr(97 + i), max_tokens=3) for i in range(10)))
     assert texts == ["".join(chr(97 + i + k) for k in (1, 2, 3)) for i in range(10)]
@@ -69,7 +69,7 @@ async def test_requests_through_a_process(started: Started) -> None:
     assert not folder.exists()
 
 
-async def test_cancelling_reaches_the_process(started: Started) -> None:
+async def test_closing_a_stream_aborts_in_the_engine_process(started: Started) -> None:
     llm = started.llm("fake:slow")
     stream = llm.generate("abc", SamplingParams(max_tokens=60), "r")
     await anext(stream)
@@ -86,13 +86,15 @@ async def test_cancelling_reaches_the_process(started: Started) -> None:
         ("fake:bug", EngineDeadError, "^KeyError: 'a bug'$"),
     ],
 )
-def test_start_up_errors_come_back_whole(started: Started, model: str, error: type[Exception], words: str) -> None:
+def test_startup_errors_reach_the_client_with_type_and_message(
+    started: Started, model: str, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         started.llm(model)
     assert started.clients[0]._process.returncode == 1
 
 
-def test_a_program_that_is_no_engine(started: Started) -> None:
+def test_exit_status_of_a_failed_engine_program_is_reported(started: Started) -> None:
     client = started.client(program=(sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(EngineDeadError, match="exit status 3"):
         client.wait_ready()
@@ -149,7 +151,9 @@ async def until_unhealthy(llm: AsyncLLM) -> None:
 
 @pytest.mark.setting("--rpc-timeout")
 @pytest.mark.variable("PAGODA_RPC_TIMEOUT")
-async def test_silence_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_engine_is_unhealthy_after_the_rpc_timeout(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_RPC_TIMEOUT", "2000")
     llm = started.llm()
     await llm.check_health()
@@ -162,7 +166,9 @@ async def test_silence_is_not_health(started: Started, monkeypatch: pytest.Monke
 
 @pytest.mark.setting("--engine-iteration-timeout-s")
 @pytest.mark.variable("PAGODA_ENGINE_ITERATION_TIMEOUT_S")
-async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stuck_step_is_unhealthy_after_the_iteration_timeout(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.5")
     llm = started.llm("fake:hang")
     task = asyncio.create_task(text_of(llm, "r", "abc", max_tokens=60))
@@ -173,7 +179,7 @@ async def test_a_stuck_step_is_not_health(started: Started, monkeypatch: pytest.
         await task
 
 
-async def test_idleness_is_health(started: Started) -> None:
+async def test_idle_engine_is_healthy(started: Started) -> None:
     llm = started.llm(engine_iteration_timeout_s=0.05)
     await text_of(llm, "r", "abc", max_tokens=2)
     await asyncio.sleep(0.2)
@@ -182,7 +188,7 @@ async def test_idleness_is_health(started: Started) -> None:
 
 @pytest.mark.setting("--rpc-base-path")
 @pytest.mark.variable("PAGODA_RPC_BASE_PATH")
-def test_the_folder_of_the_sockets(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rpc_base_path_holds_the_sockets(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
     client = started.client()
     client.wait_ready()
@@ -193,7 +199,7 @@ def test_the_folder_of_the_sockets(started: Started, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["missing", "x" * 99])
-def test_a_folder_that_takes_no_sockets_is_one_line(started: Started, tmp_path: Path, name: str) -> None:
+def test_unusable_rpc_base_path_is_refused(started: Started, tmp_path: Path, name: str) -> None:
     if name != "missing":
         (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match="--rpc-base-path: "):
@@ -210,15 +216,15 @@ def test_shutdown_while_starting(started: Started) -> None:
 
 
 def running(program: str) -> subprocess.Popen[str]:
-    """Another Python, which finds what tests find."""
+    """Start another Python with the import path of the tests."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
     )
 
 
-def test_an_engine_that_is_forgotten_ends() -> None:
-    """In a cycle, as garbage is found late: weak references to what is in it have been cleared by then."""
+def test_engine_ends_when_its_client_is_garbage_collected() -> None:
+    """The client is in a reference cycle: it is collected late, when weak references to it are cleared already."""
     forgetful = (
         "import gc, weakref; from support.fake_engine import PROGRAM;"
         "from pagoda.common.config.engine import EngineConfig;"
@@ -228,11 +234,11 @@ def test_an_engine_that_is_forgotten_ends() -> None:
     )
     process = running(forgetful)
     try:
-        told, _ = process.communicate(timeout=GRACE)
+        printed, _ = process.communicate(timeout=GRACE)
     finally:
         process.kill()
         process.wait()
-    engine, left = told.split()
+    engine, left = printed.split()
     assert left == "None"
     assert gone(int(engine))
 

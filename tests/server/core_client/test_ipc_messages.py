@@ -40,7 +40,7 @@ INFO = ipc_messages.EngineInfo(
         ipc_messages.Shutdown(),
     ],
 )
-def test_commands_survive(message: ipc_messages.ToEngine) -> None:
+def test_commands_round_trip(message: ipc_messages.ToEngine) -> None:
     assert ipc_messages.decode_to_engine(ipc_messages.encode(message)) == message
 
 
@@ -68,12 +68,12 @@ def test_commands_survive(message: ipc_messages.ToEngine) -> None:
         ),
     ],
 )
-def test_answers_survive(message: ipc_messages.FromEngine) -> None:
+def test_replies_round_trip(message: ipc_messages.FromEngine) -> None:
     assert ipc_messages.decode_from_engine(ipc_messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("text", [b"", b"\x80", b"\x81\xa4type\xa3add", b"\x93\x01\x02\x03"])
-def test_garbage_is_refused(text: bytes) -> None:
+def test_invalid_messages_are_refused(text: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         ipc_messages.decode_to_engine(text)
 
@@ -88,15 +88,15 @@ def test_garbage_is_refused(text: bytes) -> None:
         EngineDeadError("gone"),
     ],
 )
-def test_errors_come_back_as_they_went(error: Exception) -> None:
+def test_pagoda_errors_round_trip(error: Exception) -> None:
     back = ipc_messages.raised(ipc_messages.failure(error))
     assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
 
 
-def test_a_bug_travels_as_its_name_and_text() -> None:
+def test_other_exceptions_become_engine_dead_errors() -> None:
     assert str(ipc_messages.raised(ipc_messages.failure(ZeroDivisionError("by zero")))) == "ZeroDivisionError: by zero"
     assert str(ipc_messages.raised(ipc_messages.failure(KeyError()))) == "KeyError"
 
 
-def test_startup_table_adds_up() -> None:
+def test_startup_table_shows_the_total() -> None:
     assert [line.split()[-2] for line in INFO.startup_table().splitlines()] == ["0.25", "0.50", "0.75"]

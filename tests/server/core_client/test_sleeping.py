@@ -1,4 +1,4 @@
-"""Sleeping from the outside: AsyncLLM, LLM, the routes. What becomes of the memory is in test_sleep of the backend."""
+"""Sleep mode of AsyncLLM, LLM and the routes. Tests of the memory itself are in test_sleep of the backend."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ async def answer(llm: AsyncLLM, request_id: str, prompt: str = "abcdefghij", max
     return last
 
 
-async def test_requests_are_refused_until_all_is_awake(llm: AsyncLLM) -> None:
+async def test_requests_are_refused_until_all_parts_are_awake(llm: AsyncLLM) -> None:
     assert (await answer(llm, "before")).outputs[0].text == "kl"
     await llm.sleep()
     for tag in ("kv_cache", "weights"):
@@ -58,7 +58,7 @@ async def test_requests_are_refused_until_all_is_awake(llm: AsyncLLM) -> None:
     assert after.num_cached_tokens == 0, "the prefix cache went with the KV cache"
 
 
-async def test_requests_under_way_end_or_are_waited_for() -> None:
+async def test_sleep_aborts_or_waits_for_running_requests() -> None:
     llm = make("fake:slow")
     running = asyncio.ensure_future(answer(llm, "a", max_tokens=40))
     while not llm.stats.running and not running.done():
@@ -70,17 +70,17 @@ async def test_requests_under_way_end_or_are_waited_for() -> None:
     while not llm.stats.running and not running.done():
         await asyncio.sleep(0)
     await llm.sleep(1, mode="wait")
-    found = (await running).outputs[0]
-    assert (found.finish_reason, len(found.token_ids)) == ("length", 20)
+    completion = (await running).outputs[0]
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 20)
     llm.shutdown()
 
 
-async def test_a_failure_to_wake_up_is_told_and_leaves_the_engine_alive() -> None:
+async def test_failed_wake_up_raises_and_leaves_the_engine_alive() -> None:
     config = AsyncEngineArgs("fake", **SLEEPY).create_engine_config()
     engines: list[Any] = []
 
-    def remembered(config: Any) -> Any:
-        engines.append(build(config))
+    def remembered(config: Any, usage: str) -> Any:
+        engines.append(build(config, usage))
         return engines[0]
 
     llm = AsyncLLM(config, client=ThreadClient(config, remembered), open_text=lambda _: TEXT)
@@ -97,7 +97,7 @@ async def test_a_failure_to_wake_up_is_told_and_leaves_the_engine_alive() -> Non
     llm.shutdown()
 
 
-async def test_whoever_waits_hears_of_the_engine_s_death() -> None:
+async def test_engine_death_fails_a_pending_sleep() -> None:
     llm = make()
     asking = asyncio.ensure_future(llm.sleep())
     await asyncio.sleep(0)
@@ -106,7 +106,7 @@ async def test_whoever_waits_hears_of_the_engine_s_death() -> None:
         await asking
 
 
-async def test_what_cannot_be_asked_is_refused() -> None:
+async def test_invalid_sleep_arguments_are_refused() -> None:
     llm, plain = make(), make(enable_sleep_mode=False)
     for ask, name in (
         (llm.sleep(3), "level"),
@@ -123,7 +123,7 @@ async def test_what_cannot_be_asked_is_refused() -> None:
     plain.shutdown()
 
 
-def test_offline() -> None:
+def test_offline_sleep_and_wake_up() -> None:
     config = EngineArgs("fake", **SLEEPY).create_engine_config()
     llm = LLM.from_engine(LLMEngine(config, build=build, open_text=lambda _: TEXT))
     params = SamplingParams(max_tokens=2)
@@ -143,7 +143,7 @@ def test_offline() -> None:
 
 
 @pytest.mark.setting("--enable-sleep-mode")
-def test_routes() -> None:
+def test_sleep_routes() -> None:
     request = {"model": "fake", "prompt": "abc", "max_tokens": 1}
     with live_server(server_dev_mode=True, engine=SLEEPY) as server:
         assert server.get("/is_sleeping") == (200, {"is_sleeping": False})
@@ -171,7 +171,7 @@ def test_routes() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("enable_sleep_mode", True), ("cpu_offload_gb", 2.0)])
-def test_other_backends_refuse_it(name: str, value: Any, tmp_path: Any) -> None:
+def test_backends_without_sleep_mode_refuse_it(name: str, value: Any, tmp_path: Any) -> None:
     config = EngineArgs(str(tmp_path), backend="reference", **{name: value}).create_engine_config()
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag}: reference cannot move its weights; .* --backend torch_cuda"):

@@ -1,4 +1,4 @@
-"""A model of torch_cuda put to sleep from LLM down to its memory, on one rank and on two; CPUs stand for GPUs."""
+"""Sleep mode of torch_cuda from LLM down to its memory, on one rank and on two, with CPU tensors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_answers_are_the_same_after_every_kind_of_sleep(tmp_path: Path, ranks: i
     )
 
     def ask() -> tuple[list[int], int]:
-        (found,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
-        return list(found.outputs[0].token_ids), found.num_cached_tokens
+        (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        return list(output.outputs[0].token_ids), output.num_cached_tokens
 
     try:
         want = ask()[0]

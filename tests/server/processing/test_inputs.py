@@ -11,7 +11,7 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.processing import inputs as inputs_module
-from pagoda.server.processing.inputs import InputProcessor, PromptType
+from pagoda.server.processing.inputs import InputProcessor, Prompt, PromptType
 
 INFO = build(EngineConfig(model=ModelConfig(model="fake"))).info
 TOKENIZER = byte_tokenizer()
@@ -109,6 +109,23 @@ def test_params_changed_after_construction_are_checked_again() -> None:
     with pytest.raises(RequestError) as caught:
         inputs().prepare("r", "abc", params)
     assert caught.value.field == "temperature"
+
+
+def test_params_of_a_tokenised_prompt_are_verified() -> None:
+    params = SamplingParams()
+    params.temperature = float("nan")
+    with pytest.raises(RequestError) as caught:
+        inputs().prepare("r", Prompt("abc", [97, 98, 99]), params)
+    assert caught.value.field == "temperature"
+
+
+@pytest.mark.parametrize("prompt", ["abc", Prompt("abc", [97, 98, 99])])
+def test_prepare_verifies_params_once(prompt: PromptType, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, params, calls = inputs(), SamplingParams(n=3), list[SamplingParams]()
+    verify = SamplingParams.verify
+    monkeypatch.setattr(SamplingParams, "verify", lambda self: calls.append(self) or verify(self))
+    processor.prepare("r", prompt, params)
+    assert calls == [params]
 
 
 @pytest.mark.field("SamplingParams.max_tokens")

@@ -1,4 +1,4 @@
-"""EngineArgs: keywords, flags, a file and the environment say the same, and are heard the same."""
+"""EngineArgs: keywords, flags, a file and the environment give the same configuration and the same errors."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_flags_reach_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, "auto", None])
-def test_max_model_len_auto(value: object) -> None:
+def test_max_model_len_auto_is_unset(value: object) -> None:
     assert EngineArgs(max_model_len=value).create_engine_config().model.max_model_len is None
 
 
@@ -107,7 +107,7 @@ def test_repr_shows_what_changed_and_hides_the_token() -> None:
     assert shown == "EngineArgs(model='m', hf_token='***', max_num_seqs=3)"
 
 
-# --- four ways to say the same ---
+# --- the sources of a setting ---
 
 EXAMPLES: dict[str, Any] = {
     "attention_backend": "TRITON_ATTN",
@@ -118,13 +118,14 @@ EXAMPLES: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "log_level": "DEBUG",
     "optimization_level": 2,
+    "quantization": "fp8",
     "structured_outputs_config": {"disable_any_whitespace": True},
 }
-"""Values of settings that do not take any."""
+"""Valid values of settings that do not accept every value of their type."""
 
 
 def example(setting: Setting) -> Any:
-    """A value that is not the default."""
+    """Return a value other than the default."""
     if setting.name in EXAMPLES:
         return EXAMPLES[setting.name]
     if setting.is_switch:
@@ -175,7 +176,7 @@ def by_variable(setting: Setting, value: Any, path: Path, monkeypatch: pytest.Mo
 Way = Callable[[Setting, Any, Path, pytest.MonkeyPatch], EngineConfig]
 WAYS: tuple[Way, ...] = (by_keyword, by_attribute, by_flag, by_file, by_variable)
 NOT_ALONE = {"reasoning_parser_plugin"}
-"""Settings that are refused without another."""
+"""Settings that are refused unless another is set."""
 NAMED = [
     pytest.param(each, id=each.name)
     for each in ENGINE_SETTINGS.values()
@@ -184,7 +185,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize("setting", NAMED)
-def test_every_way_to_say_a_setting_says_the_same(
+def test_every_source_of_a_setting_gives_the_same_value(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = example(setting)
@@ -197,11 +198,11 @@ def test_every_way_to_say_a_setting_says_the_same(
                 continue
             config = way(setting, value, tmp_path / "c.yaml", patch)
         if setting.option.deprecated is None and setting.group != "DeprecatedConfig":
-            assert held(config, setting) == value, way.__name__
+            assert value_in(config, setting) == value, way.__name__
             assert config != EngineConfig()
 
 
-def held(config: EngineConfig, setting: Setting) -> Any:
+def value_in(config: EngineConfig, setting: Setting) -> Any:
     group = next(
         each
         for each in (getattr(config, name) for name in EngineConfig.__dataclass_fields__)
@@ -210,13 +211,13 @@ def held(config: EngineConfig, setting: Setting) -> Any:
     return getattr(group, setting.field)
 
 
-# --- one line for what changes nothing ---
+# --- warnings of settings without effect ---
 
 
-def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_flag_without_effect_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     parse("--swap-space", "1", "--rope-theta", "5", "--cuda-graph-sizes", "8", "--max-num-seqs", "3")
-    told = [record.getMessage().split(" ")[0] for record in caplog.records]
-    assert sorted(told) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
+    warned = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert sorted(warned) == ["--cuda-graph-sizes", "--rope-theta", "--swap-space"]
     caplog.clear()
     args = EngineArgs(swap_space=1, max_num_seqs=3)
     args.seed = 5
@@ -224,7 +225,7 @@ def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture)
     assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["--swap-space"]
 
 
-# --- flags in every shape ---
+# --- spellings of flags ---
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_each_flag_without_effect_is_told_once(caplog: pytest.LogCaptureFixture)
         ["--hf-overrides", '{"a": {"b": 1}}', "--hf-overrides", '{"c": ["x", "y", 2]}'],
     ],
 )
-def test_json_in_every_shape(said: list[str]) -> None:
+def test_every_spelling_of_a_json_flag(said: list[str]) -> None:
     assert parse(*said).model.hf_overrides == {"a": {"b": 1}, "c": ["x", "y", 2]}
 
 
@@ -261,7 +262,7 @@ def test_json_in_every_shape(said: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_piece_is_json_or_text(text: str, value: object, joined: bool) -> None:
+def test_dotted_values_are_json_or_text(text: str, value: object, joined: bool) -> None:
     said = [f"--hf-overrides.x_y={text}"] if joined else ["--hf-overrides.x_y", text]
     assert parse(*said).model.hf_overrides == {"x_y": value}
 
@@ -269,7 +270,7 @@ def test_a_piece_is_json_or_text(text: str, value: object, joined: bool) -> None
 @pytest.mark.parametrize(
     "said", [["-O3"], ["-O", "3"], ["-O=3"], ["--optimization-level", "3"], ["-cc", "3"], ["--compilation-config", "3"]]
 )
-def test_levels(said: list[str]) -> None:
+def test_optimization_levels(said: list[str]) -> None:
     assert parse(*said).compilation.optimization_level == 3
 
 
@@ -289,7 +290,7 @@ def test_compilation_settings(said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "None"])
-def test_nothing_said_on_purpose_beats_the_file(said: str, tmp_path: Path) -> None:
+def test_flags_set_to_none_override_the_file(said: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max-num-seqs: 7\nhf-overrides: {a: 1}")
     assert parse("--config", str(path)).scheduler.max_num_seqs == 7
@@ -320,7 +321,7 @@ def test_assigned_attributes_are_checked() -> None:
         args.create_engine_config()
 
 
-def test_scripts_take_arguments_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_args_work_with_dataclasses(caplog: pytest.LogCaptureFixture) -> None:
     args = AsyncEngineArgs("m", max_num_seqs=3, served_model_name=["a", "b"], hf_overrides={"x": 1})
     parts = dataclasses.asdict(args)
     assert parts["max_num_seqs"] == 3

@@ -1,4 +1,4 @@
-"""Flags of older releases become what replaced them, and say so in one line."""
+"""Deprecated flags set their replacements and log one warning."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from pagoda.server.cli.serve import add_arguments
 from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_settings
 
 
-def settled(*flags: str) -> ResolvedSettings:
+def resolved(*flags: str) -> ResolvedSettings:
     parser = FlagParser()
     add_arguments(parser)
     return resolve_settings(parser.parse_args(flags), COMMAND_SETTINGS["serve"])
@@ -56,24 +56,24 @@ def settled(*flags: str) -> ResolvedSettings:
         ("--tokens-only", {"skip_tokenizer_init": True}),
     ],
 )
-def test_an_old_flag_becomes_the_new_setting(words: str, becomes: dict[str, Any]) -> None:
+def test_deprecated_flag_sets_its_replacement(words: str, becomes: dict[str, Any]) -> None:
     flag, *value = words.split(" ")
-    found = settled(flag, *value)
-    assert {name: found.values[name] for name in becomes} == becomes
+    settings = resolved(flag, *value)
+    assert {name: settings.values[name] for name in becomes} == becomes
     name = flag.removeprefix("--no-").removeprefix("--").lower()
-    about = [note for note in found.notes if note.startswith(f"--{name} ")]
-    assert len(about) == (name != "tokens-only"), found.notes
+    about = [note for note in settings.notes if note.startswith(f"--{name} ")]
+    assert len(about) == (name != "tokens-only"), settings.notes
     assert all("is deprecated; use --" in note for note in about)
 
 
-def test_two_pieces_of_one_setting_are_merged() -> None:
-    found = settled("--rope-theta", "5e5", "--hf-overrides.max_position_embeddings", "64")
-    assert found.values["hf_overrides"] == {"rope_theta": 500000.0, "max_position_embeddings": 64}
+def test_deprecated_flags_of_one_json_setting_are_merged() -> None:
+    settings = resolved("--rope-theta", "5e5", "--hf-overrides.max_position_embeddings", "64")
+    assert settings.values["hf_overrides"] == {"rope_theta": 500000.0, "max_position_embeddings": 64}
 
 
-def test_an_old_flag_that_contradicts_the_new_one() -> None:
+def test_deprecated_flag_that_contradicts_its_replacement_is_refused() -> None:
     with pytest.raises(ConfigError, match="--rope-theta: contradicts --hf-overrides; drop --rope-theta"):
-        settled("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
+        resolved("--rope-theta", "5e5", "--hf-overrides.rope_theta", "1e4")
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_an_old_flag_that_contradicts_the_new_one() -> None:
 )
 def test_no_other_task_makes_an_embedder_of_the_model(flag: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: {message}"):
-        settled(flag, value)
+        resolved(flag, value)
     with pytest.raises(ConfigError, match=f"^{flag}: {message}"):
         EngineArgs("m", **{flag.removeprefix("--"): value})
 
 
-def test_what_an_old_flag_stands_for_may_be_refused() -> None:
+def test_refused_value_of_a_deprecated_flag() -> None:
     with pytest.raises(ConfigError, match=r"^--runner: draft models"):
         EngineArgs("m", task="draft").create_engine_config()
 
 
-def test_keywords_do_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_deprecated_keywords_set_their_replacements(caplog: pytest.LogCaptureFixture) -> None:
     assert EngineArgs("m", rope_theta=5e5).create_engine_config().model.hf_overrides == {"rope_theta": 5e5}
     assert [record.getMessage() for record in caplog.records] == [
         "--rope-theta is deprecated; use --hf-overrides.rope_theta"

@@ -1,4 +1,4 @@
-"""Settings of the engine: what one changes in the answers of a tiny random model, or of a fake one."""
+"""Settings of the engine change the outputs of a tiny random model, or of a fake one."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tiny:
-    """An engine over the tiny model."""
+    """An engine with the tiny model."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         usual = {"load_format": "dummy", "skip_tokenizer_init": True, "num_gpu_blocks_override": 16, "max_logprobs": -1}
@@ -48,7 +48,7 @@ class Tiny:
         self.engine.shutdown()
 
     def answer(self, **params: Any) -> RequestOutput:
-        """The whole answer to PROMPT, greedy unless said otherwise."""
+        """Return the output of PROMPT, greedy by default."""
         usual = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
         self.engine.add_request("r", PROMPT, SamplingParams(**usual | params))
         last = None
@@ -67,9 +67,9 @@ def values(position: Any) -> dict[int, float]:
 
 
 def array(position: Any) -> np.ndarray:
-    """float64 [V]: a position that has the whole vocabulary."""
-    found = values(position)
-    return np.array([found[token] for token in range(VOCAB)])
+    """Return the logprobs of a position, float64 [V]."""
+    by_token = values(position)
+    return np.array([by_token[token] for token in range(VOCAB)])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ def test_prompt_logprobs_as_logits(folder: Path) -> None:
 
 
 class Only:
-    """Allows one token: --additional-config's, or the request's own."""
+    """Allows one token: that of --additional-config, or of the request's extra_args."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.token = config.extension.additional_config["token"]
@@ -125,7 +125,7 @@ class Only:
 
 
 class Then:
-    """After `Only`: the last allowed token gives way to the next one."""
+    """Runs after `Only`: replaces the allowed token by the next one."""
 
     def __init__(self, config: EngineConfig) -> None:
         pass
@@ -160,7 +160,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 
 
 class Doorkeeper(Scheduler):
-    """Takes no prompt longer than --additional-config says."""
+    """Refuses prompts longer than --additional-config allows."""
 
     def add(self, asked: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         if len(asked.prompt_token_ids) > self.settings["longest"]:
@@ -169,7 +169,7 @@ class Doorkeeper(Scheduler):
 
 
 @pytest.mark.setting("--scheduler-cls", "--additional-config")
-def test_another_scheduler(folder: Path) -> None:
+def test_scheduler_cls(folder: Path) -> None:
     name = f"{__name__}.Doorkeeper"
     with Tiny(folder, scheduler_cls=name, additional_config={"longest": 3}) as tiny:
         assert len(tiny.answer().outputs[0].token_ids) == 3
@@ -181,7 +181,7 @@ def test_another_scheduler(folder: Path) -> None:
 
 
 @pytest.mark.setting("--seed")
-def test_seed_of_requests_that_bring_none(folder: Path) -> None:
+def test_seed_applies_to_requests_without_one(folder: Path) -> None:
     def run(seed: int) -> list[list[int]]:
         with Tiny(folder, seed=seed, load_format="dummy") as tiny:
             return [list(tiny.answer(temperature=5.0, max_tokens=8).outputs[0].token_ids) for _ in range(2)]
@@ -209,7 +209,7 @@ def deltas(**settings: Any) -> Iterator[RequestOutput]:
     ("interval", "texts"),
     [(1, list("bcdefghi")), (3, ["b", "cde", "fgh", "i"]), (100, ["b", "cdefghi"])],
 )
-def test_tokens_per_message(interval: int, texts: list[str]) -> None:
+def test_stream_interval(interval: int, texts: list[str]) -> None:
     outputs = [output.outputs[0] for output in deltas(stream_interval=interval)]
     assert [output.text for output in outputs] == texts
     assert [len(output.token_ids) for output in outputs] == list(map(len, texts))
@@ -218,7 +218,7 @@ def test_tokens_per_message(interval: int, texts: list[str]) -> None:
 
 
 @pytest.mark.setting("--stream-interval")
-def test_an_abort_shows_what_was_kept_back() -> None:
+def test_abort_returns_buffered_tokens() -> None:
     config = EngineArgs("fake", stream_interval=100).create_engine_config()
     engine = LLMEngine(config, build=build_fake, open_text=lambda _: byte_tokenizer())
     kind = RequestOutputKind.DELTA

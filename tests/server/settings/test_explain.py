@@ -1,4 +1,4 @@
-"""`--explain-config`: every setting, what it comes to, where that came from and why; and it starts nothing."""
+"""`--explain-config`: the value, source and reason of every setting, without starting anything."""
 
 import re
 import sys
@@ -14,12 +14,12 @@ from pagoda.server.cli import main
 
 @pytest.fixture(autouse=True)
 def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A taken port is refused, and 8000 may be."""
+    """Use a free port: a port in use is refused."""
     monkeypatch.setenv("PAGODA_PORT", "0")
 
 
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[str, ...]]:
-    """Setting -> value, source and why."""
+    """Return setting -> value, source and reason."""
     assert main.main([*words, "--explain-config"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     rows = [re.split(r"  +", line.strip()) for line in lines]
@@ -41,7 +41,7 @@ def test_every_setting_has_its_row(command: str, model_file: Path, capsys: pytes
 
 @pytest.mark.model
 @pytest.mark.setting("--explain-config", "--config")
-def test_where_values_come_from(
+def test_explain_shows_the_source_of_values(
     model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -64,7 +64,7 @@ def test_where_values_come_from(
 
 @pytest.mark.model
 @pytest.mark.setting("--explain-config", "--distributed-executor-backend", "--tensor-parallel-size")
-def test_how_ranks_are_started(
+def test_explain_shows_the_executor_of_ranks(
     model_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
@@ -80,7 +80,7 @@ def test_how_ranks_are_started(
 
 @pytest.mark.model
 @pytest.mark.setting("--explain-config")
-def test_the_defaults_are_those_of_the_command(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_depend_on_the_command(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = explained(capsys, "serve", str(model_file))
     offline = explained(capsys, "bench", "throughput", "--model", str(model_file))
     assert int(server["max_num_batched_tokens"][0]) * 2 == int(offline["max_num_batched_tokens"][0])
@@ -88,7 +88,7 @@ def test_the_defaults_are_those_of_the_command(model_file: Path, capsys: pytest.
 
 
 @pytest.mark.model
-def test_old_flags_are_shown_when_they_were_said(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deprecated_flags_are_shown_if_given(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = explained(capsys, "serve", str(model_file), "--rope-theta", "100000", "--swap-space", "1")
     assert rows["swap_space"] == ("1.0", "flag", "no effect: preempted requests are recomputed, not swapped")
     assert rows["rope_theta"] == ("100000.0", "flag", "deprecated: use --hf-overrides.rope_theta")
@@ -115,7 +115,7 @@ def test_secrets_are_not_shown(
         (["-tp", "2", "--backend", "reference"], "--tensor-parallel-size: reference runs a model on one device"),
     ],
 )
-def test_what_could_not_start_is_not_explained(
+def test_explain_raises_what_the_start_would(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["serve", "m", *words, "--explain-config"]) == 2

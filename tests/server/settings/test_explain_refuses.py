@@ -36,7 +36,7 @@ def taken() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts is a failure, not a test without end."""
+    """Fail if a server starts, instead of running for ever."""
 
     async def fail(self: ServerState) -> None:
         raise AssertionError("the server started")
@@ -45,7 +45,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status, and the line that says why."""
+    """Return the exit status and the error line."""
     capsys.readouterr()
     status = main.main(words)
     said = capsys.readouterr()
@@ -55,7 +55,7 @@ def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def both(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """What a command line ends with, which is the same with --explain-config."""
+    """Return how a command line ends, which must be the same with --explain-config."""
     explained, ran = line_of([*words, "--explain-config"], capsys), line_of(words, capsys)
     assert explained == ran
     return ran
@@ -125,12 +125,14 @@ ENGINE = [
     ("--runner generate --convert embed", "--convert: embed needs --runner pooling"),
     ('--runner pooling --pooler-config {"dimensions":5}', "--pooler-config: dimensions is 5"),
 ]
-"""What every command with an engine refuses; some of them end in status 1, being about the model."""
+"""Refused by every command with an engine; errors of the model have exit status 1."""
 
 
 @pytest.mark.setting("--explain-config")
 @pytest.mark.parametrize(("words", "message"), SERVER + ENGINE, ids=lambda words: words)
-def test_serve(words: str, message: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_of_serve_raises_what_the_start_would(
+    words: str, message: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     port = [] if "--port" in words else ["--port", "0"]
     flags = [*words.replace("TAKEN", taken).split(), *port, "--disable-frontend-multiprocessing"]
     status, line = both(["serve", str(folder), *flags], capsys)
@@ -154,7 +156,7 @@ def test_serve_with_an_engine_process(
 
 @pytest.mark.parametrize("words", ["--kv-cache-dtype fp8", "--tokenizer /no/such", "--logits-processors no.such"])
 @pytest.mark.parametrize("command", ["bench latency", "bench throughput", "run-batch -i INPUT -o OUTPUT"])
-def test_the_other_commands(
+def test_explain_of_other_commands_raises_what_the_start_would(
     command: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").write_text("")
@@ -233,7 +235,7 @@ def test_torch_cuda(
 
 
 class Processor:
-    """A logits processor that does nothing."""
+    """A logits processor without effect."""
 
     def __init__(self, config: object) -> None:
         pass
@@ -257,7 +259,7 @@ def test_jax_tpu(words: str, message: str, folder: Path, capsys: pytest.CaptureF
     assert message in both(["serve", str(folder), *flags, *words.split()], capsys)[1]
 
 
-def test_what_starts_is_explained_and_leaves_nothing(
+def test_explain_leaves_no_files_and_no_core_pinning(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--uds", str(tmp_path / "socket"), "--rpc-base-path", str(tmp_path)]

@@ -1,5 +1,6 @@
 """`--help` and `--help=WHAT`, on every command that starts an engine or reaches one."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS
+from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.settings.flags import FlagParser
 
@@ -31,13 +33,13 @@ def shown(command: str, capsys: pytest.CaptureFixture[str], what: str = "") -> s
 
 
 def flags_in(text: str) -> list[str]:
-    """The flags that a listing has entries for, in its order."""
-    found = []
+    """Return the flags of a listing, in its order."""
+    flags = []
     for line in text.splitlines():
         word = line.strip().split(" ")[0].rstrip(",")
         if line.startswith("  -") and not line.startswith("   "):
-            found.append(word.replace("[no-]", ""))
-    return found
+            flags.append(word.replace("[no-]", ""))
+    return flags
 
 
 @pytest.mark.setting("--help")
@@ -48,7 +50,7 @@ def test_plain_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "-h, --help" in text
 
 
-def test_plain_help_shows_the_groups_and_how_to_ask_for_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_help_lists_groups_and_further_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("serve", capsys)
     assert "[MODEL]" in text.splitlines()[0]
     assert "  SchedulerConfig  " in text
@@ -58,7 +60,7 @@ def test_plain_help_shows_the_groups_and_how_to_ask_for_more(capsys: pytest.Capt
     assert len(text.splitlines()) < 50
 
 
-def test_a_command_spells_out_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_help_lists_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("bench latency", capsys)
     assert "--num-iters-warmup" in text
     assert "--max-num-seqs" not in text
@@ -73,7 +75,7 @@ def test_short_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_the_groups(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_listgroup(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split()[0] for line in shown(command, capsys, "listgroup").splitlines() if line[2] != " "]
     assert len(names) == len(set(names))
     assert set(names) >= {setting.group for setting in ENGINE_SETTINGS.values()}
@@ -82,7 +84,7 @@ def test_the_groups(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
 @pytest.mark.parametrize("what", ["SchedulerConfig", "schedulerconfig"])
-def test_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(command, capsys, what)
     expected = {each.flag for each in ENGINE_SETTINGS.values() if each.group == "SchedulerConfig"}
     assert text.startswith("SchedulerConfig: ")
@@ -92,14 +94,14 @@ def test_a_group(command: str, what: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(("what", "group"), [("VllmConfig", "ExtensionConfig"), ("Frontend", "ServerConfig")])
-def test_groups_under_their_older_names(what: str, group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_group_by_an_alias(what: str, group: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown("serve", capsys, what) == shown("serve", capsys, group)
 
 
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
 @pytest.mark.parametrize("what", ["max-num-seqs", "--max-num-seqs", "max_num_seqs", "MAX-NUM-SEQS"])
-def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(command, capsys, what)
     assert text.startswith("--max-num-seqs SEQS\n")
     for part in ("Maximum number of sequences per step", "SchedulerConfig", "an integer", "implemented"):
@@ -125,14 +127,14 @@ def test_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> 
         ("hf-token", ["--hf-token [TOKEN]"]),
     ],
 )
-def test_what_a_flag_says(what: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_details_of_a_flag(what: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(shown("serve", capsys, what).split())
     for part in parts:
         assert part in text
     assert ("LLM(" in text) == (what not in ("config", "port"))
 
 
-def test_a_client_reads_no_file_and_no_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_client_flag_names_no_file_or_variable(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("chat", capsys, "url")
     assert "http://localhost:8000/v1" in text
     assert "PAGODA_" not in text
@@ -140,25 +142,25 @@ def test_a_client_reads_no_file_and_no_variable(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.setting("--help")
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = flags_in(shown(command, capsys, "max"))
+def test_help_of_a_word_in_a_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_in(shown(command, capsys, "max"))
     named = {each.flag for each in COMMAND_SETTINGS[command].values() if "max" in each.name}
-    assert named <= set(found)
-    assert all("max" in flag for flag in found[: len(named)])
+    assert named <= set(flags)
+    assert all("max" in flag for flag in flags[: len(named)])
 
 
-def test_a_word_of_the_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_word_in_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown("serve", capsys, "TLS")
     assert {"--ssl-keyfile"} <= set(flags_in(text))
     assert "Flags that mention tls:" in text
 
 
-def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    found = flags_in(shown("serve", capsys, "all"))
+def test_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_in(shown("serve", capsys, "all"))
     settings = ENGINE_SETTINGS | SERVER_SETTINGS
-    assert len(found) == len(set(found))
+    assert len(flags) == len(set(flags))
     shortest = {min(each.flags, key=len) for each in settings.values()}
-    assert shortest <= set(found)
+    assert shortest <= set(flags)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
         ("qqqq", "try --help=listgroup"),
     ],
 )
-def test_no_match(what: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_an_unknown_word(what: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", f"--help={what}"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -204,3 +206,15 @@ def test_help_of_a_server_imports_nothing_heavy() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_help_names_the_choices_that_are_always_refused() -> None:
+    refused = []
+    for setting in ENGINE_SETTINGS.values():
+        for choice in setting.choices or () if setting.option.status == "implemented" else ():
+            try:
+                setting.config(**{setting.field: choice})
+            except ConfigError:
+                assert re.search(rf"\b{choice}\b.* refused", setting.option.help), (setting.flag, choice)
+                refused.append(choice)
+    assert {"draft", "external_launcher", "mistral"} <= set(refused)

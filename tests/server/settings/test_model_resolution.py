@@ -1,4 +1,4 @@
-"""Settings that decide which model is served and how it is read: each seen in a running engine."""
+"""Settings that select the model and how it is read, each tested on a running engine."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.setting("--model", "--served-model-name")
-def test_names(folder: Path) -> None:
+def test_served_model_names(folder: Path) -> None:
     assert info(folder).names == (str(folder),)
     assert info(folder, served_model_name=["first", "second"]).names == ("first", "second")
 
 
 @pytest.fixture
 def quants(folder: Path, tmp_path: Path) -> Path:
-    """Two GGUF files told apart by their context."""
+    """Write two GGUF files that differ in their context."""
     other = write_model(tmp_path / "other", max_position_embeddings=64)
     gguf = tmp_path / "gguf"
     gguf.mkdir()
@@ -108,6 +108,11 @@ def test_a_folder_of_gguf_files_and_a_quantisation(quants: Path) -> None:
 def test_quantization_gguf_wants_a_gguf_file(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--quantization: the model is not a GGUF file; name one"):
         info(folder, quantization="gguf")
+
+
+def test_an_unsupported_quantization_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--quantization: 'awq' is not supported: .*; use fp8, int8 or int4, or"):
+        EngineArgs("m", quantization="awq").create_engine_config()
 
 
 # --- the hub ---
@@ -151,10 +156,10 @@ def test_a_model_from_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> N
 
 
 def test_an_explanation_of_a_hub_model_fetches_no_weights(hub: HubServer) -> None:
-    found = resolve(args("org/tiny").create_engine_config(), "server")
-    (row,) = (row for row in found.rows if row.name == "revision")
+    resolved = resolve(args("org/tiny").create_engine_config(), "server")
+    (row,) = (row for row in resolved.rows if row.name == "revision")
     assert (row.value, row.reason) == (None, "the repository's default branch")
-    assert found.limits.max_model_len == 128
+    assert resolved.limits.max_model_len == 128
     assert "model.safetensors" not in hub.fetched
 
 
@@ -213,8 +218,8 @@ def test_overrides_reach_the_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["flag", "dotted flag", "file"])
-def test_the_override_that_an_unknown_key_names(folder: Path, tmp_path: Path, source: str) -> None:
-    """The words of the error, given to the command line as they stand there, make the model load."""
+def test_unknown_config_key_names_the_override(folder: Path, tmp_path: Path, source: str) -> None:
+    """The flags that the error suggests, given as they are, make the model load."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     plain = write_model(tmp_path / "plain", rope_parameters=rope)
     wobbly = write_model(tmp_path / "wobbly", rope_parameters={**rope, "wobble": 3}, swirl=1)
@@ -231,7 +236,7 @@ def test_the_override_that_an_unknown_key_names(folder: Path, tmp_path: Path, so
 
 
 def overrides(flags: list[str], source: str, folder: Path) -> Any:
-    """What these flags say, given as flags, as dotted flags or as a configuration file."""
+    """Return the overrides of these flags, given as flags, as dotted flags or in a configuration file."""
     if source == "dotted flag":
         dotted = {"rope_parameters": "--hf-overrides.rope_parameters.wobble", "swirl": "--hf-overrides.swirl"}
         flags = [word for said in flags[1::2] for word in (dotted[next(iter(json.loads(said)))], "null")]
@@ -244,7 +249,7 @@ def overrides(flags: list[str], source: str, folder: Path) -> Any:
 
 
 @pytest.mark.setting("--hf-config-path")
-def test_another_config(folder: Path, tmp_path: Path) -> None:
+def test_hf_config_path(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 33}))
     assert info(folder, hf_config_path=str(tmp_path)).limits.max_model_len == 33
@@ -274,13 +279,13 @@ def test_quantised_weights_name_method_and_remedy(details: dict[str, Any], metho
 
 @pytest.mark.setting("--max-model-len")
 @pytest.mark.parametrize("asked", [None, -1, "auto", "AUTO"])
-def test_the_models_own_length(asked: object, folder: Path) -> None:
+def test_unset_max_model_len_is_the_models(asked: object, folder: Path) -> None:
     assert info(folder, max_model_len=asked).limits.max_model_len == 128
     assert info(folder, max_model_len=asked, block_size=16, num_gpu_blocks_override=3).limits.max_model_len == 32
 
 
 @pytest.mark.variable("PAGODA_ALLOW_LONG_MAX_MODEL_LEN")
-def test_a_longer_one_when_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allow_long_max_model_len(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="exceeds the model's maximum context length, 128"):
         info(folder, max_model_len=200)
     monkeypatch.setenv("PAGODA_ALLOW_LONG_MAX_MODEL_LEN", "1")
@@ -353,7 +358,7 @@ def test_max_new_tokens_caps_every_request(generating: Path) -> None:
 
 
 @pytest.mark.setting("--disable-sliding-window")
-def test_without_sliding_windows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disable_sliding_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, **WINDOWED)
     assert info(tmp_path).limits.max_model_len == 128
     with caplog.at_level(logging.INFO):
@@ -365,7 +370,7 @@ def test_without_sliding_windows(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         info(tmp_path, disable_sliding_window=True, max_model_len=9)
 
 
-def test_a_model_without_windows_stays_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disable_sliding_window_without_windows_changes_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert info(folder, disable_sliding_window=True).limits.max_model_len == 128
     assert "the model has no sliding windows" in caplog.text
@@ -386,7 +391,7 @@ def test_one_kv_group_for_layers_with_and_without_a_window(tmp_path: Path) -> No
 
 
 @pytest.mark.setting("--safetensors-load-strategy")
-def test_eager_reads_the_whole_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_loading_reads_the_whole_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     from pagoda.common.weights import folder as module
 
@@ -407,7 +412,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.setting("--use-tqdm-on-load")
-def test_a_bar_while_weights_load_unless_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_tqdm_on_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for shown in (True, False):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
@@ -439,18 +444,18 @@ def test_load_formats(folder: Path, tmp_path: Path) -> None:
         ("zip", "auto, safetensors, pt, gguf, sharded_state, dummy"),
     ],
 )
-def test_foreign_load_formats_say_what_to_do(format_: str, words: str) -> None:
+def test_unsupported_load_formats_name_the_remedy(format_: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^--load-format: .*{words}"):
         args("m", load_format=format_).create_engine_config()
 
 
-# --- foreign code ---
+# --- code of repositories ---
 
 TRAP = "import pathlib; pathlib.Path({marker!r}).touch(); raise SystemExit('sprung')\n"
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_no_code_of_a_repository_is_run(trusted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_of_a_repository_is_not_executed(trusted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, marker = tmp_path / "model", tmp_path / "sprung"
     parts = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
     write_model(folder, auto_map={part: f"modeling_trap.{part}" for part in parts})
@@ -485,7 +490,9 @@ def test_no_code_of_a_repository_is_run(trusted: bool, tmp_path: Path, caplog: p
         ("m --load-format runai_streamer", 2, "--load-format: runai_streamer is not supported: "),
     ],
 )
-def test_refusals_are_one_line(words: str, status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_model_settings_are_one_error_line(
+    words: str, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["serve", *words.split()]) == status
     shown = capsys.readouterr().err
     assert f"pagoda: error: {line}" in shown

@@ -1,4 +1,4 @@
-"""What holds, where it came from and why: the rows of `--explain-config`, which an engine starts with too."""
+"""resolve: values, sources and reasons of all settings, which --explain-config shows and the engine uses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_setting_of_the_engine_has_one_row(folder: Path) -> None:
         ("kv_cache_memory_bytes", None, "default", "computed from the memory left by the weights"),
     ],
 )
-def test_what_nobody_stated(folder: Path, name: str, value: object, source: str, why: str) -> None:
+def test_rows_of_unset_settings(folder: Path, name: str, value: object, source: str, why: str) -> None:
     row = rows(resolved(folder))[name]
     assert (row.value, row.source) == (value, source)
     assert row.reason.startswith(why)
@@ -67,7 +67,7 @@ def test_names_follow_the_model(folder: Path) -> None:
     assert found["tokenizer"] == ResolvedRow("tokenizer", str(folder), "model", "the model's tokenizer")
 
 
-def test_what_was_stated_names_its_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_given_settings_name_their_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_MAX_NUM_SEQS", "3")
     found = rows(resolved(folder, dtype="half", max_model_len=64, generation_config="vllm"))
     assert found["dtype"] == ResolvedRow("dtype", "float16", "keyword", "half is float16")
@@ -87,24 +87,24 @@ def test_what_was_stated_names_its_source(folder: Path, monkeypatch: pytest.Monk
     assert rows(stated_as_auto)["dtype"].source == "file x.yaml"
 
 
-def test_of_a_hub_model_the_branch_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folder_has_no_hub_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)  # a local folder is no hub model, however it is spelled
     assert rows(resolved(folder.name))["revision"] == ResolvedRow("revision", None, "default")
 
 
-def test_a_token_is_never_shown(folder: Path) -> None:
+def test_hf_token_is_hidden(folder: Path) -> None:
     row = rows(resolved(folder, hf_token="secret"))["hf_token"]
     assert row == ResolvedRow("hf_token", "***", "keyword", "hidden")
 
 
-def test_a_gguf_file_decides_format_and_quantisation(folder: Path, tmp_path: Path) -> None:
+def test_rows_of_a_gguf_file(folder: Path, tmp_path: Path) -> None:
     convert(folder, tmp_path / "m.gguf", "llama")
     found = rows(resolved(tmp_path / "m.gguf"))
     assert found["quantization"] == ResolvedRow("quantization", "gguf", "model", "the model is a GGUF file")
     assert found["load_format"] == ResolvedRow("load_format", "gguf", "model", "the model is a GGUF file")
 
 
-def test_generation_defaults_are_told(tmp_path: Path) -> None:
+def test_row_of_the_generation_config(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 9}')
     assert rows(resolved(tmp_path))["generation_config"].reason == "sets temperature 0.6, max_tokens 9"
@@ -158,7 +158,7 @@ def test_no_weights_are_needed_and_no_framework_is_imported(folder: Path, tmp_pa
         ({"hf_overrides": {"architectures": ["Abacus"]}}, ModelError, "architecture Abacus is not supported"),
     ],
 )
-def test_what_cannot_start_cannot_be_explained(
+def test_resolve_raises_what_the_start_would(
     folder: Path, settings: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):

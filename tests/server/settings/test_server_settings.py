@@ -1,4 +1,4 @@
-"""Settings of `serve`: each test sees what one changes."""
+"""The effect of each setting of `serve`."""
 
 import asyncio
 import json
@@ -28,18 +28,18 @@ PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% e
 
 
 def state_of(**config: Any) -> ServerState:
-    """The state of a server without an engine."""
+    """Return the state of a server without an engine."""
     return ServerState(cast(AsyncLLM, None), ServerConfig(**config), Metrics("m"))
 
 
 def prompt_of(server: LiveServer, **more: Any) -> str:
-    """The text that a chat became, as ids of the byte tokenizer."""
+    """Return the rendered text of a chat, as ids of the byte tokenizer."""
     status, answer = server.post("/v1/chat/completions", CHAT | {"return_token_ids": True} | more)
     assert status == 200, answer
     return bytes(answer["prompt_token_ids"]).decode()
 
 
-# --- where it listens ---
+# --- address and docs pages ---
 
 
 @pytest.mark.setting("--host", "--port")
@@ -52,7 +52,7 @@ def test_host_and_port() -> None:
 
 
 @pytest.mark.setting("--root-path")
-def test_pages_name_what_is_behind_a_proxy() -> None:
+def test_root_path_in_the_docs_page() -> None:
     with live_server(root_path="/behind") as server:
         assert b"/behind/openapi.json" in server.get("/docs")[1]
         assert server.get("/openapi.json")[1]["servers"] == [{"url": "/behind"}]
@@ -60,13 +60,13 @@ def test_pages_name_what_is_behind_a_proxy() -> None:
 
 
 @pytest.mark.setting("--disable-fastapi-docs")
-def test_no_docs() -> None:
+def test_disable_fastapi_docs() -> None:
     with live_server() as shown, live_server(disable_fastapi_docs=True) as hidden:
         for path in ("/docs", "/redoc", "/openapi.json"):
             assert (shown.get(path)[0], hidden.get(path)[0]) == (200, 404)
 
 
-# --- whom it lets in ---
+# --- cross-origin rules and middleware ---
 
 
 @pytest.mark.setting("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials")
@@ -110,7 +110,7 @@ def headers_of(server: LiveServer, path: str, body: Any = None, **headers: str) 
 
 
 class Stamp:
-    """ASGI middleware, named by tests."""
+    """ASGI middleware, for --middleware."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -141,12 +141,12 @@ def test_middleware() -> None:
 
 @pytest.mark.setting("--middleware")
 @pytest.mark.parametrize("name", ["no.such.thing", "json.dumps", "os.path"])
-def test_middleware_that_is_none(name: str) -> None:
+def test_invalid_middleware_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--middleware: {name}"):
         create_app(state_of(middleware=(name,)))
 
 
-# --- what it says about itself ---
+# --- information in responses ---
 
 
 @pytest.mark.setting("--enable-server-load-tracking")
@@ -264,7 +264,7 @@ def test_default_template_variables() -> None:
         state_of(default_chat_template_kwargs={"messages": []})
 
 
-# --- what it logs ---
+# --- logs ---
 
 
 @pytest.mark.setting("--enable-log-requests", "--max-log-len")
@@ -290,7 +290,7 @@ def test_answers_in_the_log(caplog: pytest.LogCaptureFixture, deltas: bool) -> N
 
 
 @pytest.mark.setting("--log-error-stack")
-def test_the_stack_of_a_failed_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_traceback_of_a_failed_request(caplog: pytest.LogCaptureFixture) -> None:
     bad = TEXT | {"temperature": -1}
     with logged(caplog, "pagoda"), live_server() as server:
         server.post("/v1/completions", bad)
@@ -302,7 +302,7 @@ def test_the_stack_of_a_failed_request(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.setting("--log-error-stack")
-def test_the_stack_of_a_broken_stream(caplog: pytest.LogCaptureFixture) -> None:
+def test_traceback_of_a_failed_stream(caplog: pytest.LogCaptureFixture) -> None:
     with logged(caplog, "pagoda"), live_server("fake:crash", log_error_stack=True) as server:
         server.post("/v1/completions", TEXT | {"max_tokens": 20, "stream": True})
     assert "EngineDeadError" in caplog.text
@@ -344,11 +344,11 @@ def test_statistics_in_the_log(caplog: pytest.LogCaptureFixture, quiet: bool) ->
     assert ("Avg generation throughput" in caplog.text) is not quiet
 
 
-# --- how much it takes on ---
+# --- limits and shutdown ---
 
 
 @pytest.mark.setting("--api-key")
-def test_any_of_several_keys() -> None:
+def test_several_api_keys() -> None:
     with live_server(api_key=("one", "two")) as server:
         got = [server.get("/v1/models", authorization=f"Bearer {key}")[0] for key in ("one", "two", "three")]
         assert got == [200, 200, 401]
@@ -370,7 +370,7 @@ def test_logprobs_are_bounded() -> None:
 
 
 @pytest.mark.setting("--max-num-queued-reqs")
-def test_too_much_is_told_to_come_back() -> None:
+def test_full_queue_is_answered_429() -> None:
     with live_server("fake:slow", engine={"max_num_queued_reqs": 2, "max_num_seqs": 1}) as server:
         long = {"prompt": "a", "max_tokens": 60, "n": 2, "temperature": 1.0, "stream": True}
         connection = server.raw("POST", "/v1/completions", long)
@@ -387,7 +387,7 @@ def test_too_much_is_told_to_come_back() -> None:
 
 
 @pytest.mark.setting("--sse-keep-alive-interval")
-def test_a_silent_stream_says_that_it_lives() -> None:
+def test_idle_stream_sends_keep_alives() -> None:
     body = TEXT | {"stream": True, "max_tokens": 3}
     with live_server("fake:slow", sse_keep_alive_interval=0.002) as server:
         raw = server.post("/v1/completions", body)[1]
@@ -441,7 +441,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
 
 @pytest.mark.setting("--shutdown-timeout")
 @pytest.mark.parametrize(("seconds", "word"), [(0.0, b"shutting down"), (20.0, b'"finish_reason":"length"')])
-def test_running_requests_at_the_end(seconds: float, word: bytes) -> None:
+def test_shutdown_timeout(seconds: float, word: bytes) -> None:
     with live_server("fake:slow", shutdown_timeout=seconds) as server:
         connection = server.raw("POST", "/v1/completions", {"prompt": "a", "max_tokens": 30, "stream": True})
         answer = connection.recv(65536)

@@ -1,4 +1,4 @@
-"""Engine settings, said as flags, change what the engine does: over a fake backend, or a tiny model at random."""
+"""The effect of engine flags, on a fake backend or a tiny random model."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def config(*flags: str) -> EngineConfig:
 
 
 def fake(*flags: str) -> tuple[LLM, FakeBackend]:
-    """An engine with blocks of 4 tokens and a context of 64, and what it asks of its device."""
+    """Return an engine with blocks of 4 tokens and a context of 64, and its backend, which records the plans."""
     engine = LLMEngine(config("--model", "fake", *flags), build=build, open_text=lambda _: TEXT)
     backend = engine._built.backend
     assert isinstance(backend, FakeBackend)
@@ -62,12 +62,12 @@ def run(engine: LLMEngine, prompt: list[int], **params: object) -> RequestOutput
     return outputs[-1]
 
 
-# --- how work is handed out ---
+# --- scheduling ---
 
 
 @pytest.mark.setting("--max-num-seqs")
 @pytest.mark.parametrize(("flags", "most"), [((), 4), (("--max-num-seqs", "2"), 2)])
-def test_sequences_in_one_step(flags: tuple[str, ...], most: int) -> None:
+def test_max_num_seqs(flags: tuple[str, ...], most: int) -> None:
     llm, backend = fake(*flags)
     answer(llm, "a", "b", "c", "d")
     assert max(plan.num_seqs for plan in backend.plans) == most
@@ -75,7 +75,7 @@ def test_sequences_in_one_step(flags: tuple[str, ...], most: int) -> None:
 
 @pytest.mark.setting("--max-num-batched-tokens")
 @pytest.mark.parametrize(("flags", "most"), [((), 20), (("--max-num-batched-tokens", "8", "--max-num-seqs", "4"), 8)])
-def test_tokens_in_one_step(flags: tuple[str, ...], most: int) -> None:
+def test_max_num_batched_tokens(flags: tuple[str, ...], most: int) -> None:
     llm, backend = fake(*flags)
     answer(llm, "a" * 20)
     assert max(plan.num_tokens for plan in backend.plans) == most
@@ -91,7 +91,7 @@ def test_a_prompt_is_split_over_steps_or_waits(flag: str, first: int) -> None:
 
 @pytest.mark.setting("--long-prefill-token-threshold")
 @pytest.mark.parametrize(("threshold", "first"), [("0", 20), ("5", 5)])
-def test_a_long_prompt_takes_only_its_share_of_a_step(threshold: str, first: int) -> None:
+def test_long_prefill_token_threshold(threshold: str, first: int) -> None:
     llm, backend = fake("--long-prefill-token-threshold", threshold)
     answer(llm, "a" * 20)
     assert backend.plans[0].num_tokens == first
@@ -99,7 +99,7 @@ def test_a_long_prompt_takes_only_its_share_of_a_step(threshold: str, first: int
 
 @pytest.mark.setting("--async-scheduling")
 @pytest.mark.parametrize(("flag", "started"), [("--async-scheduling", 2), ("--no-async-scheduling", 1)])
-def test_the_next_step_is_started_while_one_runs(flag: str, started: int) -> None:
+def test_async_scheduling(flag: str, started: int) -> None:
     llm, backend = fake(flag)
     llm.llm_engine.add_request("r", "abc", SamplingParams(max_tokens=9))
     llm.llm_engine.step()
@@ -108,7 +108,7 @@ def test_the_next_step_is_started_while_one_runs(flag: str, started: int) -> Non
 
 @pytest.mark.setting("--scheduling-policy")
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", "a"), ("priority", "k")])
-def test_who_goes_first(policy: str, first: str) -> None:
+def test_scheduling_policy(policy: str, first: str) -> None:
     llm, _ = fake("--scheduling-policy", policy, "--max-num-seqs", "1")
     engine = llm.llm_engine
     for name, priority in (("a", 2), ("k", 1)):
@@ -135,21 +135,21 @@ def test_requests_without_a_seed_repeat_with_the_engines() -> None:
 
 @pytest.mark.setting("--enable-prefix-caching")
 @pytest.mark.parametrize(("flag", "cached"), [("--enable-prefix-caching", 16), ("--no-enable-prefix-caching", 0)])
-def test_a_prompt_that_was_seen(flag: str, cached: int) -> None:
+def test_enable_prefix_caching(flag: str, cached: int) -> None:
     llm, _ = fake(flag)
     answer(llm, "a" * 20)
     assert answer(llm, "a" * 20)[0].num_cached_tokens == cached
 
 
 @pytest.mark.setting("--num-gpu-blocks-override")
-def test_a_number_of_blocks(folder: Path) -> None:
+def test_num_gpu_blocks_override(folder: Path) -> None:
     engine = tiny(folder, "--num-gpu-blocks-override", "9")
     assert engine.stats.kv_blocks_total == 8
     engine.shutdown()
 
 
 @pytest.mark.setting("--kv-cache-memory-bytes")
-def test_bytes_of_kv_cache(folder: Path) -> None:
+def test_kv_cache_memory_bytes(folder: Path) -> None:
     engine = tiny(folder, "--kv-cache-memory-bytes", "1m")
     assert engine.stats.kv_blocks_total == 1_000_000 // TINY_BLOCK_BYTES - 1
     engine.shutdown()
@@ -159,7 +159,7 @@ def test_bytes_of_kv_cache(folder: Path) -> None:
 
 @pytest.mark.setting("--block-size")
 @pytest.mark.parametrize(("flags", "cached"), [((), 0), (("--block-size", "16"), 16), (("--block-size", "4"), 20)])
-def test_what_is_cached_comes_in_whole_blocks(folder: Path, flags: tuple[str, ...], cached: int) -> None:
+def test_block_size(folder: Path, flags: tuple[str, ...], cached: int) -> None:
     engine = tiny(folder, "--num-gpu-blocks-override", "64", *flags)
     prompt = list(range(3, 24))
     run(engine, prompt)
@@ -171,7 +171,7 @@ def test_what_is_cached_comes_in_whole_blocks(folder: Path, flags: tuple[str, ..
 
 
 @pytest.mark.setting("--dtype")
-def test_numbers_of_the_weights(folder: Path) -> None:
+def test_dtype(folder: Path) -> None:
     def logprobs(dtype: str) -> list[float]:
         engine = tiny(folder, "--dtype", dtype, "--num-gpu-blocks-override", "16")
         output = run(engine, [5, 6, 7], max_tokens=1, logprobs=20)
@@ -185,7 +185,7 @@ def test_numbers_of_the_weights(folder: Path) -> None:
 
 
 @pytest.mark.setting("--load-format")
-def test_formats_of_the_weights(folder: Path) -> None:
+def test_load_format(folder: Path) -> None:
     tiny(folder, "--num-gpu-blocks-override", "16").shutdown()
     for name, missing in (("auto", "safetensors"), ("safetensors", "safetensors"), ("pt", "bin"), ("gguf", "gguf")):
         with pytest.raises(ModelError, match=missing):
@@ -195,7 +195,7 @@ def test_formats_of_the_weights(folder: Path) -> None:
 
 
 @pytest.mark.setting("--backend")
-def test_the_device_backend(folder: Path) -> None:
+def test_backend(folder: Path) -> None:
     engine = tiny(folder, "--backend", "reference", "--num-gpu-blocks-override", "16")
     assert engine.info.backend == "reference"
     engine.shutdown()
@@ -205,7 +205,7 @@ def test_the_device_backend(folder: Path) -> None:
 
 
 @pytest.mark.setting("--skip-tokenizer-init")
-def test_without_a_tokenizer_there_are_ids_only(folder: Path) -> None:
+def test_skip_tokenizer_init(folder: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer"):
         LLMEngine(config("--model", str(folder), "--load-format", "dummy"))
     engine = tiny(folder, "--num-gpu-blocks-override", "16")
@@ -223,16 +223,14 @@ def test_without_a_tokenizer_there_are_ids_only(folder: Path) -> None:
         (("--attention-config", '{"backend": "TORCH_VARLEN"}'), True),
     ],
 )
-def test_the_attention_kernel(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: bool
-) -> None:
+def test_attention_backend(folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: bool) -> None:
     from pagoda.backends.torch_cuda.attention_backends import torch_varlen, triton_attn
 
-    found = []
+    created = []
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
-    monkeypatch.setattr(torch_varlen, "create", lambda needs: found.append(needs) or triton_attn.create(needs))
+    monkeypatch.setattr(torch_varlen, "create", lambda needs: created.append(needs) or triton_attn.create(needs))
     run(tiny(folder, "--backend", "torch_cuda", "--kv-cache-memory-bytes", "1M", *flags), [3, 4, 5])
-    assert bool(found) == asked
+    assert bool(created) == asked
 
 
 @pytest.mark.parametrize(
@@ -259,13 +257,13 @@ def test_the_attention_kernel(
         ),
     ],
 )
-def test_attention_kernels_that_are_not_to_be_had(folder: Path, flags: str, line: str) -> None:
+def test_unavailable_attention_backends_are_refused(folder: Path, flags: str, line: str) -> None:
     with pytest.raises(ConfigError) as error:
         tiny(folder, "--backend", "reference", *flags.split())
     assert str(error.value).startswith(line)
 
 
-def test_the_reference_takes_the_names_of_a_cpu(folder: Path) -> None:
+def test_reference_accepts_attention_names_of_a_cpu(folder: Path) -> None:
     assert run(tiny(folder, "--backend", "reference", "--attention-backend", "torch_sdpa"), [3, 4, 5]).finished
 
 
@@ -282,7 +280,7 @@ def test_the_reference_takes_the_names_of_a_cpu(folder: Path) -> None:
         (["-cc.cudagraph_mode=NONE"], 0),
     ],
 )
-def test_which_steps_are_captured(
+def test_cudagraph_capture_sizes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], captured: int
 ) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
@@ -292,7 +290,7 @@ def test_which_steps_are_captured(
     engine.shutdown()
 
 
-def test_what_asks_for_nothing_is_said(
+def test_compilation_settings_without_effect_log_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
@@ -304,7 +302,7 @@ def test_what_asks_for_nothing_is_said(
     ]
 
 
-def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_graph_settings_of_other_backends_log_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocks = ["--num-gpu-blocks-override", "16"]
     tiny(folder, "--enforce-eager", "-O.level=3", "--gpu-memory-utilization", "0.5", *blocks).shutdown()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -316,7 +314,7 @@ def test_other_backends_say_that_they_capture_nothing(folder: Path, caplog: pyte
 
 
 @pytest.mark.setting("--enable-prompt-embeds")
-def test_backends_know_of_embeddings_beforehand(folder: Path) -> None:
+def test_prompt_embeds_is_a_backend_option(folder: Path) -> None:
     words = ("--model", str(folder), "--load-format", "dummy", "--enable-prompt-embeds", "--backend")
-    told = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
-    assert [options.prompt_embeds for options in told.values()] == [True, True]
+    options = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
+    assert [each.prompt_embeds for each in options.values()] == [True, True]

@@ -1,4 +1,4 @@
-"""Settings of the process, most often said as variables: what the server and the engine do about them."""
+"""The effect of process settings, given as environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def served(model: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`pagoda serve` over a fake engine, when it is ready, and its port."""
+    """Start `pagoda serve` with a fake engine; yield the process and its port when it is ready."""
     path = os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])
     words = [sys.executable, str(TESTS / "support" / "fake_serve.py"), model, "--port", "0"]
     process = subprocess.Popen(
@@ -42,9 +42,9 @@ def served(model: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], 
             line = process.stderr.readline()
             assert line, f"it ended: {said}"
             said += line
-        found = re.search(r"listening on http://[\d.]+:(\d+)", said)
-        assert found is not None
-        yield process, int(found[1])
+        port = re.search(r"listening on http://[\d.]+:(\d+)", said)
+        assert port is not None
+        yield process, int(port[1])
     finally:
         watchdog.cancel()
         process.kill()
@@ -63,7 +63,7 @@ def ask(port: int, method: str, path: str, body: object = None) -> int:
 @pytest.mark.command("serve")
 @pytest.mark.setting("--keep-alive-on-engine-death")
 @pytest.mark.variable("PAGODA_KEEP_ALIVE_ON_ENGINE_DEATH")
-def test_a_server_may_outlive_its_engine() -> None:
+def test_keep_alive_on_engine_death() -> None:
     with served("fake:exit", VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (process, port):
         request = {"model": "fake:exit", "prompt": "a", "max_tokens": 9}
         assert ask(port, "POST", "/v1/completions", request) >= 500
@@ -79,7 +79,7 @@ def test_a_server_may_outlive_its_engine() -> None:
 
 @pytest.mark.setting("--log-stats-interval")
 @pytest.mark.variable("PAGODA_LOG_STATS_INTERVAL")
-def test_statistics_come_as_often_as_asked() -> None:
+def test_log_stats_interval() -> None:
     with served("fake:slow", VLLM_LOG_BATCHSIZE_INTERVAL="0.05") as (process, port):
         assert ask(port, "POST", "/v1/completions", {"model": "fake:slow", "prompt": "a", "max_tokens": 50}) == 200
         assert process.stderr is not None
@@ -88,7 +88,7 @@ def test_statistics_come_as_often_as_asked() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
-def test_an_impossible_interval(seconds: str) -> None:
+def test_invalid_log_stats_interval_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match="--log-stats-interval"):
         EngineArgs(log_stats_interval=float(seconds)).create_engine_config()
 
@@ -106,7 +106,7 @@ def test_development_mode() -> None:
             hits.append(server.llm.stats.prefix_hits)
         assert hits[0] == 0
         assert hits[1] > 0
-        assert hits[2] == hits[1]  # nothing was found again
+        assert hits[2] == hits[1]  # no further hit
     with live_server() as server:
         assert server.post("/reset_prefix_cache", {})[0] == 404
 
@@ -124,7 +124,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.setting("--cpu-omp-threads-bind")
 @pytest.mark.variable("PAGODA_CPU_OMP_THREADS_BIND")
-def test_the_step_runs_on_the_cores_it_is_pinned_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_on_the_pinned_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(max(before)))
     args = EngineArgs(folder, load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=16)
@@ -135,7 +135,7 @@ def test_the_step_runs_on_the_cores_it_is_pinned_to(folder: Path, monkeypatch: p
     assert os.sched_getaffinity(0) == before
 
 
-def test_cores_that_are_not_there() -> None:
+def test_unavailable_cores_are_refused() -> None:
     with (
         pytest.raises(ConfigError, match="core 4095 is not available to this process; choose from "),
         pinned(frozenset({4095})),
@@ -156,6 +156,6 @@ def test_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("setting", "value"), [("rpc_timeout", 1000), ("engine_iteration_timeout_s", 0.0)])
-def test_impossible_patience(setting: str, value: float) -> None:
+def test_invalid_timeouts_are_refused(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match="--" + setting.replace("_", "-")):
         EngineArgs(**{setting: value}).create_engine_config()

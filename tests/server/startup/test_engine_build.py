@@ -10,8 +10,7 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 CONFIG = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
 
@@ -47,7 +46,7 @@ def test_a_model_without_weights_or_tokenizer_generates(folder: Path) -> None:
     engine.shutdown()
 
 
-def test_what_is_known_once_it_runs(folder: Path) -> None:
+def test_engine_info_of_a_built_engine(folder: Path) -> None:
     info = build(folder, served_model_name=["a", "b"]).info
     assert (info.names, info.vocab_size, info.limits.max_model_len, info.dtype) == (("a", "b"), 96, 128, "float32")
     assert (info.backend, info.device, info.eos_token_ids) == ("reference", "cpu", (2,))
@@ -82,12 +81,12 @@ def test_generation_config_from_elsewhere(folder: Path, tmp_path: Path) -> None:
         build(folder, generation_config=other)
 
 
-def test_dtype_and_length_as_asked(folder: Path) -> None:
+def test_dtype_and_max_model_len_are_applied(folder: Path) -> None:
     info = build(folder, dtype="half", max_model_len=64).info
     assert (info.dtype, info.limits.max_model_len) == ("float16", 64)
 
 
-def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
+def test_unset_max_model_len_is_reduced_to_the_kv_cache(folder: Path) -> None:
     info = build(folder, block_size=16, num_gpu_blocks_override=4).info
     assert info.limits.max_model_len == 48
     with pytest.raises(ConfigError, match="lower --max-model-len to 48 or raise --num-gpu-blocks-override"):
@@ -108,7 +107,7 @@ def test_a_length_nobody_asked_for_shrinks_to_the_cache(folder: Path) -> None:
         ({"load_format": "auto"}, ModelError, "no weights|holds no|safetensors"),
     ],
 )
-def test_what_cannot_start_says_why(folder: Path, more: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_startup_errors_name_the_cause(folder: Path, more: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         build(folder, **more)
 
@@ -125,7 +124,7 @@ def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     assert open_tokenizer(args(folder).create_engine_config()) is None
 
 
-def test_a_folder_with_one_gguf_file_has_its_tokenizer_in_it(tmp_path: Path) -> None:
+def test_tokenizer_of_a_folder_with_one_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "some.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"some\.gguf"):
         open_tokenizer(args(tmp_path, skip_tokenizer_init=False).create_engine_config())

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: two processes of one CPU device each, which share a model and end together."""
+"""Two hosts on one machine: processes of one CPU device each, which share a model and end together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FLAGS = tuple(word for name, value in SMALL.items() for word in ("--" + name.rep
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the model in it, and the programs that the first pair of hosts compiles."""
+    """Return a folder with the model, and with the programs that the first pair of hosts compiles."""
     path = tmp_path_factory.mktemp("hosts")
     write_model(path / "tiny")
     return path
@@ -66,7 +66,7 @@ def follower(model: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def pair(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], str]]:
-    """Host 0, host 1 and host 0's address, warm."""
+    """Return host 0, host 1 and the address of host 0, once both are warm."""
     flags, model = shared_flags(folder, two_free_ports()), folder / "tiny"
     first_host = served(str(model), *flags, "--served-model-name", "m", program=REAL)
     with follower(model, *flags) as second, first_host as (first, url):
@@ -75,7 +75,7 @@ def pair(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen
 
 
 def tokens(url: str, prompt: list[int]) -> list[int]:
-    """The greedy answer, six tokens."""
+    """Return the greedy output, six tokens."""
     asked = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     body = json.dumps(asked | {"return_token_ids": True}).encode()
     request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
@@ -84,19 +84,19 @@ def tokens(url: str, prompt: list[int]) -> list[int]:
 
 
 def last_line(process: subprocess.Popen[str]) -> str:
-    """What it ended with."""
+    """Return the last error line on stderr."""
     _, log = process.communicate(timeout=60)
     return [line for line in log.splitlines() if line.startswith("pagoda: error: ")][-1]
 
 
 def engine_of(process: subprocess.Popen[str]) -> int:
-    """The process id of its engine."""
+    """Return the process id of its engine."""
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(child)
 
 
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless")
-def test_two_hosts_answer_as_one_and_end_together(folder: Path) -> None:
+def test_two_hosts_generate_as_one_and_end_together(folder: Path) -> None:
     alone = LLM(str(folder / "tiny"), backend="reference", dtype="float32", disable_log_stats=True, **SMALL)
     rules = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     want = alone.generate([{"prompt_token_ids": ids} for ids in PROMPTS], rules, use_tqdm=False)
@@ -108,7 +108,7 @@ def test_two_hosts_answer_as_one_and_end_together(folder: Path) -> None:
         assert second.wait(60) == 0
 
 
-def test_host_0_names_the_host_that_vanished(folder: Path) -> None:
+def test_host_0_names_the_host_that_died(folder: Path) -> None:
     with pair(folder) as (first, second, _):
         os.kill(engine_of(second), signal.SIGKILL)
         assert last_line(first).startswith("pagoda: error: host 1 (127.0.0.1) is gone: ")
@@ -116,7 +116,7 @@ def test_host_0_names_the_host_that_vanished(folder: Path) -> None:
         assert (first.returncode, second.returncode) == (1, 1)
 
 
-def test_the_others_end_when_host_0_vanished(folder: Path) -> None:
+def test_other_hosts_end_when_host_0_dies(folder: Path) -> None:
     with pair(folder) as (first, second, _):
         os.kill(engine_of(first), signal.SIGKILL)
         # JAX may be faster: it ends a process whose coordinator is gone
@@ -125,7 +125,7 @@ def test_the_others_end_when_host_0_vanished(folder: Path) -> None:
 
 
 @pytest.mark.setting("--nnodes", "--node-rank", "--master-port", "--headless")
-def test_hosts_that_differ_end_with_one_line(folder: Path) -> None:
+def test_hosts_with_different_settings_are_refused(folder: Path) -> None:
     flags = shared_flags(folder, two_free_ports())
     first_host = served(str(folder / "tiny"), *flags, program=REAL)
     with follower(folder / "tiny", *flags, "--max-num-seqs", "2") as second, first_host as (first, _):
@@ -136,7 +136,7 @@ def test_hosts_that_differ_end_with_one_line(folder: Path) -> None:
     assert (first.returncode, second.returncode) == (2, 2)
 
 
-def test_a_mesh_that_leaves_devices_out() -> None:
+def test_mesh_must_use_all_devices() -> None:
     def host(rank: int, devices: int) -> Host:
         kind = {"devices": str(devices), "devices of kind": "V6E"}
         facts = HostFingerprint(rank=rank, nodes=2, versions={}, model={}, settings={}, environment={}, devices=kind)
@@ -151,7 +151,7 @@ def test_a_mesh_that_leaves_devices_out() -> None:
     )
 
 
-def test_shared_settings_are_settings() -> None:
+def test_shared_settings_exist() -> None:
     assert set(SHARED_SETTINGS) <= set(ENGINE_SETTINGS)
 
 
@@ -173,14 +173,14 @@ def test_shared_settings_are_settings() -> None:
         ),
     ],
 )
-def test_bad_input_is_one_line(
+def test_invalid_host_settings_are_one_error_line(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(folder / "tiny"), "--port", "0", *words]) == 2
     assert f"pagoda: error: {message}" in capsys.readouterr().err
 
 
-def test_only_host_0_takes_requests(folder: Path) -> None:
+def test_requests_on_another_host_are_refused(folder: Path) -> None:
     args = EngineArgs(str(folder / "tiny"), nnodes=2, node_rank=1)
     with pytest.raises(ConfigError, match=r"^--node-rank: requests go to host 0; on the others run pagoda serve"):
         LLM(str(folder / "tiny"), nnodes=2, node_rank=1)

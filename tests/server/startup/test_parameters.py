@@ -1,4 +1,4 @@
-"""Random weights: complete, repeatable, and of a size that keeps a model finite."""
+"""Dummy weights are complete, reproducible and small enough for finite outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = params(ModelSpec(vocab=500, width=32, layers=(LAYER,) * 2, final_norm=N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_parameter_once_in_its_shape_and_range(dtype: str) -> None:
+def test_dummy_weights_have_every_parameter_once(dtype: str) -> None:
     weights = list(dummy_weights(PARAMS, dtype=dtype))
     assert [name for name, _ in weights] == list(PARAMS)
     for name, array in weights:
@@ -28,19 +28,19 @@ def test_every_parameter_once_in_its_shape_and_range(dtype: str) -> None:
         assert values.std() > 0.005, name
 
 
-def test_the_seed_decides() -> None:
+def test_dummy_weights_depend_on_the_seed() -> None:
     first, again, other = (dict(dummy_weights(PARAMS, seed)) for seed in (1, 1, 2))
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not any(np.array_equal(first[name], other[name]) for name in first)
 
 
-def test_parameters_differ() -> None:
+def test_dummy_parameters_differ() -> None:
     weights = dict(dummy_weights(PARAMS))
     assert not np.array_equal(weights["layers.0.mixer.q"], weights["layers.1.mixer.q"])
     assert not np.array_equal(weights["layers.0.ffn.gate"], weights["layers.0.ffn.up"])
 
 
-def test_unknown_dtype() -> None:
+def test_dummy_weights_refuse_an_unknown_dtype() -> None:
     with pytest.raises(ValueError, match="int8 is not one of float32"):
         list(dummy_weights(PARAMS, dtype="int8"))
 
@@ -54,7 +54,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "disable"), [(io.StringIO(), False), (Terminal(), True)])
-def test_silent_without_a_terminal_or_when_disabled(
+def test_no_progress_bar_without_a_terminal_or_when_disabled(
     stream: io.StringIO, disable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr", stream)
@@ -62,7 +62,7 @@ def test_silent_without_a_terminal_or_when_disabled(
     assert stream.getvalue() == ""
 
 
-def test_counts_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_counts_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     assert list(with_progress(iter(TENSORS), 4096, description="Loading")) == TENSORS

@@ -1,4 +1,4 @@
-"""From a folder to vectors: which models pool, what the engine says of them, and what the settings about them do."""
+"""Pooling engines: which models pool, their EngineInfo, and the effect of their settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from pagoda.server import ipc_messages
 from pagoda.server.processing.inputs import open_tokenizer
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
-from pagoda.server.startup.engine import build_engine
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 LABELS = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}
@@ -34,12 +33,12 @@ def args(folder: Path, **more: Any) -> EngineArgs:
 
 
 def offered(folder: Path, **more: Any) -> ipc_messages.PoolingInfo | None:
-    """What the model supports, without building it; None: it generates."""
+    """Return what the model offers, without building it; None: it generates."""
     return resolve(args(folder, **more).create_engine_config(), "llm").pooling
 
 
 class Engine:
-    """A built engine, asked one text at a time."""
+    """A built engine for one text at a time."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         config = args(folder, **more).create_engine_config()
@@ -54,7 +53,7 @@ class Engine:
         self.built.backend.close()
 
     def __call__(self, *texts: str, task: PoolingTask = "embed", **rules: Any) -> np.ndarray:
-        """The answer to a text, or to a pair of them."""
+        """Return the output of a text, or of a pair."""
         assert self.tokenizer is not None
         assert self.info.pooling is not None
         ids, second = self.tokenizer.encode_within(self.info.limits.max_model_len, *texts)
@@ -84,7 +83,7 @@ def test_an_encoder_embeds(tmp_path: Path) -> None:
         assert not np.allclose(engine("the cat", "the dog"), engine("the cat", "the dog", second_text=None))
 
 
-def test_what_the_engine_says_survives_the_wire(tmp_path: Path) -> None:
+def test_engine_info_round_trips_as_a_message(tmp_path: Path) -> None:
     folder = write_modules(write_encoder(tmp_path), "cls_token", "Normalize")
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
     with Engine(folder, served_model_name=("tiny",)) as engine:
@@ -140,13 +139,13 @@ def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
         ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, False),
     ],
 )
-def test_activations_that_the_authors_noted(tmp_path: Path, noted: dict[str, Any], raw_equals: bool) -> None:
+def test_activation_comes_from_the_checkpoint(tmp_path: Path, noted: dict[str, Any], raw_equals: bool) -> None:
     with Engine(write_encoder(tmp_path, **SCORER, **noted)) as engine:
         raw, active = (engine("the", "a", task="score", use_activation=on) for on in (False, True))
         assert np.allclose(raw, active) == raw_equals
 
 
-def test_a_sentence_transformers_folder_decides(tmp_path: Path) -> None:
+def test_pooling_follows_sentence_transformers_modules(tmp_path: Path) -> None:
     folder = write_modules(write_encoder(tmp_path / "m"), "mean_tokens", max_seq_length=6, do_lower_case=True)
     with Engine(folder) as engine:
         assert engine.info.limits.max_model_len == 6
@@ -158,8 +157,8 @@ def test_a_sentence_transformers_folder_decides(tmp_path: Path) -> None:
         assert len(engine("the cat sat on the mat", task="token_embed")) == 6
 
 
-def test_dense_layers_follow(tmp_path: Path) -> None:
-    """From files of their own, one after the other, after pooling and before normalising."""
+def test_dense_modules_are_applied(tmp_path: Path) -> None:
+    """They have their own files and run in order, after pooling and before normalising."""
     folder = write_modules(write_encoder(tmp_path), "mean_tokens", "Dense", "Dense", "Normalize")
     noise = np.random.default_rng(1)
     weights = {"2_Dense": noise.normal(size=(24, 16)), "3_Dense": noise.normal(size=(5, 24))}
@@ -170,8 +169,8 @@ def test_dense_layers_follow(tmp_path: Path) -> None:
         config = {"out_features": len(weight), "bias": first, "activation_function": f"torch.nn.modules.{kind}"}
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-        held = {"linear.weight": weight.astype(np.float32)} | ({"linear.bias": bias} if first else {})
-        save_file(held, folder / name / "model.safetensors")
+        tensors = {"linear.weight": weight.astype(np.float32)} | ({"linear.bias": bias} if first else {})
+        save_file(tensors, folder / name / "model.safetensors")
     with Engine(folder) as engine:
         assert engine.info.pooling is not None
         assert (engine.info.pooling.embedding_size, engine.info.pooling.use_activation) == (5, True)
@@ -182,7 +181,7 @@ def test_dense_layers_follow(tmp_path: Path) -> None:
 
 
 @pytest.mark.setting("--runner")
-def test_a_decoder_in_such_a_folder_embeds_unless_told_otherwise(tmp_path: Path) -> None:
+def test_decoder_with_sentence_transformers_modules_embeds_by_default(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     assert offered(folder) is None
     assert offered(folder, runner="pooling") is not None
@@ -199,7 +198,7 @@ def test_a_decoder_in_such_a_folder_embeds_unless_told_otherwise(tmp_path: Path)
 
 
 @pytest.mark.setting("--convert")
-def test_what_a_decoder_is_made_into(tmp_path: Path) -> None:
+def test_convert_of_a_decoder(tmp_path: Path) -> None:
     folder = write_model(tmp_path, **LABELS)
     tasks = {convert: offered(folder, convert=convert) for convert in ("none", "embed", "classify", "reward")}
     assert {convert: info and info.tasks for convert, info in tasks.items()} == {
@@ -215,7 +214,7 @@ def test_what_a_decoder_is_made_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.setting("--pooler-config")
-def test_how_it_pools_can_be_said(tmp_path: Path) -> None:
+def test_pooler_config_is_applied(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, is_matryoshka=True)
     stated = {"seq_pooling_type": "MEAN", "use_activation": False, "dimensions": 4}
     with Engine(folder, pooler_config=stated) as engine:
@@ -242,13 +241,13 @@ def test_how_it_pools_can_be_said(tmp_path: Path) -> None:
         ({"task": "embed"}, "task is set per request"),
     ],
 )
-def test_what_cannot_be_said(tmp_path: Path, stated: dict[str, Any], words: str) -> None:
+def test_invalid_pooler_config_is_refused(tmp_path: Path, stated: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         offered(write_encoder(tmp_path), pooler_config=stated)
     assert refused.value.setting == "--pooler-config"
 
 
-def test_dimensions_are_those_that_the_model_offers(tmp_path: Path) -> None:
+def test_default_dimensions_must_be_supported_by_the_model(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, matryoshka_dimensions=[4, 8])
     info = offered(folder, pooler_config={"dimensions": 8})
     assert info is not None
@@ -267,18 +266,20 @@ def test_dimensions_are_those_that_the_model_offers(tmp_path: Path) -> None:
         ({"cpu_offload_gb": 1.0}, "--cpu-offload-gb", "reference"),
     ],
 )
-def test_settings_that_do_not_suit_it(tmp_path: Path, more: dict[str, Any], setting: str, words: str) -> None:
+def test_settings_that_do_not_suit_the_model_are_refused(
+    tmp_path: Path, more: dict[str, Any], setting: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         offered(write_encoder(tmp_path), **more)
     assert refused.value.setting == setting
 
 
-def test_a_generator_made_for_nothing_else_says_so(tmp_path: Path) -> None:
+def test_convert_none_refuses_to_pool_a_generative_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="LlamaForCausalLM is generative; use embed, classify or reward"):
         offered(write_model(tmp_path), runner="pooling", convert="none")
 
 
-def test_settings_about_a_cache_are_said_to_do_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_without_effect_log_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pagoda"):
         offered(write_encoder(tmp_path / "e"), num_gpu_blocks_override=7, enable_prefix_caching=True)
         offered(write_model(tmp_path / "d"), pooler_config={"pooling_type": "MEAN"})
@@ -286,13 +287,13 @@ def test_settings_about_a_cache_are_said_to_do_nothing(tmp_path: Path, caplog: p
     assert "--pooler-config has no effect: the model generates" in caplog.text
 
 
-def test_an_unknown_encoder_is_named(tmp_path: Path) -> None:
+def test_unknown_encoder_architecture_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"architecture BertForPreTraining is not supported; .* BertModel"):
         offered(write_encoder(tmp_path, architectures=["BertForPreTraining"], num_labels=2))
     assert CONFIG["architectures"] == ["BertModel"]
 
 
-def test_a_longer_prompt_than_a_step_holds_is_served(tmp_path: Path) -> None:
+def test_prompt_longer_than_max_num_batched_tokens_is_served(tmp_path: Path) -> None:
     with Engine(write_encoder(tmp_path), max_num_batched_tokens=8, max_num_seqs=2) as engine:
         long = " ".join("abcdefghijklmnop")
         assert engine(long, task="token_embed").shape == (18, 16)

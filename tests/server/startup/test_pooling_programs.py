@@ -1,4 +1,4 @@
-"""Compiled programs of models that pool: bundles, the compile cache and devices, from the settings to the answers."""
+"""Compiled programs of pooling models: bundles, the compile cache and sharding."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_bundle_has_every_program(model: Path, tmp_path: Path, caplog: pytest.
         pass
 
 
-def test_the_table_of_a_model_that_does_not_fit_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_reports_a_model_that_does_not_fit(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--topology", "cpu", "--gpu-memory-utilization", "0.001"]
     assert main.main(["compile", str(model), *WORDS, *words]) == main.USAGE_ERROR
     line = capsys.readouterr().err.strip()
@@ -89,7 +89,7 @@ def test_the_table_of_a_model_that_does_not_fit_says_so(model: Path, capsys: pyt
     assert "\n" not in line
 
 
-def test_devices_share_a_model_that_pools(model: Path) -> None:
+def test_pooling_model_is_sharded_across_devices(model: Path) -> None:
     with engine(model) as built:
         alone = vector(built)
     with engine(model, tensor_parallel_size=2) as built:
@@ -104,13 +104,15 @@ def test_devices_share_a_model_that_pools(model: Path) -> None:
         ({"compiled_bundle": "x", "backend": "reference"}, "--compiled-bundle", "not supported by reference"),
     ],
 )
-def test_what_is_not_spread_or_compiled_is_refused(model: Path, more: dict[str, Any], setting: str, words: str) -> None:
+def test_unsupported_parallel_sizes_and_bundles_are_refused(
+    model: Path, more: dict[str, Any], setting: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as refused, engine(model, **more):
         pass
     assert refused.value.setting == setting
 
 
-def test_settings_that_mean_nothing_elsewhere_mean_something_here(
+def test_settings_without_effect_on_pooling_depend_on_the_backend(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for backend in ("jax_tpu", "reference"):

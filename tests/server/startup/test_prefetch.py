@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
-from pagoda.server.startup.executors import Prefetch
+from pagoda.server.startup.parameters import Prefetch
 
 
 def weights(count: int, produced: list[int]) -> Iterator[Weight]:
@@ -15,13 +15,13 @@ def weights(count: int, produced: list[int]) -> Iterator[Weight]:
         yield str(index), np.full(10, index, np.uint8)
 
 
-def test_order_and_values_are_kept() -> None:
+def test_prefetch_keeps_order_and_values() -> None:
     got = list(Prefetch(weights(50, []), 35))
     assert [name for name, _ in got] == [str(index) for index in range(50)]
     assert all((values == int(name)).all() for name, values in got)
 
 
-def test_it_stays_within_its_budget() -> None:
+def test_prefetch_stays_within_max_bytes() -> None:
     produced: list[int] = []
     ahead = Prefetch(weights(50, produced), 35)
     stream = iter(ahead)
@@ -30,7 +30,7 @@ def test_it_stays_within_its_budget() -> None:
     assert len(produced) <= 1 + 4 + 1  # taken, 40 bytes waiting, one in hand
 
 
-def test_an_error_comes_in_its_place() -> None:
+def test_error_is_raised_after_the_weights_before_it() -> None:
     def failing() -> Iterator[Weight]:
         yield "a", np.zeros(1)
         raise WeightError("truncated")
@@ -41,7 +41,7 @@ def test_an_error_comes_in_its_place() -> None:
         next(stream)
 
 
-def test_closing_ends_the_thread() -> None:
+def test_close_ends_the_thread() -> None:
     before = threading.active_count()
     Prefetch(weights(1000, []), 35).close()
     for thread in threading.enumerate():

@@ -1,4 +1,4 @@
-"""Ranks as processes: they start, follow rank 0, and end with it, however that comes. No framework is imported."""
+"""Ranks as processes start, follow rank 0 and end with it, however it ends. No framework is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.startup import executors
-from pagoda.server.startup.executors import BuiltEngine
+from pagoda.server.startup.engine import BuiltEngine
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +39,11 @@ def young() -> Children:
 
 def answers(core: EngineCore) -> list[int]:
     core.add_request(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], rules=SamplingRules(), max_tokens=9))
-    found: list[int] = []
+    tokens: list[int] = []
     while core.has_work:
         for output in core.step().outputs:
-            found += output.new_token_ids
-    return found
+            tokens += output.new_token_ids
+    return tokens
 
 
 def answers_for_ever(core: EngineCore) -> None:
@@ -56,7 +56,7 @@ def core_of(built: BuiltEngine) -> EngineCore:
     return built.core
 
 
-def test_ranks_follow_and_end_in_good_order(capfd: pytest.CaptureFixture[str], young: Children) -> None:
+def test_ranks_follow_rank_0_and_end_with_it(capfd: pytest.CaptureFixture[str], young: Children) -> None:
     built = lead("fake")
     assert len(young()) == 2
     for rank in young():
@@ -70,21 +70,21 @@ def test_ranks_follow_and_end_in_good_order(capfd: pytest.CaptureFixture[str], y
     assert capfd.readouterr().err == ""
 
 
-def test_a_killed_rank_is_named_at_once_and_the_others_end(young: Children) -> None:
+def test_killed_rank_is_named_at_once_and_the_others_end(young: Children) -> None:
     built = lead("fake")
-    heard: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
+    deaths: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
     assert built.hosts is not None
-    built.hosts.watch(heard.put)
+    built.hosts.watch(deaths.put)
     first, _ = young()
     os.kill(first, signal.SIGKILL)
-    assert str(heard.get(timeout=10)) == "rank 1 (GPU 1) was killed by SIGKILL: out of memory?"
+    assert str(deaths.get(timeout=10)) == "rank 1 (GPU 1) was killed by SIGKILL: out of memory?"
     with pytest.raises(EngineDeadError, match=r"^rank 1 \(GPU 1\) was killed by SIGKILL"):
         answers(core_of(built))
     built.backend.close()
     assert young() == []
 
 
-def test_a_step_that_fails_on_a_rank_is_told(capfd: pytest.CaptureFixture[str], young: Children) -> None:
+def test_failed_step_on_a_rank_is_reported(capfd: pytest.CaptureFixture[str], young: Children) -> None:
     built = lead("fake:step")
     with pytest.raises(EngineDeadError, match=r"^rank 1 \(GPU 1\): RuntimeError: the device is gone$"):
         answers_for_ever(core_of(built))
@@ -93,14 +93,14 @@ def test_a_step_that_fails_on_a_rank_is_told(capfd: pytest.CaptureFixture[str], 
     assert "RuntimeError: the device is gone" in capfd.readouterr().err  # a bug keeps its traceback
 
 
-def test_what_a_rank_lacks_is_the_error_of_the_start(capfd: pytest.CaptureFixture[str], young: Children) -> None:
+def test_load_error_of_a_rank_fails_the_start(capfd: pytest.CaptureFixture[str], young: Children) -> None:
     with pytest.raises(EngineDeadError, match=r"^rank 2 \(GPU 2\): the checkpoint lacks 3 parameters$"):
         lead("fake:load")
     assert young() == []
     assert capfd.readouterr().err == ""
 
 
-def test_what_rank_0_lacks_ends_ranks_that_have_no_job_yet(
+def test_error_of_rank_0_ends_ranks_without_a_job(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], young: Children
 ) -> None:
     def refuse(size: int) -> None:
@@ -114,7 +114,7 @@ def test_what_rank_0_lacks_ends_ranks_that_have_no_job_yet(
 
 
 @pytest.mark.parametrize("place", ["import", "meet"])
-def test_a_rank_that_dies_early_keeps_nobody_waiting(
+def test_rank_that_dies_before_it_joins_fails_the_start(
     place: str, monkeypatch: pytest.MonkeyPatch, young: Children
 ) -> None:
     monkeypatch.setenv("RANK_ENDS_IN", place)
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_early_keeps_nobody_waiting(
     assert young() == []
 
 
-def test_what_killed_a_process_is_known_before_the_system_is_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_status_is_known_before_the_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     assert executors._status(process) is None
     process.kill()
@@ -134,7 +134,7 @@ def test_what_killed_a_process_is_known_before_the_system_is_done_with_it(monkey
     process.wait()
 
 
-def test_a_rank_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, young: Children) -> None:
+def test_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, young: Children) -> None:
     monkeypatch.setattr(executors, "_SHUTDOWN_SECONDS", 0.05)
     built = lead("fake:stay", 2)
     built.backend.close()
@@ -152,7 +152,7 @@ def lead_until_killed() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_when_the_engine_is_killed(number: int) -> None:
+def test_ranks_end_when_the_engine_is_killed(number: int) -> None:
     code = (
         "import runpy; from support.fake_ranks import fake_backend\n"
         f"with fake_backend():\n    runpy.run_path({__file__!r})['lead_until_killed']()"
@@ -167,10 +167,10 @@ def test_nothing_is_left_when_the_engine_is_killed(number: int) -> None:
     process.stdout.close()
 
 
-def test_a_thread_that_ends_takes_no_rank_with_it() -> None:
-    made: list[BuiltEngine] = []
-    thread = threading.Thread(target=lambda: made.append(lead("fake", 2)))
+def test_ranks_outlive_the_thread_that_started_them() -> None:
+    engines: list[BuiltEngine] = []
+    thread = threading.Thread(target=lambda: engines.append(lead("fake", 2)))
     thread.start()
     thread.join()
-    assert len(answers(core_of(made[0]))) == 9
-    made[0].backend.close()
+    assert len(answers(core_of(engines[0]))) == 9
+    engines[0].backend.close()

@@ -18,7 +18,7 @@ SECRET = b"s" * 32
 
 
 @pytest.mark.setting("--distributed-executor-backend")
-def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
         ConfigError, match=r"^--distributed-executor-backend: ray is not installed; pip install 'pagoda"
@@ -27,14 +27,14 @@ def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("visible", "gpu", "index"), [(None, "3", 3), ("2,3", "3", 1), ("GPU-a,GPU-b", "GPU-a", 0)])
-def test_the_gpu_that_ray_chose(visible: str | None, gpu: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_index_of_rays_gpu(visible: str | None, gpu: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert _visible_index(gpu) == index
 
 
-def test_a_gpu_that_ray_chose_and_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpu_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="Ray gave rank 0 GPU 5, which CUDA_VISIBLE_DEVICES=0 hides from it; unset"):
         _visible_index("5")
@@ -43,7 +43,7 @@ def test_a_gpu_that_ray_chose_and_nobody_sees(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("said", "rank"), [((3).to_bytes(4, "big") + SECRET, 3), ((3).to_bytes(4, "big") + b"x" * 32, None), (b"", None)]
 )
-def test_only_who_knows_the_secret_is_a_rank(said: bytes, rank: int | None) -> None:
+def test_ranks_must_send_the_secret(said: bytes, rank: int | None) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as caller:
         connection, _ = listener.accept()

@@ -51,7 +51,7 @@ def alone(model: str) -> list[list[int]]:
 
 
 @pytest.mark.setting("--tensor-parallel-size")
-def test_a_server_on_two_devices_answers_as_on_one(model: str, alone: list[list[int]]) -> None:
+def test_server_on_two_devices_answers_as_on_one(model: str, alone: list[list[int]]) -> None:
     flags = ("--backend", "jax_tpu", "-tp", "2", "--served-model-name", "m", *FLAGS)
     with served(model, *flags, program=REAL, XLA_FLAGS="--xla_force_host_platform_device_count=2") as (process, url):
         wait_ready(process)
@@ -64,25 +64,25 @@ def test_a_server_on_two_devices_answers_as_on_one(model: str, alone: list[list[
 
 
 @pytest.mark.setting("--tensor-parallel-size")
-def test_the_layers_are_split_over_the_devices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_sharded_across_devices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagoda.backends.jax_tpu import backend as module
 
-    made: list[module.JaxBackend] = []
+    backends: list[module.JaxBackend] = []
     create = module.create
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        made.append(create(*args, **kwargs))
+        backends.append(create(*args, **kwargs))
         raise ConfigError("enough", "seen")
 
     monkeypatch.setattr(module, "create", stop)
     with pytest.raises(ConfigError, match="enough: seen"):
         LLM(model, backend="jax_tpu", tensor_parallel_size=2, **SMALL)
-    assert made[0].model.mesh.shape == {"data": 1, "model": 2}
-    assert {leaf.sharding.num_devices for leaf in made[0].model.leaves} == {2}
+    assert backends[0].model.mesh.shape == {"data": 1, "model": 2}
+    assert {leaf.sharding.num_devices for leaf in backends[0].model.leaves} == {2}
 
 
 @pytest.mark.setting("--data-parallel-size")
-def test_two_copies_answer_as_one_and_share_the_requests(model: str, alone: list[list[int]]) -> None:
+def test_two_replicas_share_the_requests(model: str, alone: list[list[int]]) -> None:
     llm = LLM(model, backend="jax_tpu", disable_log_stats=True, data_parallel_size=2, tensor_parallel_size=2, **SMALL)
     assert ask(llm) == alone
     core = llm.llm_engine._core
@@ -107,12 +107,12 @@ def test_two_copies_answer_as_one_and_share_the_requests(model: str, alone: list
         ),
     ],
 )
-def test_what_cannot_be_spread_is_refused(model: str, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_parallel_sizes_are_refused(model: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(model, **{"backend": "jax_tpu"} | SMALL | settings)
 
 
-def test_a_cpu_says_how_it_becomes_more_devices(model: str) -> None:
+def test_error_on_a_cpu_names_xla_flags(model: str) -> None:
     words = [sys.executable, *REAL, model, "--port", "0", "--backend", "jax_tpu", "-tp", "2", *FLAGS]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 2, done.stderr

@@ -63,7 +63,7 @@ def ask(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 @pytest.mark.setting("--tensor-parallel-size", "--distributed-executor-backend")
 @pytest.mark.variable("PAGODA_TORCH_CUDA_DEVICE")
-def test_two_ranks_answer_as_one_until_one_dies(model: str, young: Children) -> None:
+def test_two_ranks_generate_as_one_until_one_dies(model: str, young: Children) -> None:
     with loaded(model) as alone:
         greedy, drawn = ask(alone, GREEDY), ask(alone, DRAWN)
     with loaded(model, tensor_parallel_size=2, distributed_executor_backend="mp", enable_sleep_mode=True) as both:
@@ -84,7 +84,7 @@ def test_two_ranks_answer_as_one_until_one_dies(model: str, young: Children) -> 
     assert young() == []
 
 
-def test_ray_starts_ranks_too(model: str, young: Children) -> None:
+def test_ranks_started_by_ray(model: str, young: Children) -> None:
     pytest.importorskip("ray")
     with loaded(model, tensor_parallel_size=2, distributed_executor_backend="ray") as both:
         placed = ask(both, GREEDY)
@@ -93,7 +93,7 @@ def test_ray_starts_ranks_too(model: str, young: Children) -> None:
         assert ask(alone, GREEDY) == placed
 
 
-def test_ranks_share_experts_and_repeat_a_kv_head(tmp_path: Path) -> None:
+def test_ranks_shard_experts_and_replicate_a_kv_head(tmp_path: Path) -> None:
     config = {
         **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 97, "hidden_size": 32},
         **{"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1},
@@ -109,7 +109,7 @@ def test_ranks_share_experts_and_repeat_a_kv_head(tmp_path: Path) -> None:
         assert ask(both, DRAWN) == want
 
 
-def test_heads_that_cannot_be_shared(model_file: Path, young: Children) -> None:
+def test_indivisible_heads_are_refused(model_file: Path, young: Children) -> None:
     with pytest.raises(ConfigError, match=r"^--tensor-parallel-size: 2 ranks cannot share 9 query heads evenly; use 1"):
         LLM(str(model_file), backend="torch_cuda", tensor_parallel_size=2)
     assert young() == []

@@ -1,4 +1,4 @@
-"""Calls as JSON objects: {"name": ..., "arguments": {...}}, and lists of {"name": {arguments}}."""
+"""Calls with JSON arguments: {"name": ..., "arguments": {...}}, {"f": {...}}, or a name followed by its arguments."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from pagoda.server.parsers.tool.generator_parser import (
 )
 from pagoda.server.parsers.tool.scanner import MAX_NAME_LENGTH, Malformed, Scan, Scanner, Sink, TrackingSink, scan_name
 
+_OWN_ID: Final = re.compile(r"(?:functions\.)?(.+?)(:\d+)?")
 _NAME_KEYS: Final = ("name", "tool_name")
 _ARGUMENTS_KEYS: Final = ("arguments", "parameters", "args")
 _OTHER_KEYS: Final = ("type",)
+
+# {"name": ..., "arguments": {...}}: used by other formats, too.
 
 
 def calls(scanner: Scanner, output: ParserOutput, *, unambiguous: bool = True) -> Scan[None]:
@@ -108,6 +111,9 @@ def arguments(scanner: Scanner, sink: Sink) -> Scan[None]:
             sink("{}" if text == "null" else text)
 
 
+# {"f": {"a": 1}}.
+
+
 @dataclass(frozen=True, slots=True)
 class KeyedJson:
     """A list of calls {"f": {"a": 1}} between `begin` and `end`."""
@@ -145,9 +151,7 @@ def _keyed_call(scanner: Scanner, output: ParserOutput) -> Scan[None]:
 APERTUS: Final = KeyedJson("<|tools_prefix|>", "<|tools_suffix|>")
 
 
-# Calls as a name followed by the arguments as JSON.
-
-_OWN_ID: Final = re.compile(r"(?:functions\.)?(.+?)(:\d+)?")
+# A name followed by its arguments.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Arguments as nested XML-like elements: <a>1</a><b><c>x</c></b>.
+"""Calls as XML-like tags: a tag per argument, or arguments as nested elements.
 
-Every tag has a prefix, so that values need no escaping. The tool's schema decides which elements are strings, lists or
-objects.
+Values are unquoted: the tool's schema decides their types.
 """
 
 from __future__ import annotations
@@ -28,122 +27,8 @@ from pagoda.server.parsers.tool.scanner import (
 )
 from pagoda.server.parsers.tool.schemas import NULLABLE, STRING, SchemaShape, arguments_shape, as_json, parameter_types
 
-_MIXED: Final = "$text"  # property for the text of an element that also has children
-
-
-@dataclass(slots=True)
-class Element:
-    """A parsed element."""
-
-    text: str = ""
-    children: list[tuple[str, Element]] = field(default_factory=list)  # (tag name, element)
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """`prefix`<tool_call>, inside it `prefix`<invoke name="f"> elements with the arguments as elements."""
-
-    prefix: str
-
-    def parser(self, tools: Sequence[Tool]) -> Parser:
-        return GeneratorParser(partial(self._scan, tools=tools))
-
-    def _scan(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Scan[None]:
-        block, call = f"{self.prefix}<tool_call>", f"{self.prefix}<invoke name="
-        ends = (f"{self.prefix}</tool_call>", f"{self.prefix}</invoke>")
-
-        def scan(begin: str) -> Scan[None]:
-            if begin == block:
-                yield from scanner.space()
-                yield from scanner.expect(call)
-            yield from self._call(scanner, output, tools, ends)
-
-        yield from calls_in_text(scanner, output, {block: ends, call: ends[1:]}, scan)
-
-    def _call(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool], ends: tuple[str, ...]) -> Scan[None]:
-        name = yield from scan_quoted_name(scanner)
-        yield from scanner.expect(">")
-        output.call(name)
-        shape, opening, tag = arguments_shape(tools, name), "{", f"{self.prefix}<"
-        yield from scanner.space()
-        while (yield from scanner.need(tag, *ends)) == tag:
-            key = yield from self._open_tag(scanner)
-            output.arguments(f'{opening}"{json_text.escape(key)}": ')
-            yield from self._value(scanner, output.arguments, key, shape.property(key))
-            opening = ", "
-            yield from scanner.space()
-        output.arguments("{}" if opening == "{" else "}")
-
-    def _open_tag(self, scanner: Scanner) -> Scan[str]:
-        """Consume an opening tag and return its name."""
-        yield from scanner.expect(f"{self.prefix}<")
-        pieces: list[str] = []
-        yield from scanner.until(markers(">"), pieces.append)
-        yield from scanner.expect(">")
-        name = "".join(pieces)
-        if not 0 < len(name) <= MAX_NAME_LENGTH or name.startswith("/"):
-            raise Malformed
-        return name
-
-    def _value(self, scanner: Scanner, sink: Sink, name: str, shape: SchemaShape) -> Scan[None]:
-        if shape.types == STRING:
-            sink('"')
-            yield from scanner.until(markers(self.prefix), lambda text: sink(json_text.escape(text)))
-            yield from scanner.expect(f"{self.prefix}</{name}>")
-            sink('"')
-        else:
-            element = yield from self._element(scanner, name, 0)
-            sink(_json(element, shape))
-
-    def _element(self, scanner: Scanner, name: str, depth: int) -> Scan[Element]:
-        """Scan an element after its opening tag, including the closing tag."""
-        if depth == MAX_DEPTH:
-            raise Malformed
-        pieces: list[str] = []
-        element = Element()
-        while True:
-            yield from scanner.until(markers(self.prefix), pieces.append)
-            if (yield from scanner.accept(f"{self.prefix}</{name}>")):
-                element.text = "".join(pieces)
-                return element
-            child = yield from self._open_tag(scanner)
-            element.children.append((child, (yield from self._element(scanner, child, depth + 1))))
-
-
-def _json(element: Element, shape: SchemaShape) -> str:
-    """Return an element as JSON. An empty one may be an empty list or object."""
-    if element.children:
-        if "array" in shape.types:
-            return f"[{', '.join(_json(child, shape.item()) for _, child in element.children)}]"
-        return _object(element, shape)
-    if not shape.types:
-        return as_json(element.text, STRING)
-    if not element.text.strip() and not shape.types & {"string", "null"}:
-        return "[]" if "array" in shape.types else "{}" if "object" in shape.types else '""'
-    return as_json(element.text, shape.types)
-
-
-def _object(element: Element, shape: SchemaShape) -> str:
-    """Return the children as a JSON object; children of the same name become a list."""
-    values: dict[str, list[str]] = {}
-    for name, child in element.children:
-        values.setdefault(name, []).append(_json(child, shape.property(name)))
-    if element.text.strip():
-        values.setdefault(_MIXED, []).append(as_json(element.text, STRING))
-    members = (
-        f'"{json_text.escape(name)}": {each[0] if len(each) == 1 else "[" + ", ".join(each) + "]"}'
-        for name, each in values.items()
-    )
-    return "{" + ", ".join(members) + "}"
-
-
-MINIMAX_M3: Final = Elements("]<]minimax[>[")
-
-
-# Calls with a tag per argument, as in <function=f><parameter=a>1</parameter></function>.
-#
-# Values are unquoted: the tool's schema decides which are strings; without a type in the schema, all are. Strings are
-# streamed.
+# A tag per argument: <function=f><parameter=a>1</parameter></function>. Without a type in the schema, values are
+# strings. Strings are streamed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,3 +231,116 @@ KIMI_K3: Final = TaggedParameters(
     call_end="<|close|>call<|sep|>",
     stripped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )
+
+# Arguments as nested elements: <a>1</a><b><c>x</c></b>. Every tag has a prefix, so that values need no escaping.
+
+_MIXED: Final = "$text"  # property for the text of an element that also has children
+
+
+@dataclass(slots=True)
+class Element:
+    """A parsed element."""
+
+    text: str = ""
+    children: list[tuple[str, Element]] = field(default_factory=list)  # (tag name, element)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """`prefix`<tool_call>, inside it `prefix`<invoke name="f"> elements with the arguments as elements."""
+
+    prefix: str
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        return GeneratorParser(partial(self._scan, tools=tools))
+
+    def _scan(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Scan[None]:
+        block, call = f"{self.prefix}<tool_call>", f"{self.prefix}<invoke name="
+        ends = (f"{self.prefix}</tool_call>", f"{self.prefix}</invoke>")
+
+        def scan(begin: str) -> Scan[None]:
+            if begin == block:
+                yield from scanner.space()
+                yield from scanner.expect(call)
+            yield from self._call(scanner, output, tools, ends)
+
+        yield from calls_in_text(scanner, output, {block: ends, call: ends[1:]}, scan)
+
+    def _call(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool], ends: tuple[str, ...]) -> Scan[None]:
+        name = yield from scan_quoted_name(scanner)
+        yield from scanner.expect(">")
+        output.call(name)
+        shape, opening, tag = arguments_shape(tools, name), "{", f"{self.prefix}<"
+        yield from scanner.space()
+        while (yield from scanner.need(tag, *ends)) == tag:
+            key = yield from self._open_tag(scanner)
+            output.arguments(f'{opening}"{json_text.escape(key)}": ')
+            yield from self._value(scanner, output.arguments, key, shape.property(key))
+            opening = ", "
+            yield from scanner.space()
+        output.arguments("{}" if opening == "{" else "}")
+
+    def _open_tag(self, scanner: Scanner) -> Scan[str]:
+        """Consume an opening tag and return its name."""
+        yield from scanner.expect(f"{self.prefix}<")
+        pieces: list[str] = []
+        yield from scanner.until(markers(">"), pieces.append)
+        yield from scanner.expect(">")
+        name = "".join(pieces)
+        if not 0 < len(name) <= MAX_NAME_LENGTH or name.startswith("/"):
+            raise Malformed
+        return name
+
+    def _value(self, scanner: Scanner, sink: Sink, name: str, shape: SchemaShape) -> Scan[None]:
+        if shape.types == STRING:
+            sink('"')
+            yield from scanner.until(markers(self.prefix), lambda text: sink(json_text.escape(text)))
+            yield from scanner.expect(f"{self.prefix}</{name}>")
+            sink('"')
+        else:
+            element = yield from self._element(scanner, name, 0)
+            sink(_json(element, shape))
+
+    def _element(self, scanner: Scanner, name: str, depth: int) -> Scan[Element]:
+        """Scan an element after its opening tag, including the closing tag."""
+        if depth == MAX_DEPTH:
+            raise Malformed
+        pieces: list[str] = []
+        element = Element()
+        while True:
+            yield from scanner.until(markers(self.prefix), pieces.append)
+            if (yield from scanner.accept(f"{self.prefix}</{name}>")):
+                element.text = "".join(pieces)
+                return element
+            child = yield from self._open_tag(scanner)
+            element.children.append((child, (yield from self._element(scanner, child, depth + 1))))
+
+
+def _json(element: Element, shape: SchemaShape) -> str:
+    """Return an element as JSON. An empty one may be an empty list or object."""
+    if element.children:
+        if "array" in shape.types:
+            return f"[{', '.join(_json(child, shape.item()) for _, child in element.children)}]"
+        return _object(element, shape)
+    if not shape.types:
+        return as_json(element.text, STRING)
+    if not element.text.strip() and not shape.types & {"string", "null"}:
+        return "[]" if "array" in shape.types else "{}" if "object" in shape.types else '""'
+    return as_json(element.text, shape.types)
+
+
+def _object(element: Element, shape: SchemaShape) -> str:
+    """Return the children as a JSON object; children of the same name become a list."""
+    values: dict[str, list[str]] = {}
+    for name, child in element.children:
+        values.setdefault(name, []).append(_json(child, shape.property(name)))
+    if element.text.strip():
+        values.setdefault(_MIXED, []).append(as_json(element.text, STRING))
+    members = (
+        f'"{json_text.escape(name)}": {each[0] if len(each) == 1 else "[" + ", ".join(each) + "]"}'
+        for name, each in values.items()
+    )
+    return "{" + ", ".join(members) + "}"
+
+
+MINIMAX_M3: Final = Elements("]<]minimax[>[")
