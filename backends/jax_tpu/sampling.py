@@ -1,6 +1,6 @@
 """Sampling on the device: logits edits, token sampling without a sort, and logprobs.
 
-Each function is compiled once per number of rows. `common.engine.logit_edits` packs the inputs of the edits,
+Each function is compiled once per number of rows. `common.engine.sampling_state` packs the inputs of the edits,
 `SampledRows.pack` the sampling rules.
 """
 
@@ -30,7 +30,7 @@ MAX_LOGPROBS: Final = 20
 def penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Array:
     """Apply repetition, frequency and presence penalties to logits [R, V], one row after another.
 
-    packed int32 [8, n]: of `logit_edits.penalties`. Only its rows cost time; row indices of R or more are ignored.
+    packed int32 [8, n]: of `sampling_state.penalties`. Only its rows cost time; row indices of R or more are ignored.
     """
     positions = jnp.arange(history.shape[1])
     floats = jax.lax.bitcast_convert_type(packed, jnp.float32)
@@ -50,7 +50,7 @@ def penalise(logits: jax.Array, history: jax.Array, packed: jax.Array) -> jax.Ar
 
 
 def adjust(logits: jax.Array, packed: jax.Array) -> jax.Array:
-    """Add values to logits [R, V]. packed int32 [3, n]: of `logit_edits.additions`."""
+    """Add values to logits [R, V]. packed int32 [3, n]: of `sampling_state.additions`."""
     values = jax.lax.bitcast_convert_type(packed[2], jnp.float32)
     return logits.at[packed[0], packed[1]].add(values, mode="drop")
 
@@ -58,7 +58,7 @@ def adjust(logits: jax.Array, packed: jax.Array) -> jax.Array:
 def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: jax.Array) -> jax.Array:
     """Set logits [R, V] to -inf for the last token of every banned word whose other tokens were just generated.
 
-    words, heads: of `logit_edits.banned_words`.
+    words, heads: of `sampling_state.banned_words`.
     """
     same = history[heads[1], heads[2]] == heads[3]
     matched = jnp.ones(words.shape[1], jnp.bool_).at[heads[0]].min(same, mode="drop")
@@ -66,7 +66,7 @@ def ban_words(logits: jax.Array, history: jax.Array, words: jax.Array, heads: ja
 
 
 def mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
-    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `logit_edits.allowed_bits`."""
+    """Set logits [R, V] to -inf where a bit is 0. bits uint32 [R, V/32]: of `sampling_state.allowed_bits`."""
     tokens = jnp.arange(logits.shape[1])
     allowed = bits[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32) & 1
     return jnp.where(allowed == 1, logits, -jnp.inf)

@@ -13,7 +13,7 @@ __all__ = ["add", "ban_words", "mask", "penalise"]
 
 # Penalties, bias, bans and masks, in place: the entry points.
 #
-# `common.engine.logit_edits` packs their arguments; the definitions in plain torch are the reference backend's.
+# `common.engine.sampling_state` packs their arguments; the definitions in plain torch are the reference backend's.
 
 
 def penalise(logits: Tensor, history: Tensor, packed: Tensor, *, use_kernel: bool) -> None:
