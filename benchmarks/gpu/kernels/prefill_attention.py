@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.launch import Chip, Settings
 from pagoda.backends.torch_cuda.kernels.prefill_attention import make_tiles, prefill_attention, query_tile
 from pagoda.backends.torch_cuda.kernels.prefill_attention.kernel import ScoreRules, candidates, key, tuned
-from pagoda.benchmarks.gpu.decode_attention import is_refusal
+from pagoda.benchmarks.gpu.kernels.decode_attention import is_refusal
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, matmul_rate, verdict
 
 PAGE = 16

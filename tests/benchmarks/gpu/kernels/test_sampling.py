@@ -7,7 +7,7 @@ import support.triton_interpreter  # noqa: F401
 import torch
 
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.benchmarks.gpu import sampling
+from pagoda.benchmarks.gpu.kernels import sampling
 from pagoda.benchmarks.gpu.measure import Bench
 
 CPU = torch.device("cpu")

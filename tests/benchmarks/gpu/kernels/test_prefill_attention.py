@@ -11,8 +11,8 @@ import torch
 from pagoda.backends.torch_cuda.kernels import prefill_attention
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.prefill_attention import kernel as kernels
+from pagoda.benchmarks.gpu.kernels.prefill_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, worst
 from pagoda.benchmarks.gpu.measure import Bench
-from pagoda.benchmarks.gpu.prefill_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, worst
 
 CPU, CHIP = torch.device("cpu"), CHIPS["sm_90"]
 BENCH = Bench(CPU, CHIP, tiny=True)

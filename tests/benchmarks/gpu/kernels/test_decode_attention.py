@@ -10,7 +10,7 @@ import torch
 from pagoda.backends.torch_cuda.kernels.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.decode_attention.kernel import blocks
 from pagoda.backends.torch_cuda.kernels.launch import CHIPS
-from pagoda.benchmarks.gpu.decode_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, small
+from pagoda.benchmarks.gpu.kernels.decode_attention import ERRORS, FP8, SPEEDS, Load, attend, check, error, make, small
 from pagoda.benchmarks.gpu.measure import BF16, Bench, worst
 
 CPU = Bench(torch.device("cpu"), CHIPS["sm_90"], tiny=True)
