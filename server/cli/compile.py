@@ -13,6 +13,7 @@ from typing import Final
 
 from pagoda.backends.modules import CompileTarget
 from pagoda.backends.registry import load_compiler
+from pagoda.common.backend import BackendOptions, ParallelSizes
 from pagoda.common.config.commands import COMMAND_SETTINGS, CompileConfig
 from pagoda.common.config.defaults import Platform
 from pagoda.common.config.engine import EngineConfig
@@ -44,20 +45,18 @@ def run(args: argparse.Namespace) -> int:
     data = settled.values["data_parallel_size"]
     tensor = config.tensor_parallel_size or max(1, len(target.devices) // data)
     resolved = resolve_for(settled, config, target, tensor)
-    report = compiler.compile_ahead(
-        target,
-        resolved.spec,
+    options = BackendOptions(
+        spec=resolved.spec,
         limits=resolved.limits,
         layout=resolved.layout,
         cache=resolved.config.cache,
         dtype=resolved.dtype,
-        tensor=tensor,
-        data=data,
-        mode=sampler_options(resolved.config).logprobs_mode,
-        largest=config.budget_only,
-        stated=("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settled.sources,
+        sampling=sampler_options(resolved.config),
+        parallel=ParallelSizes(tensor, data),
         quantization=resolved.config.model.runtime_quantization,
     )
+    stated = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settled.sources
+    report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=stated)
     print(report)
     write_results(config.output_json, report.as_json())
     if config.output is not None:

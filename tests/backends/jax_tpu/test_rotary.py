@@ -45,6 +45,6 @@ def test_partners_arrive_exactly(dtype: str) -> None:
 def test_angles_are_exact_far_out() -> None:
     rope = Rope(dim=HEAD_DIM, theta=10000.0)
     positions = np.array([0, 511, 512, 100_001])
-    found = rotation(jnp.asarray(table(rope, 1 << 17)), jnp.asarray(positions, jnp.int32))
+    rotated = rotation(jnp.asarray(table(rope, 1 << 17)), jnp.asarray(positions, jnp.int32))
     frequencies = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    np.testing.assert_allclose(found.cos[:, 0], np.cos(positions[:, None] * frequencies), atol=1e-6)
+    np.testing.assert_allclose(rotated.cos[:, 0], np.cos(positions[:, None] * frequencies), atol=1e-6)

@@ -153,6 +153,6 @@ def test_groups_share_arrays() -> None:
     assert caches[0].k_scale is None
 
 
-def test_a_cache_that_is_not_there_is_named() -> None:
+def test_an_unsupported_cache_kind_is_named() -> None:
     with pytest.raises(ModelError, match="the torch_cuda backend has no cache for StateCache"):
         cache.head_shape(StateCache(8), RankShard())

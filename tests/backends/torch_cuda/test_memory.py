@@ -38,7 +38,7 @@ def usage(share: float = 0.9, weights: int = 15 * GIB) -> MemoryUsage:
 
 
 @pytest.mark.setting("--gpu-memory-utilization")
-def test_what_is_left_holds_keys_and_values() -> None:
+def test_the_kv_cache_gets_the_remaining_memory() -> None:
     plans = [plan_blocks(usage(share), LIMITS, LAYOUT, CacheConfig(), BLOCK) for share in (0.9, 1.0)]
     assert [plan.num_blocks for plan in plans] == [int((22 * share - 17) * 1024) for share in (0.9, 1.0)]
     assert plans[0].kv_cache == plans[0].num_blocks * BLOCK

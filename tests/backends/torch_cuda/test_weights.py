@@ -47,7 +47,7 @@ def test_a_parameter_that_comes_twice_is_named() -> None:
         loader().fill([*WEIGHTS.items(), ("embed", WEIGHTS["embed"])])
 
 
-def test_each_part_lies_in_its_place() -> None:
+def test_fused_parameters_have_their_parts_in_order() -> None:
     filled = loader()
     filled.fill(reversed(WEIGHTS.items()))
     tensors = filled.params.tensors()
