@@ -34,7 +34,7 @@ def test_channels_rotate_in_pairs(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_partners_arrive_exactly(dtype: str) -> None:
+def test_swapping_halves_is_exact(dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(TOKENS, HEADS, HEAD_DIM)), dtype)
     quarter = JaxRotation(jnp.zeros((TOKENS, 1, 4)), jnp.ones((TOKENS, 1, 4)), 8)
     wanted = jnp.concatenate([-x[..., 4:8], x[..., :4], x[..., 8:]], -1)

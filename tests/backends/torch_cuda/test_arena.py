@@ -167,7 +167,7 @@ def test_memory_is_mapped_in_whole_granules_and_goes_back_in_order() -> None:
     assert not fake.ranges
 
 
-def test_without_memory_it_stays_asleep_and_wakes_up_later() -> None:
+def test_wake_up_without_memory_fails_and_can_be_retried() -> None:
     fake = FakeCuda()
     arena = Arena(_pages("cuda", fake))
     first, second = arena.empty((GRANULE,), torch.uint8).fill_(1), arena.empty((GRANULE,), torch.uint8).fill_(2)

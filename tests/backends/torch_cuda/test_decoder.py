@@ -114,7 +114,7 @@ class Half:
 
 @pytest.mark.parametrize("comm", [SINGLE_RANK, Half()])
 @pytest.mark.parametrize("kind", [*SPECS, "full norm"])
-def test_a_decode_step_asks_for_no_values(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_does_not_synchronize(kind: str, comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without memory, where any look at a value is an error: so the step can be captured in a graph."""
     spec = SPECS.get(kind) or with_full_norm(SPECS["window"])
     monkeypatch.setattr("pagoda.backends.torch_cuda.model.attention.decode_attention", lambda q, *_, **__: q)

@@ -50,7 +50,7 @@ def logprobs(spec: ModelSpec, **make) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
-def test_answers_are_those_of_rounded_matrices(method: str, kind: str) -> None:
+def test_logprobs_equal_those_of_rounded_matrices(method: str, kind: str) -> None:
     spec = SPECS[kind]
     actual, unquantized = logprobs(spec, quantization=method), logprobs(spec)
     want = NaiveModel(spec, rounded(spec, method)).logits(PROMPT).log_softmax(-1)[-1].numpy()

@@ -135,7 +135,7 @@ def test_lists_longer_than_an_array_go_in_pieces() -> None:
     assert tokens.tolist() == [count - 1]
 
 
-def test_rows_that_do_not_sample_leave_no_trace() -> None:
+def test_rows_that_do_not_sample_change_no_state() -> None:
     sampler = make()
     sampler.start(RowStart(0, np.array([4, 5], np.int32), 2, SamplingRules(presence_penalty=1.0, logprobs=1)))
     sampler.start(RowStart(1, np.array([4, 5], np.int32), 2, SamplingRules()))

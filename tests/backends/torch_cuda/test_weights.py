@@ -76,7 +76,7 @@ def test_the_same_tensors_are_filled_again(how: str | None) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["mlp", "experts"])
-def test_packed_matrices_answer_as_what_they_stand_for(spec, scheme) -> None:
+def test_packed_matrices_compute_as_their_unpacked_values(spec, scheme) -> None:
     """Matrices of layers are packed, nothing else is."""
     weights = dict(random_weights(spec))
     packed = TorchCudaModel(spec, weights.items(), 16, pack=partial(pack, scheme=scheme))

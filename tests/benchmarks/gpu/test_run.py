@@ -220,7 +220,7 @@ def test_a_part_of_another_stage_is_refused(machine: Machine) -> None:
     assert "--only: gemm.checks is not of decode; its parts are engine.decode" in printed
 
 
-def test_only_the_same_code_on_the_same_machine_is_gone_on_with(tmp_path: Path) -> None:
+def test_results_are_reused_for_the_same_code_and_machine_only(tmp_path: Path) -> None:
     def results(code: str) -> Results:
         return Results(tmp_path / "s.json", {"stage": "s", "code": code})
 

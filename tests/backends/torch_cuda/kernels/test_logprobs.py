@@ -36,7 +36,7 @@ def test_no_targets_give_empty_results() -> None:
     assert [tuple(x.shape) for x in actual] == [(0, 3), (0, 3), (0,)]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_shapes_are_named() -> None:
     logits, targets = torch.zeros(2, 100), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="best"):
         logprobs(logits, targets, 101, use_kernel=False)
